@@ -1,0 +1,146 @@
+# Everything happens in $(VENV); a newcomer needs Python >= 3.10, a C++20 compiler and make.
+#
+#   make             virtual environment, torch if there is none, extension
+#   make demo        trains a small GPT with two stages under torchrun
+#   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
+#   make test-tsan   C++ tests under the thread sanitizer
+#   make lint        clang-format, ruff, mypy
+#   make nvcc        compiles every .cu, if there is an nvcc
+#   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make clean       removes what was built; distclean the virtual environment too
+
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned: the release that the results were measured with. Any from 2.9 on works; with a GPU, for
+# example, TORCH='torch==2.13.0 --index-url <the index of your CUDA version>'.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+STAMPS := $(VENV)/stamps
+CONSTRAINTS := $(abspath $(VENV))/constraints.txt
+CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'))
+CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The constraint keeps any extra's dependency from replacing the torch that the extension is built
+# against. An editable install again costs only a link step: the objects stay in build/.
+PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
+INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation -e
+
+# What the virtual environment has comes first: ninja, cmake, clang-format.
+export PATH := $(BIN):$(PATH)
+
+.PHONY: build demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke clean distclean
+.DELETE_ON_ERROR:
+
+build: $(STAMPS)/extension
+
+$(STAMPS)/torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q 'setuptools>=77' wheel ninja numpy
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
+	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py
+	$(INSTALL_SELF) .
+	touch $@
+
+$(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+$(STAMPS)/demo: $(STAMPS)/package
+	$(INSTALL_SELF) '.[demo]'
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/package
+	$(INSTALL_SELF) '.[test]'
+	command -v cmake >/dev/null || $(PIP_INSTALL) 'cmake>=3.22'
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/package
+	$(INSTALL_SELF) '.[dev]'
+	touch $@
+
+demo: $(STAMPS)/demo $(STAMPS)/extension
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo
+
+test: test-cpp test-python
+
+# As in setup.py, which says why.
+CXX_TEST_FLAGS := -ffp-contract=off -Wno-unknown-warning-option -Wno-restrict
+
+# $(call run_cpp_tests,folder,cmake options,ctest options)
+define run_cpp_tests
+	googletest=$$(tests/googletest.sh) && \
+	cmake -S tests/cpp -B $(1) -G Ninja $(2) -DGTEST_SOURCE_DIR="$$googletest" \
+	    -DCMAKE_PREFIX_PATH="$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')" \
+	    -DCMAKE_CXX_FLAGS='$(CXX_TEST_FLAGS)' --log-level=WARNING
+	cmake --build $(1)
+	ctest --test-dir $(1) --output-on-failure --no-tests=error -j 2 $(3)
+endef
+
+test-cpp: $(STAMPS)/test
+	$(call run_cpp_tests,build/cpp,-DCMAKE_BUILD_TYPE=Release,--timeout 120)
+	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 240)
+
+test-tsan: $(STAMPS)/test
+	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
+
+test-python: $(STAMPS)/test $(STAMPS)/extension
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev
+	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)
+	ruff check .
+	ruff format --check .
+	mypy --strict pipedream2bw
+
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+# The kernels, and the C++ files that call them where there is CUDA.
+CUDA_SOURCES := $(filter %.cu,$(CXX_FILES)) $(shell grep -l PD2_WITH_CUDA -r csrc --include='*.cpp')
+CUDA_OBJECTS := $(patsubst %,build/nvcc/%.o,$(CUDA_SOURCES))
+NVCC_FLAGS := -std=c++20 -O3 -DPD2_WITH_CUDA -Icsrc -Werror=all-warnings \
+    -Xcompiler=-Wall,-Wextra,-Werror
+TORCH_INCLUDES = $(shell $(BIN)/python -c \
+    'from torch.utils import cpp_extension as e; print(*("-isystem " + p for p in e.include_paths()))')
+
+ifeq ($(NVCC),)
+nvcc:
+	@echo "no nvcc: the .cu files were not compiled"
+else
+nvcc: $(CUDA_OBJECTS)
+	@echo "nvcc compiled $(CUDA_SOURCES)"
+endif
+
+build/nvcc/%.cu.o: %.cu $(CXX_FILES)
+	mkdir -p $(@D)
+	$(NVCC) $(NVCC_FLAGS) -c $< -o $@ \
+	    -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_86,code=sm_86 \
+	    -gencode=arch=compute_89,code=sm_89 -gencode=arch=compute_90,code=[sm_90,compute_90]
+
+# A torch without CUDA ships c10/cuda, but for one generated header of which nothing is needed here.
+build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
+	mkdir -p $(@D) build/nvcc/include/c10/cuda/impl
+	touch build/nvcc/include/c10/cuda/impl/cuda_cmake_macros.h
+	$(NVCC) -x c++ $(NVCC_FLAGS) $(TORCH_INCLUDES) -isystem build/nvcc/include -c $< -o $@
+
+bench: $(STAMPS)/test $(STAMPS)/extension
+	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
+	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
+
+bench-smoke: $(STAMPS)/test $(STAMPS)/extension
+	set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file --smoke; done
+
+clean:
+	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py
+	rm -f $(STAMPS)/package $(STAMPS)/extension
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+comma := ,

@@ -1,0 +1,212 @@
+"""Builds the extension module ``pipedream2bw._C``; everything else is in pyproject.toml.
+
+Environment:
+    PIPEDREAM2BW_CUDA    auto (default), 0 or 1. auto builds the CUDA kernels when the installed
+                         torch has CUDA and a matching nvcc is found; 1 fails where auto would
+                         build without.
+    PIPEDREAM2BW_WERROR  1 turns on -Wall -Wextra -Werror for the project's own files.
+    CUDA_HOME            where nvcc is, if not on PATH.
+    TORCH_CUDA_ARCH_LIST defaults to 8.0;8.6;8.9;9.0+PTX.
+    MAX_JOBS             how many compilers run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+MINIMUM_TORCH = (2, 9)
+MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expression
+DEFAULT_CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0+PTX"
+
+
+def fail(message: str) -> SystemExit:
+    """An error that pip shows as these lines and nothing else."""
+    return SystemExit(f"\nerror: pipedream2bw: {message}\n")
+
+
+def import_build_tools() -> tuple[Any, Any]:
+    """Returns (torch, torch.utils.cpp_extension), or ends with the command that installs them."""
+    minimum_torch = ".".join(map(str, MINIMUM_TORCH))
+    try:
+        import torch
+    except ImportError as error:
+        raise fail(
+            f"the build needs torch >= {minimum_torch}, which cannot be imported ({error}).\n"
+            "Install it first, then build without isolation, so that the extension is compiled\n"
+            "against the torch it will run with:\n"
+            f"    pip install torch 'setuptools>={MINIMUM_SETUPTOOLS}' wheel ninja\n"
+            "    pip install --no-build-isolation ."
+        ) from None
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
+        raise fail(
+            f"torch: {torch.__version__}, at least {minimum_torch} is needed. Run:\n"
+            "    pip install --upgrade torch"
+        )
+    import setuptools
+
+    if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
+        raise fail(
+            f"setuptools: {setuptools.__version__}, at least {MINIMUM_SETUPTOOLS} is needed. Run:\n"
+            f"    pip install --upgrade 'setuptools>={MINIMUM_SETUPTOOLS}' wheel ninja"
+        )
+    from torch.utils import cpp_extension
+
+    return torch, cpp_extension
+
+
+def find_nvcc(environment: Mapping[str, str]) -> Path | None:
+    """nvcc of CUDA_HOME if that is set, else the one on PATH, else the usual place."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if home:
+        candidates = [Path(home) / "bin" / "nvcc"]
+    else:
+        on_path = shutil.which("nvcc", path=environment.get("PATH"))
+        candidates = [Path(on_path)] if on_path else []
+        candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates = [nvcc.resolve() for nvcc in candidates if nvcc.is_file()]
+    # A script on PATH may call an nvcc elsewhere; torch expects the headers beside bin.
+    whole = [nvcc for nvcc in candidates if (nvcc.parents[1] / "include" / "cuda.h").is_file()]
+    return next(iter(whole + candidates), None)
+
+
+def nvcc_version(nvcc: Path) -> str:
+    """nvcc's "13.0", or "unknown"."""
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return "unknown"
+    found = re.search(r"release (\d+\.\d+)", text)
+    return found.group(1) if found else "unknown"
+
+
+def why_no_cuda(torch_cuda: str | None, nvcc: Path | None) -> str | None:
+    """The reason why CUDA kernels cannot be built, or None if they can."""
+    if torch_cuda is None:
+        return "the installed torch is built without CUDA (torch.version.cuda is None)"
+    if nvcc is None:
+        return f"torch is built for CUDA {torch_cuda}, but there is no nvcc: set CUDA_HOME or PATH"
+    version = nvcc_version(nvcc)
+    if version.split(".")[0] != torch_cuda.split(".")[0]:
+        return f"torch is built for CUDA {torch_cuda}, but {nvcc} is of CUDA {version}"
+    return None
+
+
+def use_cuda(setting: str, torch_cuda: str | None, nvcc: Path | None) -> bool:
+    """Decides by PIPEDREAM2BW_CUDA; raises SystemExit if it cannot be followed."""
+    if setting not in ("auto", "0", "1"):
+        raise fail(f"PIPEDREAM2BW_CUDA: {setting!r}, must be auto, 0 or 1")
+    if setting == "0":
+        return False
+    reason = why_no_cuda(torch_cuda, nvcc)
+    if reason is None:
+        return True
+    if setting == "1":
+        raise fail(f"PIPEDREAM2BW_CUDA: 1, but {reason}")
+    print(f"pipedream2bw: building without CUDA: {reason}")
+    return False
+
+
+def use_werror(environment: Mapping[str, str]) -> bool:
+    setting = environment.get("PIPEDREAM2BW_WERROR", "0")
+    if setting not in ("", "0", "1"):
+        raise fail(f"PIPEDREAM2BW_WERROR: {setting!r}, must be 0 or 1")
+    return setting == "1"
+
+
+def extension(cpp_extension: Any, with_cuda: bool, werror: bool) -> Any:
+    sources = sorted(CSRC.rglob("*.cpp"))
+    if with_cuda:
+        sources += sorted(CSRC.rglob("*.cu"))
+    # gcc and clang drop a -I that is given with -isystem too: no warnings from others' headers.
+    system_includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    isystem = [flag for path in system_includes for flag in ("-isystem", path)]
+    # The kernels say where they fuse a multiplication with an addition, since results are bitwise
+    # specified; the compiler must not choose.
+    # at::parallel_for is inline and needs OpenMP here; its runtime is the one that torch loads, so
+    # it is not linked again.
+    cxx = [
+        "-std=c++20",
+        "-O2",
+        "-fopenmp",
+        "-g0",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        *isystem,
+    ]
+    if werror:
+        # gcc 12 finds overlaps in std::string that are not there (its bug 105651).
+        not_restrict = ["-Wno-unknown-warning-option", "-Wno-restrict"]
+        cxx += ["-Wall", "-Wextra", "-Werror", *not_restrict]
+    nvcc = ["-std=c++20", "-O3", *isystem]
+    if werror:
+        nvcc += ["-Werror=all-warnings"]
+    make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    return make(
+        "pipedream2bw._C",
+        # setuptools wants paths relative to setup.py
+        [str(source.relative_to(ROOT)) for source in sources],
+        include_dirs=[str(CSRC)],
+        define_macros=[("PD2_WITH_CUDA", None)] if with_cuda else [],
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc} if with_cuda else {"cxx": cxx},
+    )
+
+
+def build_info(torch: Any, with_cuda: bool) -> str:
+    """The text of pipedream2bw/_build_info.py, which _build_check.py compares at import."""
+    return (
+        '"""Written by setup.py: what pipedream2bw._C was built with."""\n\n'
+        f"TORCH_VERSION = {str(torch.__version__)!r}\n"
+        f"TORCH_CUDA = {torch.version.cuda!r}\n"
+        f"CXX11_ABI = {bool(torch.compiled_with_cxx11_abi())!r}\n"
+        f"WITH_CUDA = {with_cuda!r}\n"
+    )
+
+
+def main() -> None:
+    torch, cpp_extension = import_build_tools()
+    from setuptools import setup
+
+    nvcc = find_nvcc(os.environ)
+    setting = os.environ.get("PIPEDREAM2BW_CUDA", "auto")
+    with_cuda = use_cuda(setting, torch.version.cuda, nvcc)
+    if with_cuda:
+        assert nvcc is not None
+        # torch looked for CUDA when it was imported, by rules of its own: both must take one nvcc.
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(nvcc.parents[1])
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+
+    class BuildExtension(cpp_extension.BuildExtension):
+        """Keeps the object files of every torch apart, and records the torch it built with."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # ninja does not track system headers, and an editable install would build in a
+            # temporary folder: one folder per compiler input keeps rebuilds both right and short.
+            tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+            self.build_temp = str(ROOT / "build" / f"temp-{tag}{'-cuda' if with_cuda else ''}")
+            self.force = True  # ninja decides what to compile, setuptools cannot see headers
+
+        def run(self) -> None:
+            super().run()
+            target = ROOT if self.inplace else Path(self.build_lib)
+            info = target / "pipedream2bw" / "_build_info.py"
+            info.write_text(build_info(torch, with_cuda), encoding="utf-8")
+
+    setup(
+        ext_modules=[extension(cpp_extension, with_cuda, use_werror(os.environ))],
+        cmdclass={"build_ext": BuildExtension},
+    )
+
+
+if __name__ == "__main__":
+    main()
