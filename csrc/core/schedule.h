@@ -1,0 +1,119 @@
+// Schedules as data: which rank does what in which order.
+//
+// A batch has num_microbatches = m microbatches. Batch t = 0 after a drain runs each rank's
+// `prologue` (all forwards of the first batch and what else fits), every later batch runs `steady`,
+// a drain runs `epilogue`. Microbatch numbers count from the first microbatch of the batch being
+// run (in the epilogue: of the last batch run), so -1 is the previous batch's last.
+//
+// The grids for d = 4, m = 4: rows are ranks, columns time, a backward drawn as long as a forward,
+// primes count batches, * is an update. 2bw, two batches and a drain. The bubbles of the first and
+// the last batch are paid once per drain, not once per batch:
+//
+//   rank 0 | F0 F1 F2 F3 .. .. .. B0 F0'B1 F1'B2 F2'B3*F3'B0'.. B1'.. B2'.. B3'*
+//   rank 1 | .. F0 F1 F2 .. .. B0 F3 B1 F0'B2 F1'B3*F2'B0'F3'B1'.. B2'.. B3'*
+//   rank 2 | .. .. F0 F1 .. B0 F2 B1 F3 B2 F0'B3*F1'B0'F2'B1'F3'B2'.. B3'*
+//   rank 3 | .. .. .. F0 B0 F1 B1 F2 B2 F3 B3*F0'B0'F1'B1'F2'B2'F3'B3'*
+//
+// Rank 1's lists: prologue F0 F1 F2 B0 F3 B1, steady F0 B-2 F1 B-1 U-1 F2 B0 F3 B1, epilogue B2 B3
+// U3. 1f1b (PipeDream-Flush): every batch is prologue == steady and idles (d-1)/(m+d-1):
+//
+//   rank 0 | F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3*
+//   rank 1 | .. F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3*
+//   rank 2 | .. .. F0 F1 .. B0 F2 B1 F3 B2 .. B3*
+//   rank 3 | .. .. .. F0 B0 F1 B1 F2 B2 F3 B3*
+//
+// gpipe: backwards in microbatch order too, so that gradients add up in that order:
+//
+//   rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 B1 B2 B3*
+//   rank 1 | .. F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3*
+//   rank 2 | .. .. F0 F1 F2 F3 .. .. B0 B1 B2 B3*
+//   rank 3 | .. .. .. F0 F1 F2 F3 B0 B1 B2 B3*
+
+#pragma once
+
+#include <compare>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pd2 {
+
+enum class ActionKind : char {
+  kForward = 'F',
+  kBackward = 'B',    // input and weight gradient together
+  kInputGrad = 'I',   // first half of a backward: what the previous stage waits for
+  kWeightGrad = 'W',  // second half
+  kUpdate = 'U',      // the update of the batch that contains the microbatch
+};
+
+struct Action {
+  int stage = 0;
+  ActionKind kind = ActionKind::kForward;
+  int microbatch = 0;  // relative to the batch being run; an update names any of its batch
+
+  auto operator<=>(const Action&) const = default;
+};
+
+// "<stage><kind><microbatch>": "2F0", "0B-1", "0U-1".
+std::string to_string(const Action& action);
+
+struct RankActions {
+  std::vector<Action> prologue;
+  std::vector<Action> steady;
+  std::vector<Action> epilogue;
+
+  bool operator==(const RankActions&) const = default;
+};
+
+// A value: copy it, change it, then ask validate() whether it is legal.
+struct Schedule {
+  std::string name;
+  int num_stages = 0;
+  int num_microbatches = 0;
+  // Batch t reads weight version max(t - delay, 0), version t + 1 is made by batch t's update.
+  int delay = 0;
+  std::vector<int> placement;     // stage -> rank
+  std::vector<int> num_versions;  // per stage: weight versions kept, version v in slot v mod this
+  std::vector<RankActions> ranks;
+
+  bool operator==(const Schedule&) const = default;
+};
+
+// The names make_schedule knows: "2bw", "1f1b", "gpipe".
+std::vector<std::string> schedule_names();
+
+// One stage per rank. 2bw (arXiv 2006.09503, section 3.1): delay 1, two versions; 1f1b
+// (PipeDream-Flush, section 3.2) and gpipe (arXiv 1811.06965): delay 0, one version.
+// Throws ValueError for an unknown name, num_stages < 1, num_microbatches < 1, and for 2bw
+// num_microbatches < num_stages.
+Schedule make_schedule(std::string_view name, int num_stages, int num_microbatches);
+
+// Most microbatches whose activations the stage holds at once: forwards done minus backwards done.
+// Throws ValueError if there is no such stage.
+int max_in_flight(const Schedule& schedule, int stage);
+
+// The text form: `key: value` lines, then the sections [prologue], [steady], [epilogue] with one
+// row per rank of comma-separated actions ("-": a rank that does nothing there):
+//
+//   name: 2bw
+//   stages: 2
+//   microbatches: 2
+//   delay: 1
+//   placement: 0,1
+//   versions: 2,2
+//   [prologue]
+//   0F0,0F1,0B0
+//   1F0,1B0,1F1,1B1,1U1
+//   [steady]
+//   ...
+//
+// Blank lines, empty cells and everything after a '#' are ignored.
+std::string to_text(const Schedule& schedule);
+
+// Reads to_text's form; from_text(to_text(s)) == s. Also reads the compute-only CSV of
+// torch.distributed.pipelining (one row per rank, "0F0,0F1,,0B0", no header, no updates) as a
+// synchronous schedule: prologue == steady == the rows, each stage's update appended to its rank.
+// Checks the form only, see validate() for the rest. Throws ValueError naming line and column.
+Schedule from_text(std::string_view text);
+
+}  // namespace pd2

@@ -1,0 +1,55 @@
+#include "core/unroll.h"
+
+#include "core/check.h"
+
+namespace pd2 {
+
+const char* to_string(ListKind list) {
+  switch (list) {
+    case ListKind::kPrologue:
+      return "prologue";
+    case ListKind::kSteady:
+      return "steady";
+    case ListKind::kEpilogue:
+      return "epilogue";
+  }
+  PD2_ASSERT(false, "list kind ", static_cast<int>(list));
+}
+
+const std::vector<Action>& actions(const RankActions& rank, ListKind list) {
+  switch (list) {
+    case ListKind::kPrologue:
+      return rank.prologue;
+    case ListKind::kSteady:
+      return rank.steady;
+    case ListKind::kEpilogue:
+      return rank.epilogue;
+  }
+  PD2_ASSERT(false, "list kind ", static_cast<int>(list));
+}
+
+int batch_of(std::int64_t microbatch, int num_microbatches) {
+  PD2_ASSERT(microbatch >= 0 && num_microbatches > 0, microbatch, " of ", num_microbatches);
+  return static_cast<int>(microbatch / num_microbatches);
+}
+
+std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches) {
+  std::vector<Step> steps;
+  const auto append = [&](ListKind list, int batch) {
+    const std::int64_t first_microbatch = std::int64_t{batch} * schedule.num_microbatches;
+    int index = 0;
+    for (const Action& action : actions(schedule.ranks.at(rank), list)) {
+      steps.push_back({.stage = action.stage,
+                       .kind = action.kind,
+                       .microbatch = first_microbatch + action.microbatch,
+                       .cell = {.rank = rank, .list = list, .index = index++}});
+    }
+  };
+  for (int batch = first_batch; batch < first_batch + num_batches; ++batch) {
+    append(batch == first_batch ? ListKind::kPrologue : ListKind::kSteady, batch);
+  }
+  append(ListKind::kEpilogue, first_batch + num_batches - 1);
+  return steps;
+}
+
+}  // namespace pd2

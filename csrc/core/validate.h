@@ -1,0 +1,31 @@
+// Is a schedule legal? If not, where does it go wrong.
+
+#pragma once
+
+#include "core/schedule.h"
+
+namespace pd2 {
+
+// Runs the schedule on paper (runs of four batches, one and two, each drained) and throws
+// ValueError for the first broken rule. The text states the rule, what was expected and what was
+// found, then shows the grid, ranks as rows, with the offending cell marked: >2B0<.
+//
+// Rules:
+//  1. sizes: one rank per stage in placement, one num_versions per stage, every rank has lists;
+//  2. an action's stage exists and lives on the rank that runs it;
+//  3. microbatch numbers: 0 <= n < m in prologue and epilogue, -m <= n < m in steady;
+//  4. each stage does F, B (or I and W) once per microbatch and U once per batch; a drain leaves
+//     nothing behind;
+//  5. B and I come after the microbatch's F on the same stage, W after its I;
+//  6. on each stage forwards, and backwards, are in microbatch order: gradients add up, buffers
+//     (BatchNorm) change and messages travel in that order;
+//  7. U comes after its batch's last B (W) and before the first of the next batch: there is one
+//     gradient buffer;
+//  8. batch t's forwards read version max(t - delay, 0): its U is done by then, and from the
+//     oldest version read by a microbatch in flight (or to come) to the newest there are never
+//     more than num_versions;
+//  9. no deadlock with sends that don't block: F waits for F of the stage before, B and I for
+//     B or I of the stage after.
+void validate(const Schedule& schedule);
+
+}  // namespace pd2
