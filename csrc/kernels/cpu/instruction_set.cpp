@@ -1,0 +1,44 @@
+#include "kernels/cpu/instruction_set.h"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace pd2::kernels {
+namespace {
+
+InstructionSet best_supported() {
+  for (InstructionSet candidate : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
+    if (is_supported(candidate)) return candidate;
+  }
+  return InstructionSet::kPortable;
+}
+
+std::atomic<InstructionSet>& chosen() {
+  static std::atomic<InstructionSet> value{best_supported()};
+  return value;
+}
+
+}  // namespace
+
+bool is_supported(InstructionSet instruction_set) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (instruction_set == InstructionSet::kAvx2) return avx2;
+  if (instruction_set == InstructionSet::kAvx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  }
+#endif
+  return instruction_set == InstructionSet::kPortable;
+}
+
+InstructionSet instruction_set() { return chosen().load(std::memory_order_relaxed); }
+
+void set_instruction_set(InstructionSet instruction_set) {
+  if (!is_supported(instruction_set)) {
+    throw std::invalid_argument("this machine does not support the instruction set");
+  }
+  chosen().store(instruction_set, std::memory_order_relaxed);
+}
+
+}  // namespace pd2::kernels
