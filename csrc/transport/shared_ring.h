@@ -1,0 +1,78 @@
+// A queue of byte messages between two processes of one machine, in memory that both map.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// One process writes, one reads; a message costs two copies and no system call while both are
+// awake. A waiting end looks for a while before it sleeps, since waking up takes tens of
+// microseconds (on virtual machines a hundred and more), longer than balanced stages wait.
+//
+// The memory belongs to no file: it is gone when both processes are, however they ended. An end
+// that waits for a process that has ended throws std::runtime_error within a tenth of a second.
+class SharedRing {
+ public:
+  static constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;
+
+  // The writer's end, with room for `num_slots` messages that have not been read. Null where the
+  // system cannot do it: Linux from 5.3 on can.
+  static std::unique_ptr<SharedRing> create(std::uint32_t num_slots);
+  // The reader's end. Null where the writer's memory cannot be reached: another machine, container
+  // or user.
+  static std::unique_ptr<SharedRing> open(const std::string& address);
+  ~SharedRing();
+  SharedRing(const SharedRing&) = delete;
+  SharedRing& operator=(const SharedRing&) = delete;
+
+  // Of the writer's end, for open() in the reader's process while the writer's end exists.
+  const std::string& address() const { return address_; }
+
+  // Writing: a slot of kMaxMessageBytes, waiting for one if need be; null once aborted. At most
+  // `bytes` are written to it before end_write() hands it to the reader.
+  std::byte* begin_write(std::size_t bytes);
+  void end_write();
+
+  // Reading: the oldest message, waiting for it if need be; null once aborted. It is valid until
+  // end_read(). `bytes`: its size, which both ends know.
+  const std::byte* begin_read(std::size_t bytes);
+  void end_read();
+
+  // Ends waiting in this process, now and later. May be called from any thread.
+  void abort();
+
+  // Bytes of the ring that have been used, and so take up memory.
+  std::size_t used_bytes() const { return used_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Shared;  // what lies in the memory
+
+  static std::unique_ptr<SharedRing> map(int file, std::uint32_t num_slots);
+  SharedRing(int file, std::uint32_t num_slots, Shared* shared);
+  bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
+                  std::atomic<std::uint32_t>& sleeping);
+  void check_peer();
+  std::byte* slot(std::uint32_t index);
+  void use(std::uint32_t index, std::size_t bytes);
+
+  const int file_;
+  int peer_ = -1;  // a descriptor of the other end's process, once it is known
+  const std::uint32_t num_slots_;
+  Shared* const shared_;
+  std::string address_;
+  std::atomic<bool> aborted_ = false;
+  std::atomic<std::size_t> used_bytes_ = 0;
+  std::vector<std::size_t> used_by_slot_;
+
+  // Touched by the writing or the reading thread alone.
+  std::uint32_t next_ = 0;                 // number of the message to write or read, modulo 2^32
+  std::uint32_t reclaimed_ = 0;            // writer: messages whose slots are free again
+  std::vector<std::uint32_t> free_slots_;  // writer: the last one freed is used first
+};
+
+}  // namespace pd2
