@@ -1,0 +1,446 @@
+// The engine as Python sees it (pipedream2bw/_C.pyi). The only file that knows Python.
+#include "core/check.h"
+#include "core/partition.h"
+#include "core/schedule.h"
+#include "core/validate.h"
+#include "engine/executor.h"
+#include "engine/fused_optimizer.h"
+#include "engine/local_channel.h"
+#include "engine/loss_board.h"
+#include "engine/process_group_channel.h"
+#include "engine/stage.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Repeats a bounded wait until it succeeds, so that Ctrl-C ends it.
+template <typename WaitFor>
+void wait_interruptibly(WaitFor wait_for) {
+  while (true) {
+    {
+      const py::gil_scoped_release no_gil;
+      if (wait_for(100ms)) {
+        return;
+      }
+    }
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
+// The text of an exception with the Python traceback, if there is one.
+std::string describe(const std::exception_ptr& error) {
+  const py::gil_scoped_acquire gil;
+  const auto format = [](const py::error_already_set& error) {
+    // An exception out of C++ does not know its traceback itself.
+    const py::object trace = error.trace() ? error.trace() : py::none();
+    const py::object lines = py::module_::import("traceback")
+                                 .attr("format_exception")(error.type(), error.value(), trace);
+    return py::str("").attr("join")(lines).cast<std::string>();
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& python) {
+    return "\n" + format(python);
+  } catch (python_error& python) {  // a Python autograd function's, out of the autograd engine
+    python.restore();
+    return "\n" + format(py::error_already_set());
+  } catch (const std::exception& other) {
+    return other.what();
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
+py::list to_python(std::vector<Message>& messages) {
+  py::list list;
+  for (Message& message : messages) {
+    list.append(py::make_tuple(py::bytes(message.structure), std::move(message.tensors)));
+  }
+  return list;
+}
+
+// forward(run, microbatch, slot, inbound) -> (outbound, loss or None, bytes kept), messages being
+// (structure, tensors).
+ForwardResult call_forward(const py::function& function, ForwardCall call) {
+  const py::gil_scoped_acquire gil;
+  const py::tuple result = function(call.run, call.microbatch, call.slot, to_python(call.inbound));
+  call.inbound.clear();
+  ForwardResult out;
+  for (const py::handle item : result[0]) {
+    const auto pair = py::cast<py::tuple>(item);
+    Message message;
+    message.structure = pair[0].cast<std::string>();
+    message.tensors = pair[1].cast<std::vector<at::Tensor>>();
+    out.outbound.push_back(std::move(message));
+  }
+  if (!result[1].is_none()) {
+    out.loss = result[1].cast<at::Tensor>();
+  }
+  out.bytes_kept = result[2].cast<std::int64_t>();
+  return out;
+}
+
+// A Python object that C++ threads may drop.
+template <typename T>
+std::shared_ptr<T> shared_python(T object) {
+  return std::shared_ptr<T>(new T(std::move(object)), [](T* held) {
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+}
+
+OptimizerKind parse_optimizer(const std::string& kind) {
+  PD2_CHECK(kind == "sgd" || kind == "adam", "fused optimizer: ", kind, ", known: sgd, adam");
+  return kind == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdam;
+}
+
+// Hyper-parameters by the names that torch.optim gives them; absent ones keep their defaults.
+std::vector<GroupOptions> parse_groups(const py::list& groups) {
+  std::vector<GroupOptions> parsed;
+  for (const py::handle item : groups) {
+    const auto group = py::cast<py::dict>(item);
+    const auto read = [&group](const char* name, auto& value) {
+      if (group.contains(name)) {
+        value = group[name].cast<std::decay_t<decltype(value)>>();
+      }
+    };
+    GroupOptions options;
+    read("lr", options.sgd.lr);
+    read("momentum", options.sgd.momentum);
+    read("dampening", options.sgd.dampening);
+    read("weight_decay", options.sgd.weight_decay);
+    read("nesterov", options.sgd.nesterov);
+    read("maximize", options.sgd.maximize);
+    read("lr", options.adam.lr);
+    read("beta1", options.adam.beta1);
+    read("beta2", options.adam.beta2);
+    read("eps", options.adam.eps);
+    read("weight_decay", options.adam.weight_decay);
+    read("decoupled_weight_decay", options.adam.decoupled_weight_decay);
+    read("amsgrad", options.adam.amsgrad);
+    read("maximize", options.adam.maximize);
+    parsed.push_back(options);
+  }
+  return parsed;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> resolve_group(const std::string& name) {
+  return name.empty() ? nullptr : c10d::resolve_process_group(name);
+}
+
+void bind_core(py::module_& module) {
+  py::class_<Schedule>(module, "Schedule")
+      .def_readonly("name", &Schedule::name)
+      .def_readonly("num_stages", &Schedule::num_stages)
+      .def_readonly("num_microbatches", &Schedule::num_microbatches)
+      .def_readonly("delay", &Schedule::delay)
+      .def_readonly("placement", &Schedule::placement)
+      .def_readonly("num_versions", &Schedule::num_versions)
+      .def("validate", [](const Schedule& self) { validate(self); })
+      .def("max_in_flight",
+           [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
+      .def("__str__", [](const Schedule& self) { return to_text(self); });
+  module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
+             py::arg("num_microbatches"));
+  module.def("schedule_from_text", &from_text);
+  module.def("schedule_names", &schedule_names);
+  module.def(
+      "partition",
+      [](const std::vector<double>& costs, const std::vector<double>& cut_costs, int num_stages,
+         const std::vector<bool>& can_cut) {
+        const py::gil_scoped_release no_gil;
+        return partition(costs, cut_costs, num_stages, can_cut);
+      },
+      py::arg("costs"), py::arg("cut_costs"), py::arg("num_stages"), py::arg("can_cut"));
+}
+
+void bind_optimizer(py::module_& module) {
+  py::class_<FusedOptimizer>(module, "FusedOptimizer")
+      .def(py::init([](const std::string& kind,
+                       const std::vector<std::tuple<std::int64_t, std::int64_t, int>>& slices,
+                       const at::Tensor& flat_example) {
+             std::vector<ParameterSlice> parsed;
+             for (const auto& [offset, numel, group] : slices) {
+               parsed.push_back({offset, numel, group});
+             }
+             return std::make_unique<FusedOptimizer>(parse_optimizer(kind), std::move(parsed),
+                                                     flat_example);
+           }),
+           py::arg("kind"), py::arg("slices"), py::arg("flat_example"))
+      .def(
+          "step",
+          [](FusedOptimizer& self, const at::Tensor& w, const at::Tensor& gradient,
+             const at::Tensor& w_out, const py::list& groups,
+             const std::vector<bool>& has_gradient) {
+            const std::vector<GroupOptions> parsed = parse_groups(groups);
+            const py::gil_scoped_release no_gil;
+            self.step(w, gradient, w_out, parsed, has_gradient);
+          },
+          py::arg("w"), py::arg("gradient"), py::arg("w_out"), py::arg("groups"),
+          py::arg("has_gradient"))
+      .def("state", &FusedOptimizer::state)
+      .def("set_state", &FusedOptimizer::set_state)
+      .def("step_count", &FusedOptimizer::step_count)
+      .def("set_step_count", &FusedOptimizer::set_step_count)
+      .def("state_bytes", &FusedOptimizer::state_bytes);
+}
+
+void bind_stage(py::module_& module) {
+  py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
+      .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                       int num_slots, const std::string& replica_group) {
+             return std::make_shared<Stage>(parameters, std::move(names), num_slots,
+                                            resolve_group(replica_group));
+           }),
+           py::arg("parameters"), py::arg("names"), py::arg("num_slots"), py::arg("replica_group"))
+      .def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
+      .def("gradient", &Stage::gradient, py::arg("parameter"))
+      .def("has_gradient", &Stage::has_gradient, py::arg("parameter"))
+      .def("slot_buffers", &Stage::slot_buffers, py::arg("slot"))
+      .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
+      .def_property_readonly("newest_version",
+                             [](const Stage& self) { return self.versions().newest(); })
+      .def_property_readonly(
+          "newest_slot",
+          [](const Stage& self) { return self.versions().slot(self.versions().newest()); })
+      .def_property_readonly("num_slots",
+                             [](const Stage& self) { return self.versions().num_slots(); })
+      .def_property_readonly("most_live_versions",
+                             [](const Stage& self) { return self.versions().most_live_versions(); })
+      .def("set_optimizer",
+           [](Stage& self, const std::string& kind, const std::vector<int>& group_of_parameter) {
+             self.set_optimizer(parse_optimizer(kind), group_of_parameter);
+           })
+      .def("optimizer_state", &Stage::optimizer_state, py::arg("name"), py::arg("parameter"))
+      .def("set_optimizer_state", &Stage::set_optimizer_state, py::arg("name"),
+           py::arg("parameter"), py::arg("value"))
+      .def("step_count", &Stage::step_count, py::arg("parameter"))
+      .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
+      .def("copy_newest_to_next", &Stage::copy_newest_to_next)
+      .def("publish", &Stage::publish)
+      .def("spread_newest", &Stage::spread_newest)
+      .def("bytes", [](const Stage& self) {
+        const StageBytes bytes = self.bytes();
+        py::dict report;
+        report["weights"] = bytes.weights;
+        report["gradients"] = bytes.gradients;
+        report["optimizer_state"] = bytes.optimizer_state;
+        report["padding"] = bytes.padding;
+        return report;
+      });
+}
+
+void bind_channels(py::module_& module) {
+  py::class_<Sender, std::shared_ptr<Sender>>(module, "Sender");
+  py::class_<Receiver, std::shared_ptr<Receiver>>(module, "Receiver");
+  py::class_<LocalChannel, Sender, Receiver, std::shared_ptr<LocalChannel>>(
+      module, "LocalChannel", py::multiple_inheritance())
+      .def(py::init<c10::Device>(), py::arg("destination"));
+  const auto ring_or_none = [](std::unique_ptr<SharedRing> ring) {
+    return std::shared_ptr<SharedRing>(std::move(ring));  // None if there is none
+  };
+  py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
+      .def_static(
+          "create",
+          [=](std::uint32_t num_slots) { return ring_or_none(SharedRing::create(num_slots)); },
+          py::arg("num_slots"))
+      .def_static(
+          "open",
+          [=](const std::string& address) { return ring_or_none(SharedRing::open(address)); },
+          py::arg("address"))
+      .def_property_readonly("address", &SharedRing::address);
+  py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
+                                                                              "ProcessGroupSender")
+      .def(py::init([](const std::string& group, int peer, c10::Device device,
+                       std::size_t max_unawaited, std::shared_ptr<SharedRing> ring) {
+             return std::make_shared<ProcessGroupSender>(resolve_group(group), peer, device,
+                                                         max_unawaited, std::move(ring));
+           }),
+           py::arg("group"), py::arg("peer"), py::arg("device"), py::arg("max_unawaited"),
+           py::arg("ring"));
+  py::class_<ProcessGroupReceiver, Receiver, std::shared_ptr<ProcessGroupReceiver>>(
+      module, "ProcessGroupReceiver")
+      .def(py::init([](const std::string& group, int peer, c10::Device device,
+                       std::size_t posted_ahead, std::shared_ptr<SharedRing> ring) {
+             return std::make_shared<ProcessGroupReceiver>(resolve_group(group), peer, device,
+                                                           posted_ahead, std::move(ring));
+           }),
+           py::arg("group"), py::arg("peer"), py::arg("device"), py::arg("posted_ahead"),
+           py::arg("ring"));
+}
+
+void bind_losses(py::module_& module) {
+  py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
+      .def(py::init<>())
+      .def("raise_", &Fault::raise, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("cause", [](const Fault& self) -> py::object {
+        return self.raised() ? py::cast(self.cause()) : py::none();
+      });
+  py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
+  py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
+      .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
+                       std::vector<int> ranks, int last_stage_rank) {
+             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
+                                                std::move(ranks), last_stage_rank);
+           }),
+           py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("last_stage_rank"))
+      .def("expect", &LossBoard::expect, py::arg("batch"))
+      .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
+      .def("wait",
+           [](const LossBoard& self, const LossSlot& slot) {
+             wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
+             // What is there no longer changes.
+             return slot.value ? py::cast(*slot.value) : py::cast(slot.tensor);
+           })
+      .def(
+          "finish",
+          [](LossBoard& self, double timeout) {
+            const auto deadline =
+                std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
+            wait_interruptibly([&](auto slice) {
+              return self.finish_for(slice) || std::chrono::steady_clock::now() > deadline;
+            });
+          },
+          py::arg("timeout"))
+      .def("close", &LossBoard::close, py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_executor(py::module_& module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
+      .def(py::init([](const Schedule& schedule, int stage, int replica, int num_replicas,
+                       int num_threads, std::shared_ptr<Stage> state, std::shared_ptr<Fault> fault,
+                       std::shared_ptr<LossBoard> losses, py::function forward) {
+             ExecutorOptions options;
+             options.stage = stage;
+             options.replica = replica;
+             options.num_replicas = num_replicas;
+             options.num_microbatches = schedule.num_microbatches;
+             options.delay = schedule.delay;
+             options.actions = schedule.ranks.at(schedule.placement.at(stage));
+             options.num_threads = num_threads;
+             options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
+               return call_forward(*held, std::move(call));
+             };
+             options.on_loss = [losses = std::move(losses)](std::int64_t batch, at::Tensor loss) {
+               losses->publish(batch, std::move(loss));
+             };
+             options.describe = describe;
+             // Python's state of the thread is made once, not for every microbatch.
+             options.run_thread = [](const std::function<void()>& loop) {
+               const py::gil_scoped_acquire gil;
+               const py::gil_scoped_release no_gil;
+               loop();
+             };
+             // Its thread may be waiting for the interpreter when Python drops the last reference.
+             const py::gil_scoped_release no_gil;
+             return std::shared_ptr<Executor>(
+                 new Executor(std::move(options), std::move(state), std::move(fault)),
+                 [](Executor* executor) {
+                   const py::gil_scoped_acquire gil;
+                   const py::gil_scoped_release no_gil;
+                   delete executor;
+                 });
+           }),
+           py::arg("schedule"), py::arg("stage"), py::arg("replica"), py::arg("num_replicas"),
+           py::arg("num_threads"), py::arg("state"), py::arg("fault"), py::arg("losses"),
+           py::arg("forward"))
+      .def(
+          "set_wiring",
+          [](Executor& self, int id,
+             const std::vector<std::tuple<int, std::shared_ptr<Receiver>, std::shared_ptr<Sender>>>&
+                 inbound,
+             const std::vector<std::tuple<int, std::shared_ptr<Sender>, std::shared_ptr<Receiver>>>&
+                 outbound) {
+            Wiring wiring;
+            for (const auto& [producer, values, gradients] : inbound) {
+              wiring.inbound.push_back({producer, values, gradients});
+            }
+            for (const auto& [consumer, values, gradients] : outbound) {
+              wiring.outbound.push_back({consumer, values, gradients});
+            }
+            self.set_wiring(id, std::move(wiring));
+          },
+          py::arg("id"), py::arg("inbound"), py::arg("outbound"))
+      .def(
+          "submit_batch",
+          [](Executor& self, std::int64_t batch, int wiring, std::vector<LayoutId> layouts,
+             std::vector<std::int64_t> rows) {
+            return self.submit_batch({batch, wiring, std::move(layouts), std::move(rows)});
+          },
+          py::arg("batch"), py::arg("wiring"), py::arg("layouts"), py::arg("rows"), no_gil)
+      .def(
+          "submit_evaluation",
+          [](Executor& self, std::int64_t run, int wiring, std::vector<LayoutId> layouts) {
+            return self.submit_evaluation({run, wiring, std::move(layouts), {}});
+          },
+          py::arg("run"), py::arg("wiring"), py::arg("layouts"), no_gil)
+      .def("submit_drain", &Executor::submit_drain, no_gil)
+      .def(
+          "submit_fused_update",
+          [](Executor& self, std::int64_t batch, const py::list& groups) {
+            return self.submit_update(
+                batch, [parsed = parse_groups(groups)](Stage& stage) { stage.step(parsed); });
+          },
+          py::arg("batch"), py::arg("groups"))
+      .def(
+          "submit_update",
+          [](Executor& self, std::int64_t batch, py::function step) {
+            return self.submit_update(batch, [held = shared_python(std::move(step))](Stage&) {
+              const py::gil_scoped_acquire gil;
+              (*held)();
+            });
+          },
+          py::arg("batch"), py::arg("step"))
+      .def(
+          "wait",
+          [](Executor& self, Executor::Ticket ticket) {
+            wait_interruptibly([&](auto timeout) { return self.wait_for(ticket, timeout); });
+          },
+          py::arg("ticket"))
+      .def_property_readonly("last_ticket", &Executor::last_ticket)
+      .def("drop_connections", &Executor::drop_connections, no_gil)
+      .def("close", &Executor::close, no_gil)
+      .def("record", &Executor::record, py::arg("on"), no_gil)
+      .def("take_record",
+           [](Executor& self) {
+             py::list rows;
+             for (const ExecutedAction& action : self.take_record()) {
+               rows.append(py::make_tuple(std::string(1, static_cast<char>(action.kind)),
+                                          action.batch, action.microbatch, action.version,
+                                          action.start, action.end));
+             }
+             return rows;
+           })
+      .def_property_readonly("most_bytes_in_flight", &Executor::most_bytes_in_flight)
+      .def_property_readonly("most_in_flight", &Executor::most_in_flight)
+      .def_property_readonly("message_buffer_bytes", &Executor::message_buffer_bytes);
+}
+
+}  // namespace
+}  // namespace pd2
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The engine of pipedream2bw.";
+  pd2::bind_core(module);
+  pd2::bind_optimizer(module);
+  pd2::bind_stage(module);
+  pd2::bind_channels(module);
+  pd2::bind_losses(module);
+  pd2::bind_executor(module);
+}

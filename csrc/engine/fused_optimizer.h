@@ -1,0 +1,113 @@
+// One optimizer step over a stage's flat buffers: W(t) in, W(t+1) out.
+#pragma once
+
+#include "kernels/optimizer.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace pd2 {
+
+// AdamW is kAdam with decoupled weight decay.
+enum class OptimizerKind { kSgd, kAdam };
+
+// Hyper-parameters of one param_group. The optimizer fills in `sgd.first_step` and `adam.step`.
+struct GroupOptions {
+  kernels::SgdOptions sgd;
+  kernels::AdamOptions adam;
+};
+
+// A parameter's place in the flat buffer, in elements. Offsets are multiples of 64 bytes; the
+// padding up to the next offset is zero in every buffer, and stays so.
+struct ParameterSlice {
+  std::int64_t offset = 0;
+  std::int64_t numel = 0;
+  int group = 0;
+};
+
+// Owns the flat state buffers of one stage and dtype (same layout as the weights, allocated at
+// first use) and each parameter's step count. Not thread-safe: one thread, the stage's, calls it.
+// The arithmetic is that of torch.optim.SGD, Adam and AdamW with foreach=False.
+class FusedOptimizer {
+ public:
+  // Whether there are kernels for this dtype (float32, float64) and device.
+  static bool supports(at::ScalarType dtype, at::Device device);
+
+  // `flat_example` gives length, dtype and device of the flat buffers; its content is not read.
+  // Slices are in ascending order. Throws ValueError for slices that overlap, are not on a 64-byte
+  // boundary or leave the buffer, and where supports() is false.
+  FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
+                 const at::Tensor& flat_example);
+
+  // Writes every slice of `w_out`: parameters with a gradient are stepped, the others copied bit
+  // for bit, their state and step count untouched (as stock optimizers skip grad None). Elements
+  // outside all slices are neither read nor written, apart from padding. `w_out` may be `w` or
+  // `gradient`; the flat buffers may be longer than `flat_example` was. On CUDA the work is
+  // enqueued on the current stream. Throws ValueError, before anything is written, if a tensor or
+  // list does not fit the layout.
+  void step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
+            std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
+
+  // State by the name that torch.optim gives it: "momentum_buffer" (SGD), "exp_avg", "exp_avg_sq",
+  // "max_exp_avg_sq" (Adam). The flat tensor itself, not a copy; undefined where there is none yet.
+  // Throws ValueError for any other name.
+  at::Tensor state(std::string_view name) const;
+  // Copies `flat` in; an undefined tensor drops the state.
+  void set_state(std::string_view name, const at::Tensor& flat);
+  // Whether parameter i's part of that state has content: a momentum buffer begins at the first
+  // step with momentum, and may have begun for some parameters only.
+  bool has_state(std::string_view name, std::size_t i) const;
+
+  // Steps that parameter i has taken. SGD counts them too; 0 means that it has no momentum yet.
+  std::int64_t step_count(std::size_t i) const;
+  void set_step_count(std::size_t i, std::int64_t count);
+
+  // Bytes of state that belong to parameters: padding not counted.
+  std::int64_t state_bytes() const;
+
+ private:
+  // Neighbouring parameters that one kernel call can treat alike, with the padding between them.
+  struct Run {
+    std::int64_t begin, end;  // elements
+    int group;
+    std::int64_t step;  // Adam: the number of the step that this will be
+    bool has_gradient;
+    bool first_step;  // SGD: there is no momentum yet
+  };
+  // Addresses of the flat buffers' first elements; null where there is no such state.
+  struct Buffers;
+
+  void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
+                       std::span<const GroupOptions> groups,
+                       const std::vector<bool>& has_gradient) const;
+  void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
+  std::vector<Run> merge_into_runs(std::span<const GroupOptions> groups,
+                                   const std::vector<bool>& has_gradient) const;
+  template <typename T>
+  void run_on_cpu(const Buffers& buffers, std::span<const Run> runs,
+                  std::span<const GroupOptions> groups) const;
+  template <typename T>
+  void run_on_cuda(const Buffers& buffers, std::span<const Run> runs,
+                   std::span<const GroupOptions> groups) const;
+
+  struct State {
+    std::string_view name;
+    at::Tensor flat;
+  };
+  const State& find_state(std::string_view name) const;
+
+  OptimizerKind kind_;
+  std::vector<ParameterSlice> slices_;
+  std::int64_t numel_;
+  at::TensorOptions options_;
+  std::vector<State> states_;
+  std::vector<std::int64_t> step_counts_;
+  std::vector<bool> has_momentum_;
+};
+
+}  // namespace pd2

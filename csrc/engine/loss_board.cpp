@@ -1,0 +1,204 @@
+#include "engine/loss_board.h"
+
+#include "core/check.h"
+#include "engine/this_thread.h"
+
+#include <ATen/ops/empty.h>
+
+namespace pd2 {
+namespace {
+
+constexpr int kLossTag = 7;
+
+// Nobody waits for a loss as urgently as the next stage waits for this one's executor, which may
+// share its core.
+void give_way_to_executors() {
+  name_this_thread("pd2 losses");
+  lower_priority_of_this_thread();
+}
+
+}  // namespace
+
+LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                     std::vector<int> ranks, int last_stage_rank)
+    : fault_(std::move(fault)),
+      group_(std::move(group)),
+      ranks_(std::move(ranks)),
+      last_stage_rank_(last_stage_rank) {
+  if (!group_ || ranks_.size() < 2) {
+    return;
+  }
+  if (group_->getRank() == last_stage_rank_) {
+    thread_ = std::thread([this] {
+      give_way_to_executors();
+      send_losses();
+    });
+  } else {
+    thread_ = std::thread([this] {
+      give_way_to_executors();
+      receive_losses();
+    });
+  }
+}
+
+LossBoard::~LossBoard() { close(); }
+
+std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t batch) {
+  auto slot = std::make_shared<LossSlot>();
+  {
+    const std::lock_guard lock(mutex_);
+    expected_.emplace_back(batch, slot);
+  }
+  changed_.notify_all();
+  return slot;
+}
+
+void LossBoard::publish(std::int64_t batch, at::Tensor loss) {
+  {
+    const std::lock_guard lock(mutex_);
+    PD2_ASSERT(!expected_.empty() && expected_.front().first == batch, "loss of batch ", batch,
+               " out of order");
+    expected_.front().second->tensor = loss;
+    expected_.pop_front();
+    if (thread_.joinable()) {
+      to_send_.push_back(std::move(loss));
+    }
+  }
+  changed_.notify_all();
+}
+
+bool LossBoard::done(const LossSlot& slot) const {
+  const std::lock_guard lock(mutex_);
+  return slot.value.has_value() || slot.tensor.defined();
+}
+
+bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
+  std::unique_lock lock(mutex_);
+  const bool there = changed_.wait_for(lock, timeout, [&] {
+    return slot.value.has_value() || slot.tensor.defined() || fault_->raised();
+  });
+  if (there && !slot.value.has_value() && !slot.tensor.defined()) {
+    fault_->rethrow_if_raised();
+  }
+  return there;
+}
+
+void LossBoard::send_losses() {
+  while (true) {
+    at::Tensor loss;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return closed_ || !to_send_.empty(); });
+      if (closed_) {
+        return;
+      }
+      loss = to_send_.front();
+    }
+    try {
+      const at::Tensor value = loss.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+      transfer([&] {
+        std::vector<Work> works;
+        for (int rank : ranks_) {
+          if (rank != last_stage_rank_) {
+            std::vector<at::Tensor> tensors{value};
+            works.push_back(group_->send(tensors, rank, kLossTag));
+          }
+        }
+        return works;
+      });
+    } catch (const std::exception& error) {
+      fail(std::string("sending a loss failed: ") + error.what());
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    to_send_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+void LossBoard::receive_losses() {
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return closed_ || !expected_.empty(); });
+      if (closed_) {
+        return;
+      }
+    }
+    const at::Tensor value = at::empty({1}, at::kDouble);
+    try {
+      transfer([&] {
+        std::vector<at::Tensor> tensors{value};
+        return std::vector<Work>{group_->recv(tensors, last_stage_rank_, kLossTag)};
+      });
+    } catch (const std::exception& error) {
+      fail(std::string("receiving a loss from rank ") + std::to_string(last_stage_rank_) +
+           " failed: " + error.what());
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
+    expected_.front().second->value = *value.const_data_ptr<double>();
+    expected_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+template <typename Post>
+void LossBoard::transfer(Post post) {
+  std::vector<Work> works;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
+    works = under_way_ = post();
+  }
+  for (const Work& work : works) {
+    work->wait();
+  }
+  const std::lock_guard lock(mutex_);
+  under_way_.clear();
+}
+
+void LossBoard::fail(const std::string& cause) {
+  {
+    const std::lock_guard lock(mutex_);
+    under_way_.clear();
+    if (closed_) {
+      return;
+    }
+  }
+  fault_->raise(cause);
+  changed_.notify_all();
+}
+
+bool LossBoard::finish_for(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  const bool there = changed_.wait_for(
+      lock, timeout, [&] { return (expected_.empty() && to_send_.empty()) || fault_->raised(); });
+  if (there && !(expected_.empty() && to_send_.empty())) {
+    fault_->rethrow_if_raised();
+  }
+  return there;
+}
+
+void LossBoard::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (Work& work : under_way_) {
+      work->abort();
+    }
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  // Without Python's lock, if this is the last owner: the group's threads may need it to end.
+  group_.reset();
+}
+
+}  // namespace pd2

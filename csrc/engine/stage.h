@@ -1,0 +1,93 @@
+// The trainable state of one stage: weight slots, gradients, optimizer state.
+#pragma once
+
+#include "engine/flat_buffer.h"
+#include "engine/fused_optimizer.h"
+#include "engine/grad_accumulator.h"
+#include "engine/weight_store.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// Bytes that belong to parameters; padding to 64-byte boundaries apart.
+struct StageBytes {
+  std::int64_t weights = 0;
+  std::int64_t gradients = 0;
+  std::int64_t optimizer_state = 0;
+  std::int64_t padding = 0;
+};
+
+// Owns K flat weight buffers, one flat gradient buffer and the fused optimizer's state per dtype.
+// Used by the stage's executor thread; by other threads only while that executor is drained.
+class Stage {
+ public:
+  // Copies the values of `parameters` (trainable, one device) into every slot. With a `replicas`
+  // group, gradients are summed over it once per batch.
+  Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_slots,
+        c10::intrusive_ptr<c10d::ProcessGroup> replicas);
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+  bool on_cuda() const { return !slots_.front().empty() && slots_.front().front().is_cuda(); }
+  std::size_t num_parameters() const { return places_.size(); }
+  at::Tensor weight(int slot, std::size_t parameter) const;
+  at::Tensor gradient(std::size_t parameter) const;
+  bool has_gradient(std::size_t parameter) const;
+  // Whole buffers of a slot, one per dtype.
+  const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
+
+  // `slot_parameter` is the leaf tensor over weight(slot, parameter) that the stage's module uses.
+  void attach(std::size_t parameter, const at::Tensor& slot_parameter);
+
+  WeightStore& versions() { return versions_; }
+  const WeightStore& versions() const { return versions_; }
+
+  void begin_batch();
+  // Starts one all-reduce per dtype over the replicas, none without replicas. The gradients are
+  // theirs from the time all works have completed and finish_reduction() has been called.
+  std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
+  void finish_reduction();
+  // Lets go of the connections to the replicas, which ends their waiting for this one.
+  void drop_replicas() { replicas_.reset(); }
+
+  // Fused path. `group_of_parameter` gives each parameter's param_group.
+  void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
+  void step(std::span<const GroupOptions> groups);
+  // State of one parameter as a view of the flat state; undefined where there is none.
+  at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
+  std::int64_t step_count(std::size_t parameter) const;
+  void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
+  void set_step_count(std::size_t parameter, std::int64_t count);
+
+  // Generic path: the newest weights copied into the slot of the next version, which is returned.
+  int copy_newest_to_next();
+  void publish() { versions_.publish(); }
+
+  // After weights were loaded into the newest slot: every slot gets them, the delay starts anew.
+  void spread_newest();
+
+  StageBytes bytes() const;
+
+ private:
+  struct Place {
+    std::size_t buffer;  // which dtype's
+    std::size_t index;   // position in that buffer's layout
+  };
+
+  std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
+  std::vector<Place> places_;                         // by parameter
+  std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
+  std::vector<std::unique_ptr<GradAccumulator>> gradients_;
+  std::vector<std::unique_ptr<FusedOptimizer>> optimizers_;
+  WeightStore versions_;
+  c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
+};
+
+}  // namespace pd2

@@ -1,0 +1,65 @@
+#include "engine/weight_store.h"
+
+#include "core/check.h"
+
+#include <algorithm>
+
+namespace pd2 {
+
+WeightStore::WeightStore(int num_slots) {
+  PD2_CHECK(num_slots >= 1, "a weight store needs at least 1 slot, got ", num_slots);
+  pins_.assign(num_slots, 0);
+  versions_.assign(num_slots, 0);
+}
+
+std::int64_t WeightStore::version_of_batch(std::int64_t batch, int delay) const {
+  return std::max(batch - delay, base_);
+}
+
+void WeightStore::pin(std::int64_t version) {
+  const int s = version < 0 ? 0 : slot(version);
+  PD2_CHECK(version >= 0 && versions_[s] == version, "version ", version,
+            " cannot be read: its slot holds version ", versions_[s], ", the newest is ", newest_);
+  ++pins_[s];
+  count_live_versions();
+}
+
+void WeightStore::unpin(std::int64_t version) {
+  PD2_CHECK(pins_[slot(version)] > 0 && versions_[slot(version)] == version, "version ", version,
+            " is unpinned but nobody reads it; its slot holds version ", versions_[slot(version)],
+            " with ", pins_[slot(version)], " readers");
+  --pins_[slot(version)];
+}
+
+int WeightStore::slot_to_write() const {
+  const int s = slot(newest_ + 1);
+  PD2_CHECK(pins_[s] == 0, "version ", newest_ + 1, " may not overwrite version ", versions_[s],
+            ": ", pins_[s], " microbatches in flight still read it");
+  return s;
+}
+
+void WeightStore::publish() {
+  const int s = slot_to_write();
+  ++newest_;
+  versions_[s] = newest_;
+  count_live_versions();
+}
+
+void WeightStore::reset() {
+  for (int pins : pins_) {
+    PD2_CHECK(pins == 0, "weights may be replaced only when nobody reads them: ", pins,
+              " microbatches in flight");
+  }
+  base_ = newest_;
+  versions_[slot(newest_)] = newest_;
+}
+
+void WeightStore::count_live_versions() {
+  int live = 0;
+  for (int s = 0; s < num_slots(); ++s) {
+    live += (pins_[s] > 0 || versions_[s] == newest_) ? 1 : 0;
+  }
+  most_live_versions_ = std::max(most_live_versions_, live);
+}
+
+}  // namespace pd2
