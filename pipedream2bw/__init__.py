@@ -1,0 +1,18 @@
+"""PipeDream-2BW for PyTorch: pipelined training that never empties the pipeline.
+
+``PipelineModule`` splits one ``nn.Module`` over stages, ``PipelineOptimizer`` wraps any torch
+optimizer; see their docstrings, and docs/design.md for how it works.
+"""
+
+from ._build_check import check_loaded_torch
+
+check_loaded_torch()
+
+from .draw import draw_timeline
+from .loss import Loss
+from .optimizer import PipelineOptimizer
+from .pipeline import PipelineModule
+from .timeline import Event, Timeline
+
+__version__ = "0.1.0"
+__all__ = ["Event", "Loss", "PipelineModule", "PipelineOptimizer", "Timeline", "draw_timeline"]

@@ -1,0 +1,66 @@
+"""Refuses to load the extension under a torch that it was not built for.
+
+libtorch's C++ interface changes with every minor release. Loading the extension under another one
+ends in an undefined symbol at best and in silent memory corruption at worst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What of a torch release decides whether an extension fits it."""
+
+    version: str
+    cuda: str | None
+    """torch.version.cuda, such as "13.0"; None for a CPU build."""
+    cxx11_abi: bool
+
+    def __str__(self) -> str:
+        cuda = "CPU" if self.cuda is None else f"CUDA {self.cuda}"
+        return f"torch {self.version} ({cuda}, C++11 ABI {'on' if self.cxx11_abi else 'off'})"
+
+    @property
+    def _compatibility(self) -> tuple[object, ...]:
+        major, minor = self.version.split(".")[:2]
+        return major, minor, self.cuda and self.cuda.split(".")[0], self.cxx11_abi
+
+
+def check(built: TorchBuild, loaded: TorchBuild) -> None:
+    """Compares two builds of torch.
+
+    Patch releases and CUDA minor versions may differ.
+
+    Raises:
+        ImportError: they differ otherwise; names both and the command that rebuilds.
+    """
+    if built._compatibility != loaded._compatibility:
+        raise ImportError(
+            f"pipedream2bw was built with {built}, but {loaded} is loaded. "
+            f"Rebuild it in its source folder with:\n    {REBUILD}"
+        )
+
+
+def check_loaded_torch() -> None:
+    """Compares the torch that is importable with the one recorded by setup.py.
+
+    Raises:
+        ImportError: the extension was not built, or for another torch.
+    """
+    import torch
+
+    try:
+        from pipedream2bw import _build_info
+    except ImportError:
+        raise ImportError(
+            "pipedream2bw._C is not built. Build it in its source folder with:\n"
+            "    pip install --no-build-isolation -e ."
+        ) from None
+    check(
+        TorchBuild(_build_info.TORCH_VERSION, _build_info.TORCH_CUDA, _build_info.CXX11_ABI),
+        TorchBuild(torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()),
+    )

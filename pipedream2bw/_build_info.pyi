@@ -1,0 +1,4 @@
+TORCH_VERSION: str
+TORCH_CUDA: str | None
+CXX11_ABI: bool
+WITH_CUDA: bool

@@ -1,0 +1,122 @@
+"""From the caller's batch to what each stage needs of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .capture import split_model_args
+from .control import Announcement
+from .microbatch import SplitTree, common_rows, microbatch_rows, signature, split_values
+from .modes import Mode
+from .runner import RunInputs
+from .stages import LocalStage
+from .wiring import RankGrid
+
+
+@dataclasses.dataclass
+class Batch:
+    """What this rank was given of a batch, checked, not yet split."""
+
+    training: bool
+    values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
+    whole: list[bool] = dataclasses.field(default_factory=list)
+    target: SplitTree | None = None  # last stage
+
+
+class Intake:
+    """Checks batches, agrees on their microbatches and splits them."""
+
+    def __init__(self, grid: RankGrid, num_microbatches: int, replicated: Sequence[str]) -> None:
+        self._grid = grid
+        self._num_microbatches = num_microbatches
+        self._replicated = replicated
+        self._layouts: dict[tuple[int, int], int] = {}  # (signature, rows) -> number
+
+    def take(
+        self,
+        batch: Batch,
+        mode: Mode,
+        mode_is_train: bool,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+    ) -> Announcement:
+        """Checks what this rank was given, and tells what the others need to know of it."""
+        rows = target_rows = number = -1
+        if 0 in self._grid.stages:
+            batch.values = split_model_args(mode.captured, args, kwargs)
+            batch.whole = mode.whole
+            rows = self._rows(batch, mode)
+            number = signature(batch.values, batch.whole, (mode_is_train, batch.training))
+        if self._grid.num_stages - 1 in self._grid.stages and batch.training:
+            batch.target = SplitTree.of(target, "target", self._replicated)
+            target_rows = -1 if batch.target.rows is None else batch.target.rows
+            if rows >= 0 and target_rows >= 0 and rows != target_rows:
+                raise ValueError(_rows_differ(rows, target_rows))
+        return Announcement(rows, target_rows, number, int(mode_is_train))
+
+    def _rows(self, batch: Batch, mode: Mode) -> int:
+        captured = mode.captured
+        named = [
+            (f"argument {captured.layout.tensors[position].path}", value)
+            for position, value, keep in zip(
+                captured.input_positions, batch.values, batch.whole, strict=True
+            )
+            if not keep
+        ]
+        rows = common_rows(named)
+        if rows is None:
+            raise ValueError(
+                "arguments: no tensor to split into microbatches; a batch needs one with rows "
+                "in dimension 0 that is not in replicated"
+            )
+        if batch.training and rows < self._num_microbatches:
+            raise ValueError(
+                f"rows of the batch: {rows}, num_microbatches: {self._num_microbatches}: every "
+                "microbatch needs at least 1 row"
+            )
+        return rows
+
+    def microbatches(
+        self, announced: Sequence[Announcement], *, training: bool
+    ) -> tuple[list[int], list[int]]:
+        """Rows and layout of each microbatch of this replica's run, the same on all its ranks."""
+        modes = [("eval", "train")[rank.training] for rank in announced]
+        if len(set(modes)) > 1:
+            listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
+            raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
+        d = self._grid.num_stages if self._grid.in_processes else 1
+        for replica in range(len(announced) // d):
+            first, last = announced[replica * d], announced[(replica + 1) * d - 1]
+            if training and last.target_rows >= 0 and first.argument_rows != last.target_rows:
+                raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
+        mine = announced[self._grid.replica * d]
+        count = self._num_microbatches
+        if not training:
+            count = max(1, min(mine.argument_rows, count))
+        sizes = microbatch_rows(mine.argument_rows, count)
+        layouts = [
+            self._layouts.setdefault((mine.signature, size), len(self._layouts)) for size in sizes
+        ]
+        return sizes, layouts
+
+    def inputs(
+        self, batch: Batch, stage: LocalStage, mode: Mode, sizes: list[int], layouts: list[int]
+    ) -> RunInputs:
+        """The stage's share of a batch."""
+        inputs = RunInputs(stage.bound[mode.wiring], sizes, layouts, batch.training)
+        if stage.index == 0:
+            inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)
+        if stage.index == self._grid.num_stages - 1 and batch.training:
+            assert batch.target is not None
+            inputs.targets = batch.target.split(sizes, stage.device)
+        return inputs
+
+
+def _rows_differ(rows: int, target_rows: int) -> str:
+    return (
+        f"rows of the arguments: {rows}, rows of the target: {target_rows}: they must agree; name "
+        "a tensor in replicated=() to pass it whole to every microbatch"
+    )

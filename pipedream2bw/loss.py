@@ -1,0 +1,58 @@
+"""The loss of a batch, read when it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import _C
+
+
+class Loss:
+    """What :meth:`PipelineModule.train_step` returns: the batch's loss, which may not exist yet.
+
+    ``float(loss)`` waits until the last stage has forwarded the batch; on any rank, at any time, in
+    any order. Reading it one batch late costs nothing. With ``width`` > 1 it is this replica's own.
+    """
+
+    def __init__(
+        self,
+        board: _C.LossBoard,
+        slot: _C.LossSlot,
+        batch: int,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._board = board
+        self._on_failure = on_failure  # raises the first cause of any rank, if it is known
+        self._slot = slot
+        self._value: float | None = None
+        self.batch = batch
+
+    def done(self) -> bool:
+        """Whether the loss can be read without waiting for the pipeline."""
+        return self._value is not None or self._board.done(self._slot)
+
+    def item(self) -> float:
+        """The loss.
+
+        Raises:
+            RuntimeError: the pipeline failed before the loss existed; names the first cause.
+        """
+        if self._value is None:
+            try:
+                value = self._board.wait(self._slot)
+            except RuntimeError:
+                self._on_failure()
+                raise
+            self._value = float(value.item() if isinstance(value, torch.Tensor) else value)
+        return self._value
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"Loss({self.item()})" if self.done() else f"Loss(batch {self.batch}, not there yet)"

@@ -1,0 +1,70 @@
+"""The bytes of a stage, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from . import _C
+
+if TYPE_CHECKING:
+    from .stage_state import StageState
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one stage holds (arXiv 2006.09503, section 3: 2bw keeps 2|W|/d of weights).
+
+    Attributes:
+        weights: all versions of the trainable parameters: number of versions * elements * size.
+        gradients: one buffer, float32 for half-precision parameters.
+        optimizer_state: of the fused optimizers; 0 before the first step.
+        frozen_weights, buffers: one copy, shared by the versions.
+        padding: what aligning every parameter to 64 bytes adds to the first three.
+        activations: the most bytes that microbatches in flight held for their backward at once.
+        message_buffers: what messages to and from other processes take up now.
+        most_in_flight: the most microbatches that were between forward and backward at once.
+        most_live_versions: the most weight versions that were alive (newest, or still read).
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    frozen_weights: int
+    buffers: int
+    padding: int
+    activations: int
+    message_buffers: int
+    most_in_flight: int
+    most_live_versions: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer_state
+            + self.frozen_weights
+            + self.buffers
+            + self.padding
+            + self.activations
+            + self.message_buffers
+        )
+
+    @classmethod
+    def of(cls, state: StageState, executor: _C.Executor) -> StageMemory:
+        """Reads a stage."""
+        engine = state.engine.bytes()
+        return cls(
+            weights=engine["weights"],
+            gradients=engine["gradients"],
+            optimizer_state=engine["optimizer_state"],
+            frozen_weights=sum(p.nbytes for p in state.frozen.values()),
+            buffers=sum(buffer.nbytes for buffer in state.buffers),
+            padding=engine["padding"],
+            activations=executor.most_bytes_in_flight,
+            message_buffers=executor.message_buffer_bytes,
+            most_in_flight=executor.most_in_flight,
+            most_live_versions=state.engine.most_live_versions,
+        )

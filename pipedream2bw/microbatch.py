@@ -1,0 +1,126 @@
+"""Splitting a batch into microbatches along dimension 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
+    """Rows of each microbatch, as torch.tensor_split gives them: the first ones get one more."""
+    base, extra = divmod(rows, num_microbatches)
+    return [base + 1] * extra + [base] * (num_microbatches - extra)
+
+
+def common_rows(named: Sequence[tuple[str, torch.Tensor]]) -> int | None:
+    """The number of rows that all tensors share, None if there are no tensors.
+
+    Raises:
+        ValueError: two tensors differ in dimension 0, or a tensor has no dimension 0; both
+            name ``replicated``, which passes a tensor whole.
+    """
+    first: tuple[str, int] | None = None
+    for name, tensor in named:
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"{name}: shape [], every tensor is split along dimension 0: give it a dimension "
+                "of rows, or name it in replicated=() to pass it whole to every microbatch"
+            )
+        if first is None:
+            first = (name, tensor.shape[0])
+        elif tensor.shape[0] != first[1]:
+            raise ValueError(
+                f"{name}: {tensor.shape[0]} rows in dimension 0, {first[0]}: {first[1]}: all "
+                "tensors of a batch have the same number of rows; name a tensor in replicated=() "
+                "to pass it whole to every microbatch"
+            )
+    return None if first is None else first[1]
+
+
+@dataclasses.dataclass
+class SplitTree:
+    """A pytree whose tensors are to be split; ``replicated`` leaves and non-tensors stay whole."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    whole: list[bool]
+    rows: int | None
+
+    @classmethod
+    def of(cls, tree: Any, what: str, replicated: Collection[str]) -> SplitTree:
+        """Reads ``tree``; raises as :func:`common_rows` does, with ``what`` naming the tree."""
+        with_paths, spec = pytree.tree_flatten_with_path(tree)
+        leaves = [leaf for _, leaf in with_paths]
+        whole = [
+            not isinstance(leaf, torch.Tensor)
+            or any(str(getattr(key, "key", getattr(key, "name", ""))) in replicated for key in path)
+            for path, leaf in with_paths
+        ]
+        named = [
+            (what + pytree.keystr(path), leaf)
+            for (path, leaf), keep in zip(with_paths, whole, strict=True)
+            if not keep
+        ]
+        return cls(leaves, spec, whole, common_rows(named))
+
+    def split(self, sizes: Sequence[int], device: torch.device) -> list[Any]:
+        """One tree for each microbatch, its tensors views of the batch's on ``device``."""
+        return [
+            pytree.tree_unflatten(list(leaves), self.spec)
+            for leaves in split_values(self.leaves, self.whole, sizes, device)
+        ]
+
+
+def split_values(
+    values: Sequence[Any], whole: Sequence[bool], sizes: Sequence[int], device: torch.device
+) -> list[list[Any]]:
+    """``values`` for each microbatch: split along dimension 0 unless ``whole``."""
+    parts: list[Sequence[Any]] = []
+    for value, keep in zip(values, whole, strict=True):
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to(device)
+        parts.append([value] * len(sizes) if keep else value.split(list(sizes)))
+    return [list(microbatch) for microbatch in zip(*parts, strict=True)] or [[] for _ in sizes]
+
+
+def signature(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int:
+    """A 62-bit number for all that fixes a microbatch's shapes but its number of rows."""
+    described = [
+        (tuple(value.shape if keep else value.shape[1:]), str(value.dtype))
+        for value, keep in zip(values, whole, strict=True)
+        if isinstance(value, torch.Tensor)
+    ]
+    digest = hashlib.blake2b(repr((mode, described)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The outputs of the microbatches joined along dimension 0.
+
+    Raises:
+        ValueError: there are several microbatches and an output is no tensor of as many rows as
+            its microbatch.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = []
+    for output, size in zip(outputs, sizes, strict=True):
+        leaves, spec = pytree.tree_flatten(output)
+        columns.append(leaves)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
+                raise ValueError(
+                    f"the model's output has shape {list(leaf.shape)} for a microbatch of {size} "
+                    "rows: outputs of microbatches are joined along dimension 0, so it must have "
+                    "the microbatch's rows"
+                )
+    joined = [
+        torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+        for leaves in zip(*columns, strict=True)
+    ]
+    return pytree.tree_unflatten(joined, spec)

@@ -1,0 +1,96 @@
+"""The model as captured in train and in eval mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .capture import Captured, capture
+from .stage import StageProgram, choose_boundaries, place_like, split_into_stages
+
+
+@dataclasses.dataclass
+class Mode:
+    """The model captured in one mode and cut into stages."""
+
+    wiring: int
+    captured: Captured
+    programs: list[StageProgram]
+    whole: list[bool]  # by model input: passed whole to every microbatch
+
+    def edges(self) -> list[tuple[int, int]]:
+        """(producer stage, consumer stage) of every message."""
+        return [
+            (program.index, consumer) for program in self.programs for consumer in program.sends
+        ]
+
+
+class Modes:
+    """Captures the model once per mode, over the same parameters and cut at the same places."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        num_stages: int,
+        example: tuple[Sequence[Any], Mapping[str, Any]],
+        split: str | Sequence[str],
+        replicated: Sequence[str],
+    ) -> None:
+        self._root = root
+        self._num_stages = num_stages
+        self._example = example
+        self._split = split
+        self._replicated = replicated
+        self._by_training: dict[bool, Mode] = {}
+
+    @property
+    def first(self) -> Mode:
+        """The mode that was captured first; what it fixes holds for the other."""
+        return next(iter(self._by_training.values()))
+
+    def __contains__(self, training: bool) -> bool:
+        return training in self._by_training
+
+    def __getitem__(self, training: bool) -> Mode:
+        return self._by_training[training]
+
+    def capture(self, training: bool) -> Mode:
+        """Captures the model as its modules behave now, which is as ``training`` says."""
+        captured = capture(
+            self._root,
+            num_stages=self._num_stages,
+            example_args=self._example[0],
+            example_kwargs=self._example[1],
+            split=self._split,
+            replicated=self._replicated,
+        )
+        if self._by_training:
+            boundaries = place_like(captured, self.first.programs)
+        else:
+            boundaries = choose_boundaries(captured, self._num_stages, self._split)
+        leaves = [captured.layout.tensors[position] for position in captured.input_positions]
+        whole = [any(key in self._replicated for key in leaf.keys) for leaf in leaves]
+        mode = Mode(int(training), captured, split_into_stages(captured, boundaries), whole)
+        self._by_training[training] = mode
+        return mode
+
+    def settings(self) -> dict[str, Any]:
+        """What the first capture found that must be the same on all ranks."""
+        if not self._by_training:
+            return {}
+        captured, programs = self.first.captured, self.first.programs
+        return {
+            "mode of the model": "train" if self._root.training else "eval",
+            "parameters": [
+                f"{name} {list(parameter.shape)} {parameter.dtype}"
+                + ("" if parameter.requires_grad else " frozen")
+                for name, parameter in self._root.named_parameters()
+            ],
+            "example arguments": [str(item) for item in captured.model_inputs],
+            "capture": captured.how,
+            "layers of the model": len(captured.layers),
+            "first layer of each stage": [program.first_layer_name for program in programs],
+        }

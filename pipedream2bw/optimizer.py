@@ -1,0 +1,286 @@
+"""PipelineOptimizer: any torch optimizer, stepped by the pipeline when the gradients are there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .control import Announcement, Operation
+from .pipeline import PipelineModule, open_pipelines
+from .stage_state import StageState
+
+_STATE_NAMES = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+_STATE_SWITCH = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad"}
+"""The option without which a parameter has no such state."""
+
+
+class PipelineOptimizer(torch.optim.Optimizer):
+    """Makes ``optimizer`` the optimizer of the pipeline whose parameters it holds.
+
+    It shares the wrapped optimizer's ``param_groups`` and so works with every
+    ``torch.optim.lr_scheduler``. ``step()`` registers the update of the last batch with the
+    hyper-parameters as they are at that moment; each stage executes it when the batch's gradients
+    are complete. SGD, Adam and AdamW run as one fused pass from W(t) to W(t+1) (float32 and
+    float64); any other optimizer, and any option that the fused pass lacks (capturable,
+    differentiable, tensor learning rates that require grad), steps a copy of W(t).
+
+    Raises:
+        ValueError: parameters that are of no open pipeline, of several, or not all trainable ones
+            of the pipeline in exactly one group.
+        TypeError: an optimizer that needs a closure (LBFGS), or no torch optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer: {type(optimizer).__name__} given, it must be a torch.optim.Optimizer"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "optimizer: LBFGS evaluates the loss several times per step through a closure; a "
+                "pipeline computes each batch's gradient once"
+            )
+        self._pipe = _agreed_pipeline_of(optimizer)
+        self._wrapped = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        # The very objects of the wrapped optimizer, so that edits of either are seen by both.
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        states = [stage.state for stage in self._pipe._stages]
+        self._kind = _fused_kind(optimizer, states)
+        self._steppers: dict[int, _StageStepper] = {}
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        for state in states:
+            if self._kind is not None:
+                groups = [group_of[id(handle)] for handle in state.handles]
+                state.engine.set_optimizer(self._kind, groups)
+            else:
+                self._steppers[state.index] = _StageStepper(optimizer, state)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Registers the update of the last ``train_step``'s batch; returns at once.
+
+        Raises:
+            ValueError: called twice, or before any ``train_step``.
+            TypeError: a closure was given.
+        """
+        if closure is not None:
+            raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
+        if self._kind is not None:
+            options = [_fused_options(self._wrapped, group) for group in self.param_groups]
+            self._pipe._submit_updates(
+                lambda stage, batch: stage.executor.submit_fused_update(batch, options)
+            )
+        else:
+            groups = [
+                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+                for group in self.param_groups
+            ]
+            # What waits in the engine must not hold the pipeline, so no reference to `self`.
+            self._pipe._submit_updates(
+                lambda stage, batch: stage.executor.submit_update(
+                    batch, functools.partial(self._steppers[stage.index].step, groups)
+                )
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine owns the gradients and starts each batch's anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
+
+        Every rank calls it.
+        """
+        self._pipe._flush_for(Operation.optimizer_state_dict)
+        if self._kind is not None:
+            group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+            for stage in self._pipe._stages:
+                for i, handle in enumerate(stage.state.handles):
+                    self.state[handle] = self._read_state(stage.state, i, group_of[id(handle)])
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` gave. Drains. Every rank calls it."""
+        self._pipe._flush_for(Operation.optimizer_load_state_dict)
+        self._wrapped.load_state_dict(state_dict)
+        self.param_groups = self._wrapped.param_groups
+        self.state = self._wrapped.state
+        for stage in self._pipe._stages:
+            if self._kind is None:
+                self._steppers[stage.index] = _StageStepper(self._wrapped, stage.state)
+                continue
+            for i, handle in enumerate(stage.state.handles):
+                self._write_state(stage.state, i, self.state.get(handle, {}))
+
+    def __repr__(self) -> str:
+        how = "one fused pass" if self._kind else "its own step on a copy of the weights"
+        return f"PipelineOptimizer({how})\n{self._wrapped!r}"
+
+    def _read_state(
+        self, state: StageState, parameter: int, group: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert self._kind is not None
+        count = state.engine.step_count(parameter)
+        read: dict[str, Any] = {}
+        if self._kind == "adam" and count:
+            read["step"] = torch.tensor(float(count))
+        for name in _STATE_NAMES[self._kind]:
+            # A flat state buffer covers all groups as soon as one of them needs it.
+            if name in _STATE_SWITCH and not group[_STATE_SWITCH[name]]:
+                continue
+            value = state.engine.optimizer_state(name, parameter)
+            if value is not None and count:
+                read[name] = value
+        return read
+
+    def _write_state(self, state: StageState, parameter: int, values: dict[str, Any]) -> None:
+        assert self._kind is not None
+        for name in _STATE_NAMES[self._kind]:
+            if values.get(name) is not None:
+                state.engine.set_optimizer_state(name, parameter, values[name])
+        # SGD has no count of its own; the engine needs to know that the buffer is there.
+        default = 1 if values.get("momentum_buffer") is not None else 0
+        state.engine.set_step_count(parameter, int(values.get("step", default)))
+
+
+class _StageStepper:
+    """Runs any optimizer's own step for one stage, on a copy of the newest weights."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
+        self._stage = stage
+        self._index = {id(handle): i for i, handle in enumerate(stage.handles)}
+        # The same optimizer restricted to the stage's parameters; state is shared by parameter.
+        self._part = copy.copy(optimizer)
+        self._part.param_groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in self._index]}
+            for group in optimizer.param_groups
+        ]
+        self._part.state = optimizer.state
+
+    def step(self, groups: list[dict[str, Any]]) -> None:
+        """One step with the given hyper-parameters; called by the stage's executor thread."""
+        engine = self._stage.engine
+        for group, options in zip(self._part.param_groups, groups, strict=True):
+            group.update(options)
+        slot = engine.copy_newest_to_next()
+        for i, handle in enumerate(self._stage.handles):
+            handle.data = engine.weight(slot, i)
+            gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
+            handle.grad = gradient
+        try:
+            type(self._part).step(self._part)
+        finally:
+            for handle in self._stage.handles:
+                handle.grad = None
+        engine.publish()
+
+
+def _agreed_pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:
+    """The pipeline whose parameters the optimizer holds; raises on all of its ranks or on none."""
+    error: Exception | None = None
+    pipe: PipelineModule | None = None
+    try:
+        pipe = _pipeline_of(optimizer)
+    except ValueError as raised:
+        error = raised
+        candidates = open_pipelines()
+        if len(candidates) != 1:  # nobody can tell whom to warn
+            raise
+        (pipe,) = candidates
+
+    def announce() -> Announcement:
+        if error is not None:
+            raise error
+        return Announcement()
+
+    with pipe._failing_closes():
+        pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
+        pipe._control.agree_on_objects(None, {"optimizer": type(optimizer).__name__})
+    return pipe
+
+
+def _pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: dict[int, PipelineModule] = {}
+    for pipe in open_pipelines():
+        mine = {id(parameter) for parameter in pipe.parameters()}
+        if any(id(parameter) in mine for parameter in given):
+            found[id(pipe)] = pipe
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer's parameters belong to {len(found)} open pipelines, they must be "
+            "those of exactly one: build it over pipe.parameters()"
+        )
+    (pipe,) = found.values()
+    _check_parameters(pipe, given)
+    return pipe
+
+
+def _check_parameters(pipe: PipelineModule, given: list[nn.Parameter]) -> None:
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    names[id(pipe._placeholder)] = "(none)"
+    foreign = [i for i, parameter in enumerate(given) if id(parameter) not in names]
+    if foreign:
+        raise ValueError(
+            f"parameters of the optimizer: {len(given)}, of them not the pipeline's: "
+            f"{len(foreign)} (the first is number {foreign[0]}): build it over pipe.parameters()"
+        )
+    present = {id(parameter) for parameter in given}
+    trainable = [name for name, parameter in pipe.named_parameters() if parameter.requires_grad]
+    missing = [
+        name
+        for name, parameter in pipe.named_parameters()
+        if parameter.requires_grad and id(parameter) not in present
+    ]
+    if missing:
+        raise ValueError(
+            f"trainable parameters of the pipeline: {len(trainable)}, missing in the optimizer: "
+            f"{len(missing)} ({', '.join(missing[:5])}): set requires_grad=False before building "
+            "the pipeline to train without them"
+        )
+
+
+def _fused_kind(optimizer: torch.optim.Optimizer, states: list[StageState]) -> str | None:
+    """Which fused pass computes what this optimizer computes, if one does."""
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+    kind = kinds.get(type(optimizer))
+    if kind is None:
+        return None
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("differentiable"):
+            return None
+        if any(isinstance(group.get(key), torch.Tensor) for key in ("betas", "eps")):
+            return None
+    dtypes = {handle.dtype for state in states for handle in state.handles}
+    return kind if dtypes <= {torch.float32, torch.float64} else None
+
+
+def _fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": bool(group["maximize"]),
+    }
+    if "betas" in group:
+        options["beta1"], options["beta2"] = (float(beta) for beta in group["betas"])
+        options["eps"] = float(group["eps"])
+        options["amsgrad"] = bool(group["amsgrad"])
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        options["decoupled_weight_decay"] = bool(decoupled)
+    else:
+        options["momentum"] = float(group["momentum"])
+        options["dampening"] = float(group["dampening"])
+        options["nesterov"] = bool(group["nesterov"])
+    return options

@@ -1,0 +1,643 @@
+"""PipelineModule: one nn.Module, split over stages and trained without emptying the pipeline."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+from .capture import as_root
+from .control import Announcement, ControlPlane, Operation
+from .intake import Batch, Intake
+from .loss import Loss
+from .memory import StageMemory
+from .microbatch import join_outputs
+from .modes import Mode, Modes
+from .settings import check_example, check_settings, length_of, stage_devices
+from .stages import LocalStage, LocalStages
+from .timeline import Timeline
+from .wiring import RankGrid, join_world
+
+_MAX_UNFINISHED_BATCHES = 2
+_names = itertools.count()
+
+
+class PipelineModule(nn.Module):
+    """Trains ``model`` as a pipeline of ``num_stages`` stages.
+
+    Without a process group each stage is a thread of this process; under ``torchrun`` each stage of
+    each replica is a process (world size ``width * num_stages``, the ranks of a replica adjacent).
+    The pipeline takes the model over: its parameters become views of the pipeline's buffers, which
+    show the newest weights whenever the pipeline is drained.
+
+    With ``schedule="2bw"`` (PipeDream-2BW, arXiv 2006.09503, section 3.1) every microbatch of batch
+    t uses weights W(max(t-1, 0)) on all stages and the pipeline is never drained between batches:
+    W(t+1) = step(W(t), gradient at W(max(t-1, 0))). ``"1f1b"`` (PipeDream-Flush, section 3.2) and
+    ``"gpipe"`` drain at every batch and train as plain gradient accumulation does.
+
+    Args:
+        model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
+            as positional arguments).
+        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
+        num_stages: the depth d; may be left out for a list of modules.
+        num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d.
+        schedule: ``"2bw"``, ``"1f1b"`` or ``"gpipe"``.
+        example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
+            any number of rows >= 1.
+        split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
+            layers) where stages 1, 2, ... begin.
+        width: replicas w, each fed its own batches; gradients are averaged over them.
+        devices: in one process, the device of each stage; the model's own if None.
+        replicated: names of arguments that every microbatch gets whole; other tensors are split
+            along dimension 0.
+        loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
+            gradients of the microbatches are added without a weight.
+        timeout: seconds that a rank waits for another before the pipeline fails.
+
+    Raises:
+        ValueError, TypeError: on every rank, naming the rule and both values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        num_stages: int | None = None,
+        num_microbatches: int,
+        schedule: str = "2bw",
+        example_args: Sequence[Any] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        split: str | Sequence[str] = "auto",
+        width: int = 1,
+        devices: Sequence[torch.device | str] | None = None,
+        replicated: Sequence[str] = (),
+        loss_reduction: str = "mean",
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        error: Exception | None = None
+        model_device = torch.device("cpu")
+        try:
+            if num_stages is None:
+                num_stages = length_of(model)
+            check_settings(
+                num_stages,
+                num_microbatches,
+                width,
+                schedule,
+                loss_fn,
+                loss_reduction,
+                timeout,
+                replicated,
+            )
+            check_example(example_args, example_kwargs)
+            self._schedule = _C.make_schedule(schedule, num_stages, num_microbatches)
+            self._schedule.validate()
+            root = as_root(model)
+            model_device = next((p.device for p in root.parameters()), model_device)
+            self._modes = Modes(
+                root,
+                num_stages,
+                (tuple(example_args), dict(example_kwargs or {})),
+                split if isinstance(split, str) else tuple(split),
+                tuple(replicated),
+            )
+        except Exception as raised:
+            error = raised
+        self._timeout = timeout
+        self._fault = _C.Fault()
+        self._control = ControlPlane(
+            join_world(model_device.type),
+            timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0,
+            self._fault,
+            f"pipeline{next(_names)}",
+        )
+        settings = {
+            "num_stages": num_stages,
+            "num_microbatches": num_microbatches,
+            "width": width,
+            "schedule": schedule,
+            "split": str(split),
+            "loss_reduction": loss_reduction,
+            "replicated": str(replicated),
+            "timeout": timeout,
+            "torch version": torch.__version__,
+            "type of the model's device": model_device.type,
+        }
+        # Whatever waits for other ranks comes after this: it relies on these being the same.
+        with self._closing_control_on_error():
+            self._control.agree_on_objects(error, settings)
+            assert num_stages is not None
+            self._grid = RankGrid(num_stages, width, timeout)
+            self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
+        # A tuple, so that nn.Module does not register the model as a submodule.
+        self._held = (model, root)
+        self._intake = Intake(self._grid, num_microbatches, tuple(replicated))
+        self._placeholder = nn.Parameter(torch.empty(0))
+        self._batch = 0  # the next batch's number
+        self._evaluations = 0
+        self._updates = 0  # opt.step() calls so far
+        self._drained = True
+        self._closed_because: str | None = None
+        try:
+            in_processes = dist.get_world_size() if self._grid.in_processes else 1
+            places = stage_devices(devices, num_stages, in_processes, model_device)
+            self._modes.capture(root.training)
+        except Exception as raised:
+            error = raised
+        with self._closing_control_on_error():
+            self._control.agree_on_objects(error, self._modes.settings())
+        self._stages = LocalStages(
+            root,
+            self._modes.first,
+            self._schedule,
+            self._grid,
+            places,
+            self._control,
+            self._fault,
+            loss_fn,
+            timeout,
+        )
+        self._losses_are_means = loss_reduction == "mean"
+        self.training = root.training
+        _open_pipelines.add(self)
+
+    # ------------------------------------------------------------------ what the user reads
+
+    @property
+    def num_stages(self) -> int:
+        return self._schedule.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return self._schedule.num_microbatches
+
+    @property
+    def width(self) -> int:
+        return self._grid.width
+
+    @property
+    def schedule(self) -> str:
+        return self._schedule.name
+
+    @property
+    def rank(self) -> int:
+        """This process among all of the pipeline's: replica * num_stages + stage."""
+        return self._grid.rank
+
+    @property
+    def replica(self) -> int:
+        return self._grid.replica
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that this process runs."""
+        return self._grid.stages
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process runs stage 0, which needs the arguments of ``train_step``."""
+        return 0 in self.stages
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process runs the last stage, which needs the target of ``train_step``."""
+        return self.num_stages - 1 in self.stages
+
+    # ------------------------------------------------------------------ training
+
+    def train_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Loss:
+        """Forward and backward of one batch, pipelined; returns before they are done.
+
+        Every rank calls it. The rank of stage 0 needs ``args`` and ``kwargs``, the rank of the last
+        stage ``target``; the others may pass the same or leave them out. Every tensor is split
+        along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
+        its name is in ``replicated``. Call ``step()`` of the :class:`PipelineOptimizer` once after
+        each.
+
+        Raises:
+            ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
+                rows, other arguments than the example's, a missing ``opt.step()``.
+            RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
+        """
+        self._check_open()
+        with self._failing_closes():
+            self._stages.wait_for_room(_MAX_UNFINISHED_BATCHES)
+            batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
+            slot = self._stages.losses.expect(self._batch)
+            for stage in self._stages:
+                inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
+                stage.runner.runs[self._batch] = inputs
+                ticket = stage.executor.submit_batch(
+                    self._batch, mode.wiring, layouts, sizes if self._losses_are_means else []
+                )
+                stage.tickets.append(ticket)
+            self._drained = False
+            loss = Loss(self._stages.losses, slot, self._batch, _raiser_of_first_cause(self))
+            self._batch += 1
+            return loss
+
+    def flush(self) -> None:
+        """Drains the pipeline: every batch's backward is done when this returns.
+
+        Every rank calls it. Changes timing, never numbers. An update whose ``opt.step()`` has not
+        been called yet waits for it.
+        """
+        self._flush_for(Operation.flush)
+
+    def _flush_for(self, operation: Operation) -> None:
+        """Drains as the first part of ``operation``."""
+        self._check_open()
+        with self._failing_closes():
+            self._control.agree(operation, self._batch, Announcement)
+            self._drain()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output on the newest weights, computed by the pipeline without gradients.
+
+        Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
+        the output in the process of the last stage, None elsewhere; the rank of stage 0 needs the
+        arguments. Any number of rows; outputs are joined along dimension 0.
+
+        Raises:
+            RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "calling the pipeline computes no gradients: use train_step() to train, or call it "
+                "under torch.no_grad() or after eval()"
+            )
+        self._check_open()
+        with self._failing_closes():
+            batch, mode, sizes, layouts = self._take(args, kwargs, None, training=False)
+            self._drain()
+            run = ~self._evaluations  # never a batch's number
+            self._evaluations += 1
+            for stage in self._stages:
+                inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
+                stage.runner.runs[run] = inputs
+                stage.executor.submit_evaluation(run, mode.wiring, layouts)
+            self._stages.finish_submitted()
+            outputs = [stage.runner.runs.pop(run).outputs for stage in self._stages][-1]
+        return join_outputs(outputs, sizes) if self.is_last_stage else None
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
+        if mode != self.training:
+            self._check_open()
+            with self._failing_closes():
+                self._stages.finish_submitted()  # what was submitted in one mode runs in it
+            self._held[1].train(mode)
+            for stage in self._stages:
+                stage.state.copy_training_flags()
+            self.training = mode
+        return self
+
+    # ------------------------------------------------------------------ weights
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names; drained, the newest weights."""
+        mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
+        for name, parameter in self._held[1].named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) in mine:
+                yield name, parameter
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This process's parameters.
+
+        A process whose stage has none gives one parameter of no elements, so that the same script
+        can build its optimizer there.
+        """
+        empty = True
+        for _, parameter in self.named_parameters(recurse=recurse):
+            empty = False
+            yield parameter
+        if empty:
+            yield self._placeholder
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """This process's buffers under the model's own names."""
+        mine = {name for stage in self._stages for name in stage.state.buffer_names}
+        for name, buffer in self._held[1].named_buffers("", recurse, remove_duplicate):
+            if name in mine:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state_dict(  # type: ignore[override]
+        self, *, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """This process's part of the model's ``state_dict``, newest weights, after a drain.
+
+        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``.
+        """
+        self._flush_for(Operation.state_dict)
+        return self._state_here(prefix, keep_vars)
+
+    def _state_here(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        mine = self._names_here()
+        full = self._held[1].state_dict(keep_vars=keep_vars)
+        return type(full)((prefix + name, full[name]) for name in full if name in mine)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains."""
+        self._flush_for(Operation.full_state_dict)
+        mine = {name: value.detach().cpu() for name, value in self._state_here().items()}
+        parts = self._control.gather(mine if self.replica == 0 else {})
+        merged = {name: value for part in parts for name, value in part.items()}
+        order = self._held[1].state_dict().keys()
+        return {name: merged[name] for name in order if name in merged}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
+
+        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does.
+        """
+        if assign:
+            raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
+        self._flush_for(Operation.load_state_dict)
+        root = self._held[1]
+        known = set(root.state_dict().keys())
+        mine = self._names_here() & known
+        wanted = {name: value for name, value in state_dict.items() if name in mine}
+        missing = sorted(mine - wanted.keys())
+        unexpected = sorted(state_dict.keys() - known)
+        error: Exception | None = None
+        result: Any = None
+        try:
+            if strict and (missing or unexpected):
+                raise RuntimeError(
+                    f"Error(s) in loading state_dict for {type(root).__name__}: "
+                    f"missing keys: {missing}, unexpected keys: {unexpected}"
+                )
+            result = root.load_state_dict(wanted, strict=False)
+        except Exception as raised:
+            error = raised
+        self._control.agree_on_objects(error, {})
+        for stage in self._stages:
+            stage.state.engine.spread_newest()
+        return type(result)(missing, unexpected)
+
+    def unsplit(self) -> nn.Module | Sequence[nn.Module]:
+        """Drains, closes the pipeline and gives the whole model back with the newest weights.
+
+        Raises:
+            RuntimeError: under torchrun, where no process has the whole model.
+        """
+        if self._grid.in_processes:
+            raise RuntimeError(
+                "unsplit() works in one process; under torchrun use full_state_dict()"
+            )
+        self.flush()
+        for stage in self._stages:
+            stage.state.give_back()
+        self.close()
+        return self._held[0]
+
+    # ------------------------------------------------------------------ reports
+
+    def memory_report(self) -> dict[int, StageMemory]:
+        """Bytes by kind for each stage of this process. Drains nothing; reads what has been."""
+        return {stage.index: StageMemory.of(stage.state, stage.executor) for stage in self._stages}
+
+    @contextlib.contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Records the actions executed inside the ``with`` block; drains at its end."""
+        self._check_open()
+        timeline = Timeline(self._control)
+        for stage in self._stages:
+            stage.executor.record(True)
+        try:
+            yield timeline
+            self._flush_for(Operation.end_of_timeline)
+        finally:
+            for stage in self._stages:
+                stage.executor.record(False)
+                timeline.add(stage.index, self.replica, stage.executor.take_record())
+
+    def extra_repr(self) -> str:
+        mode = self._modes.first
+        lines = [
+            f"schedule={self.schedule!r}, num_stages={self.num_stages}, "
+            f"num_microbatches={self.num_microbatches}, width={self.width}",
+            f"model={type(self._held[1]).__name__}, captured by {mode.captured.how}",
+            *(f"  {note}" for note in mode.captured.notes),
+        ]
+        local = {stage.index: stage for stage in self._stages}
+        for program in mode.programs:
+            names = [mode.captured.layers[i].name for i in program.layers]
+            shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
+            line = f"stage {program.index}: {len(names)} layers ({shown})"
+            if program.index in local:
+                stage = local[program.index]
+                engine = stage.state.engine
+                memory = StageMemory.of(stage.state, stage.executor)
+                line += (
+                    f", {stage.state.num_elements:,} parameters on {stage.device}, "
+                    f"{engine.num_slots} weight version{'s' if engine.num_slots > 1 else ''} "
+                    f"(newest W({engine.newest_version})), {memory.total:,} bytes"
+                )
+            lines.append(line)
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------------ ending
+
+    def __enter__(self) -> PipelineModule:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._closed_because is None:
+            if kind is None:
+                self.flush()
+                self.close()
+            else:
+                self._abort(f"an exception left the with block: {kind.__name__}")
+
+    def close(self) -> None:
+        """Ends the pipeline's threads and connections once what was submitted is done.
+
+        Every rank calls it. Batches whose backward needs a later batch or a :meth:`flush` to
+        proceed are dropped.
+        """
+        if self._closed_because is not None:
+            return
+        with self._failing_closes():
+            self._stages.finish_submitted()
+            self._stages.losses.finish(self._timeout)
+            self._control.agree(Operation.close, self._batch, Announcement)
+        self._tear_down("close() was called")
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise RuntimeError(f"the pipeline is closed: {self._closed_because}")
+        if self._fault.cause is not None:
+            self._fail()
+
+    @contextlib.contextmanager
+    def _failing_closes(self) -> Iterator[None]:
+        """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
+        try:
+            yield
+        except (ValueError, TypeError):
+            if self._fault.cause is not None:
+                self._fail()
+            raise
+        except BaseException as error:
+            if self._fault.cause is not None:
+                self._fail()
+            self._abort(f"{type(error).__name__} {error}".strip())
+            raise
+
+    def _fail(self) -> NoReturn:
+        """Raises the first cause of the fault on all ranks, and ends this one's part."""
+        mine = self._fault.cause or "unknown cause"
+        original = self._stages.first_error()
+        cause = self._control.report_cause(mine)
+        self._tear_down(cause)
+        raise RuntimeError(cause) from original
+
+    def _abort(self, reason: str) -> None:
+        """Ends this process's part at once; ranks that wait for it learn the reason."""
+        if self._grid.in_processes:
+            stages = ", ".join(map(str, self.stages))
+            reason = f"rank {self.rank} (stage {stages}), batch {self._batch}: {reason}"
+        self._control.report_cause(reason)
+        self._fault.raise_(reason)
+        self._tear_down(reason)
+
+    def _tear_down(self, reason: str) -> None:
+        self._closed_because = reason
+        _open_pipelines.discard(self)
+        self._stages.end()
+
+    # ------------------------------------------------------------------ parts of the above
+
+    @contextlib.contextmanager
+    def _closing_control_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._control.close()
+            raise
+
+    def _take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
+    ) -> tuple[Batch, Mode, list[int], list[int]]:
+        """A checked batch, the mode to run it in, rows and layout of each microbatch."""
+        batch = Batch(training)
+
+        def check() -> Announcement:
+            if training and self._updates != self._batch:
+                raise ValueError(
+                    f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
+                    "PipelineOptimizer.step() must follow each train_step"
+                )
+            first = self._modes.first
+            return self._intake.take(batch, first, self.training, args, kwargs, target)
+
+        operation = Operation.train_step if training else Operation.evaluation
+        number = self._batch if training else self._evaluations
+        announced = self._control.agree(operation, number, check)
+        sizes, layouts = self._intake.microbatches(announced, training=training)
+        return batch, self._mode_in_use(), sizes, layouts
+
+    def _mode_in_use(self) -> Mode:
+        """The capture for the current mode; made when first used, on all ranks together."""
+        if self.training not in self._modes:
+            self._drain()  # torch.fx traces by replacing nn.Module's call for all threads
+            others = self._stages.others
+            error: Exception | None = None
+            try:
+                with others.in_place() if others else contextlib.nullcontext():
+                    self._modes.capture(self.training)
+            except Exception as raised:
+                error = raised
+            self._control.agree_on_objects(error, {})
+            self._stages.connect(self._modes[self.training])
+        return self._modes[self.training]
+
+    def _drain(self) -> None:
+        if not self._drained:
+            self._stages.drain()
+            self._drained = True
+        self._stages.finish_submitted()  # updates submitted after the last drain
+        for stage in self._stages:
+            stage.state.show_newest()
+
+    def _names_here(self) -> set[str]:
+        """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
+        root = self._held[1]
+        parameters = list(root.named_parameters(remove_duplicate=False))
+        buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        mine = {name for stage in self._stages for name in stage.state.buffer_names}
+        mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if self.is_first_stage:  # extra state has no stage of its own
+            mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
+        return mine
+
+    # ------------------------------------------------------------------ for PipelineOptimizer
+
+    def _submit_updates(self, submit: Callable[[LocalStage, int], int]) -> None:
+        """Registers the update of the last batch on every local stage."""
+        self._check_open()
+        if self._updates == self._batch:
+            raise ValueError(
+                f"opt.step(): {self._updates + 1} calls for {self._batch} train_steps: exactly one "
+                "call must follow each train_step"
+            )
+        with self._failing_closes():
+            for stage in self._stages:
+                submit(stage, self._batch - 1)
+        self._updates += 1
+
+
+def _raiser_of_first_cause(pipeline: PipelineModule) -> Callable[[], None]:
+    """What a loss calls that will never exist; does not keep the pipeline alive."""
+    reference = weakref.ref(pipeline)
+
+    def raise_first_cause() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._check_open()
+
+    return raise_first_cause
+
+
+def open_pipelines() -> list[PipelineModule]:
+    """The pipelines of this process that have not been closed."""
+    return list(_open_pipelines)
+
+
+_open_pipelines: weakref.WeakSet[PipelineModule] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """Ends threads before the interpreter does; work that others wait for is finished first."""
+    error = getattr(sys, "last_value", None)
+    for pipeline in list(_open_pipelines):
+        reason = "the program ended"
+        if error is not None:
+            reason += f" with {type(error).__name__}: {error}"
+        elif pipeline._fault.cause is None:
+            with contextlib.suppress(Exception):
+                pipeline._stages.finish_submitted()
+                pipeline._stages.losses.finish(pipeline._timeout)
+        with contextlib.suppress(Exception):
+            pipeline._abort(reason)
+
+
+atexit.register(_close_at_exit)

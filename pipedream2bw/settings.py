@@ -1,0 +1,83 @@
+"""Checks of what the caller sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def length_of(model: Any) -> int:
+    """The number of stages of a list of modules, for which num_stages may be left out."""
+    if not isinstance(model, (list, tuple, nn.ModuleList)):
+        raise ValueError("num_stages is missing: it may be left out for a list of modules")
+    return len(model)
+
+
+def check_settings(
+    num_stages: int,
+    num_microbatches: int,
+    width: int,
+    schedule: object,
+    loss_fn: object,
+    loss_reduction: str,
+    timeout: float,
+    replicated: Sequence[str],
+) -> None:
+    """Raises ValueError or TypeError that names the setting and its value."""
+    _check_whole_number("num_stages", num_stages)
+    _check_whole_number("num_microbatches", num_microbatches)
+    _check_whole_number("width", width)
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule: {schedule!r} given, it must be a str")
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction: {loss_reduction!r}, known: 'mean', 'sum'")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout: {timeout!r} given, it must be a number of seconds")
+    if not timeout > 0:
+        raise ValueError(f"timeout: {timeout} seconds, it must be > 0")
+    if isinstance(replicated, str):
+        raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
+
+
+def check_example(args: object, kwargs: object) -> None:
+    """Raises TypeError unless these are a tuple of arguments and a mapping."""
+    if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows
+        raise TypeError(
+            f"example_args: {type(args).__name__} given, it must be a tuple of the positional "
+            "arguments: (x,) for one"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"example_kwargs: {type(kwargs).__name__} given, it must be a dict")
+
+
+def stage_devices(
+    devices: Sequence[torch.device | str] | None,
+    num_stages: int,
+    num_processes: int,
+    model_device: torch.device,
+) -> list[torch.device]:
+    """The device of every stage."""
+    if devices is None:
+        return [model_device] * num_stages
+    if num_processes > 1:
+        raise ValueError(
+            f"devices: {list(devices)}, processes: {num_processes}: with one process per stage "
+            "move the model to the process's device instead"
+        )
+    if len(devices) != num_stages:
+        raise ValueError(
+            f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
+        )
+    return [torch.device(device) for device in devices]
+
+
+def _check_whole_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {value!r} given, it must be an int")
+    if value < 1:
+        raise ValueError(f"{name}: {value}, it must be at least 1")

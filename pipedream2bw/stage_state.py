@@ -1,0 +1,180 @@
+"""What one stage holds: its parameters in the engine's buffers, and a clone per weight version."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+from .clone import copy_training_flags, structural_clone
+from .codegen import StageFunction
+from .stage import StageProgram
+
+
+class StageState:
+    """The parameters, buffers and clones of one stage.
+
+    The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
+    views of the newest version's buffer, brought up to date by :meth:`show_newest`. The stage
+    computes with other Parameters, one set for each weight slot, because autograd remembers the
+    Parameter, not its storage: a handle that moves would corrupt the backwards in flight.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        program: StageProgram,
+        device: torch.device,
+        num_slots: int,
+        replica_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.index = program.index
+        self.device = device
+        self._root = root
+        used = (*program.parameters, *program.unused_parameters)
+        named = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
+        for parameter in named.values():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(device)
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.handles = list(self.trainable.values())
+        self.buffer_names = program.buffers
+        for holder, leaf in self._buffer_places():
+            holder[leaf] = holder[leaf].to(device)
+        self.engine = _C.Stage(
+            parameters=[handle.detach().to(device) for handle in self.handles],
+            names=list(self.trainable),
+            num_slots=num_slots,
+            replica_group="" if replica_group is None else replica_group.group_name,
+        )
+        if replica_group is not None:
+            self._take_from_first_replica(replica_group)
+        self.slot_parameters: list[list[nn.Parameter]] = []
+        for slot in range(num_slots):
+            parameters = [
+                nn.Parameter(self.engine.weight(slot, i)) for i in range(len(self.handles))
+            ]
+            for i, parameter in enumerate(parameters):
+                self.engine.attach(i, parameter)
+            self.slot_parameters.append(parameters)
+        self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
+        self.show_newest()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's own Parameters that this stage holds, frozen ones too."""
+        return [*self.handles, *self.frozen.values()]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters, frozen ones too."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The stage's buffers as they are now: a module may have put new tensors in place."""
+        return [holder[leaf] for holder, leaf in self._buffer_places()]
+
+    def _buffer_places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for name in self.buffer_names:
+            owner, _, leaf = name.rpartition(".")
+            holder = self._root.get_submodule(owner)._buffers
+            if holder[leaf] is not None:
+                yield holder, leaf
+
+    def bind(self, program: StageProgram) -> list[StageFunction]:
+        """The program as one function for each weight slot."""
+        return [program.bind(clone, self.device) for clone in self.clones]
+
+    def copy_training_flags(self) -> None:
+        """Gives the clones' modules the modes of the model's."""
+        for clone in self.clones:
+            copy_training_flags(self._root, clone)
+
+    def show_newest(self) -> None:
+        """Points the handles to the newest weights. The pipeline must be drained."""
+        slot = self.engine.newest_slot
+        for i, handle in enumerate(self.handles):
+            handle.data = self.engine.weight(slot, i)
+
+    def give_back(self) -> None:
+        """Gives the handles memory of their own, with the newest weights."""
+        for i, handle in enumerate(self.handles):
+            handle.data = self.engine.weight(self.engine.newest_slot, i).clone()
+
+    def storage_pointers(self) -> set[int]:
+        """The storages of weights and buffers."""
+        slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
+        tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _take_from_first_replica(self, group: dist.ProcessGroup) -> None:
+        weights = self.engine.slot_buffers(self.engine.newest_slot)
+        frozen = [parameter.data for parameter in self.frozen.values()]
+        for tensor in (*weights, *frozen, *self.buffers):
+            dist.broadcast(tensor, group=group, group_src=0)
+        self.engine.spread_newest()
+
+
+class OtherStages:
+    """The parameters of stages that other processes run: their memory is given back.
+
+    Shapes stay, as the model may be captured again in its other mode.
+    """
+
+    def __init__(self, root: nn.Module, kept: Sequence[torch.Tensor]) -> None:
+        kept_storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
+        for parameter in root.parameters():
+            storage = parameter.untyped_storage()
+            alone = storage.nbytes() == parameter.numel() * parameter.element_size()
+            if alone and storage.nbytes() and storage.data_ptr() not in kept_storages:
+                self._released.append((storage, storage.nbytes()))
+        self._resize(whole=False)
+
+    def _resize(self, *, whole: bool) -> None:
+        for storage, nbytes in self._released:
+            storage.resize_(nbytes if whole else 0)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Gives the parameters memory, of no defined content, for the time of a capture."""
+        self._resize(whole=True)
+        try:
+            yield
+        finally:
+            self._resize(whole=False)
+
+
+def share_out(
+    root: nn.Module,
+    programs: Sequence[StageProgram],
+    devices: Sequence[torch.device],
+    num_slots: Sequence[int],
+    replica_group: dist.ProcessGroup | None,
+) -> list[StageState]:
+    """Takes the model over: the states of the stages that this process runs."""
+    states = [
+        StageState(root, program, device, slots, replica_group)
+        for program, device, slots in zip(programs, devices, num_slots, strict=True)
+    ]
+    for slot in range(max(num_slots)):
+        mapping = {
+            handle: parameter
+            for state in states
+            for handle, parameter in zip(
+                state.handles, state.slot_parameters[slot % state.engine.num_slots], strict=True
+            )
+        }
+        clone = structural_clone(root, mapping)
+        copy_training_flags(root, clone)
+        for state in states:
+            if slot < state.engine.num_slots:
+                state.clones.append(clone)
+    return states

@@ -1,0 +1,70 @@
+"""What is around a capture: random numbers, grad and autocast modes, torch's own messages.
+
+A capture must neither draw random numbers nor freeze one into the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class RandomnessError(Exception):
+    """The forward draws random numbers that the captured program would repeat for ever."""
+
+
+def random_states() -> tuple[Any, torch.Tensor]:
+    """The states of Python's and torch's CPU generators."""
+    return random.getstate(), torch.get_rng_state()
+
+
+def restore_random_states(states: tuple[Any, torch.Tensor]) -> None:
+    """Undoes what was drawn since ``states`` was taken."""
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+
+
+def refuse_random_numbers(before: tuple[Any, torch.Tensor]) -> None:
+    """Raises RandomnessError if numbers were drawn since ``before`` was taken."""
+    now = random_states()
+    if now[0] != before[0] or not torch.equal(now[1], before[1]):
+        raise RandomnessError("random numbers are drawn in Python, independently of the input")
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leaves the generators as they were."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Gradients recorded and no autocast, as in a stage's thread, whatever the caller is in."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def torch_reports_silenced() -> Iterator[None]:
+    """Keeps torch from logging failures that are told later, with the other ways' reasons."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,51 @@
+"""What the stages did when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from .control import Announcement, ControlPlane, Operation
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Event:
+    """One executed action.
+
+    ``kind`` is "F", "B" or "U"; ``version`` is the weight version that F and B read and that U
+    made; ``start`` and ``end`` are seconds of the machine's monotonic clock, which all its
+    processes share. A B that sends gradients ends when it does. A U has the batch's last
+    microbatch.
+    """
+
+    stage: int
+    replica: int
+    kind: str
+    batch: int
+    microbatch: int
+    version: int
+    start: float
+    end: float
+
+
+class Timeline:
+    """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self.rows: list[Event] = []
+
+    def add(
+        self,
+        stage: int,
+        replica: int,
+        actions: Iterable[tuple[str, int, int, int, float, float]],
+    ) -> None:
+        """Appends a stage's actions: kind, batch, microbatch, version, start, end."""
+        self.rows.extend(Event(stage, replica, *action) for action in actions)
+
+    def gather(self) -> list[Event]:
+        """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
+        self._control.agree(Operation.gather_events, 0, Announcement)
+        parts = self._control.gather([dataclasses.astuple(event) for event in self.rows])
+        return sorted(Event(*row) for part in parts for row in part)

@@ -1,0 +1,196 @@
+"""The ranks of a pipeline and the channels between its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+
+Edge = tuple[int, int]
+"""Producer stage, consumer stage."""
+
+
+def join_world(device_type: str) -> int:
+    """The number of processes; makes the process group where torchrun's environment is alone."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class RankGrid:
+    """Which process runs which stage of which replica: rank = replica * num_stages + stage.
+
+    A world of one process runs all stages, each in a thread. Every rank makes it, with the same
+    arguments.
+
+    Raises:
+        ValueError: the world's size is not width * num_stages, or width > 1 in one process.
+    """
+
+    def __init__(self, num_stages: int, width: int, timeout: float) -> None:
+        self.num_stages = num_stages
+        self.width = width
+        self.rank = 0
+        self._replica_groups: list[dist.ProcessGroup] = []
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.in_processes = world > 1
+        if not self.in_processes:
+            if width != 1:
+                raise ValueError(
+                    f"width: {width}, processes: 1: replicas need one process per stage and "
+                    f"replica: run under torchrun --nproc-per-node {width * num_stages}"
+                )
+            return
+        if world != width * num_stages:
+            raise ValueError(
+                f"world size: {world}, width * num_stages: {width} * {num_stages} = "
+                f"{width * num_stages}: every stage of every replica is one process"
+            )
+        self.rank = dist.get_rank()
+        for stage in range(num_stages if width > 1 else 0):
+            ranks = range(stage, world, num_stages)
+            group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout))
+            if isinstance(group, dist.ProcessGroup):
+                self._replica_groups.append(group)
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.num_stages
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that this process runs."""
+        return [self.rank % self.num_stages] if self.in_processes else list(range(self.num_stages))
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs ``stage`` of this process's replica."""
+        return self.replica * self.num_stages + stage if self.in_processes else 0
+
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold this process's stage, if there are several."""
+        return self._replica_groups[0] if self._replica_groups else None
+
+    def close(self) -> None:
+        """Drops the group of the replicas."""
+        _destroy(self._replica_groups)
+
+
+class Channels:
+    """Both directions of every edge that ends in this process; made once, shared by all wirings.
+
+    In processes each direction of an edge has a two-rank group of its own, so that neither ever
+    waits behind the other.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        devices: Sequence[torch.device],
+        in_flight: Sequence[int],
+        timeout: float,
+    ) -> None:
+        self._grid = grid
+        self._devices = devices
+        self._in_flight = in_flight
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._groups: list[dist.ProcessGroup] = []
+        self._ends: dict[tuple[int, int], tuple[_C.Sender | None, _C.Receiver | None]] = {}
+
+    def make(self, edges: Sequence[Edge]) -> None:
+        """Makes what is missing. Every rank calls it, with the same edges."""
+        # torch numbers groups by how many a process has made, so all ranks make all groups, in
+        # one order; a rank that is not in a group passes by at once.
+        for producer, consumer in sorted(edges):
+            for source, destination in ((producer, consumer), (consumer, producer)):
+                if (source, destination) not in self._ends:
+                    self._ends[source, destination] = self._direction(source, destination)
+
+    def sender(self, source: int, destination: int) -> _C.Sender:
+        sender = self._ends[source, destination][0]
+        assert sender is not None
+        return sender
+
+    def receiver(self, source: int, destination: int) -> _C.Receiver:
+        receiver = self._ends[source, destination][1]
+        assert receiver is not None
+        return receiver
+
+    def _direction(
+        self, source: int, destination: int
+    ) -> tuple[_C.Sender | None, _C.Receiver | None]:
+        grid = self._grid
+        if not grid.in_processes:
+            channel = _C.LocalChannel(self._devices[destination])
+            return channel, channel
+        group: dist.ProcessGroup | None = None
+        for replica in range(grid.width):
+            first = replica * grid.num_stages
+            made = dist.new_group(
+                sorted([first + source, first + destination]), timeout=self._timeout
+            )
+            if isinstance(made, dist.ProcessGroup):
+                self._groups.append(made)
+                group = made
+        if group is None:
+            return None, None
+        peers = (grid.rank_of(source), grid.rank_of(destination))
+        # As many messages as can be under way before the receiver has to take one.
+        most_under_way = max(self._in_flight) + 1
+        devices = {self._devices[source].type, self._devices[destination].type}
+        ring = _make_ring(group, *peers, most_under_way) if devices == {"cpu"} else None
+        if source in grid.stages:
+            return (
+                _C.ProcessGroupSender(
+                    group=group.group_name,
+                    peer=dist.get_group_rank(group, peers[1]),
+                    device=self._devices[source],
+                    max_unawaited=most_under_way,
+                    ring=ring,
+                ),
+                None,
+            )
+        return None, _C.ProcessGroupReceiver(
+            group=group.group_name,
+            peer=dist.get_group_rank(group, peers[0]),
+            device=self._devices[destination],
+            posted_ahead=2,
+            ring=ring,
+        )
+
+    def close(self) -> None:
+        """Drops the channels and their connections; peers that wait get an error."""
+        self._ends.clear()
+        _destroy(self._groups)
+
+
+def _make_ring(
+    group: dist.ProcessGroup, source: int, destination: int, num_slots: int
+) -> _C.SharedRing | None:
+    """This process's end of memory shared by two ranks, None if they are not on one machine.
+
+    Both ranks of the group call it. Some file systems and containers let a rank see another one's
+    memory and some do not, so the receiver tries and tells.
+    """
+    is_source = dist.get_rank() == source
+    ring = _C.SharedRing.create(num_slots) if is_source else None
+    told: list[Any] = [ring.address if ring else ""]
+    dist.broadcast_object_list(told, src=source, group=group)
+    if not is_source:
+        ring = _C.SharedRing.open(told[0])
+    told = [ring is not None]
+    dist.broadcast_object_list(told, src=destination, group=group)
+    return ring if told[0] else None
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(Exception):  # the default group may be gone, and they with it
+            dist.destroy_process_group(group)
+    groups.clear()
