@@ -1,0 +1,234 @@
+"""One process per stage and replica trains what the definition says, as threads do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from tests.distributed.launch import run_ranks
+from tests.models import TASKS, Task, whole
+from tests.oracle import Batch, Oracle
+from tests.trajectory import (
+    assert_close,
+    assert_same,
+    assert_same_state,
+    by_oracle,
+    by_pipeline,
+    copy_of,
+    make_pipeline,
+    sgd,
+)
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+
+
+def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=0.01)
+
+
+def check(
+    task: Task,
+    d: int,
+    m: int,
+    rows: list[int],
+    make: Make = sgd,
+    schedule: str = "2bw",
+    *,
+    exact: bool = True,
+    **options: Any,
+) -> None:
+    """On every rank; each compares the losses, and the parameters that it holds."""
+    batches = task.batches(rows)
+    want = by_oracle(task, batches, m, make, schedule=schedule)
+    got = by_pipeline(task, batches, d, m, make, schedule=schedule, **options)
+    assert set(got.state) <= set(want.state)
+    want.state = {name: want.state[name] for name in got.state}
+    assert_same(got, want, exact=exact)
+
+
+def train_everything(rank: int, world_size: int) -> None:
+    d = world_size
+    torch.set_num_threads(1)
+    for name in ("skips", "fan", "gpt", "dropout in eval", "frozen"):
+        task = TASKS[name]
+        check(task, d, d, [2 * d] * 4, exact=task.exact)
+    check(TASKS["mlp"], d, d + 1, [2 * d + 2] * 5)
+    check(TASKS["mlp"], d, 2 * d + 1, [4 * d + 2, 4 * d + 3, 5 * d + 2, 4 * d + 2])
+    for name in ("masked", "structures", "batch norm", "lstm", "branch"):
+        if d in TASKS[name].depths:
+            check(TASKS[name], d, d + 1, [2 * d + 2, 3 * d + 3, 2 * d + 3, 2 * d + 2])
+            check(TASKS[name], d, d, [2 * d] * 4, rmsprop)
+            # The gradient of a bias before BatchNorm is rounding alone, which Adam blows up.
+            if name != "batch norm":
+                check(TASKS[name], d, d, [2 * d] * 4, adamw, exact=False)
+    for schedule in ("1f1b", "gpipe"):
+        check(TASKS["skips"], d, d - 1, [3 * d] * 4, schedule=schedule)
+    check(TASKS["skips"], d, d, [2 * d] * 5, adamw, exact=False)
+    one_process_gathers_what_all_hold(d)
+
+
+def one_process_gathers_what_all_hold(d: int) -> None:
+    """Flushing, loading, evaluating and the timeline, in processes."""
+    task, m = TASKS["skips"], d
+    batches = task.batches([2 * m] * 6)
+    loaded = copy_of(task.model(seed=5).state_dict())
+
+    def between(number: int, trained: Any, optimizer: Any) -> None:
+        if number == 3:
+            (trained.model if isinstance(trained, Oracle) else trained).load_state_dict(loaded)
+            if isinstance(trained, Oracle):
+                trained.restart_delay()
+
+    want = by_oracle(task, batches, m, between=between)
+    with make_pipeline(task, d, m, batches[0]) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        losses = []
+        with pipe.timeline() as timeline:
+            for number, batch in enumerate(batches):
+                if number % 2:
+                    pipe.flush()
+                between(number, pipe, opt)
+                # Only the first stage needs the arguments, only the last the target.
+                args = batch.args if pipe.is_first_stage else ()
+                target = batch.target if pipe.is_last_stage else None
+                losses.append(pipe.train_step(*args, target=target))
+                opt.step()
+        assert [float(loss) for loss in losses] == want.losses
+        full = pipe.full_state_dict()
+        assert len(full) == (len(want.state) if pipe.rank == 0 else 0)
+        if pipe.rank == 0:
+            assert_same_state(full, want.state)
+        versions = {(e.stage, e.batch, e.version) for e in timeline.gather() if e.kind != "U"}
+        read = [0, 0, 1, 3, 3, 4]
+        expected = {(i, t, read[t]) for i in range(d) for t in range(6)}
+        assert versions == (expected if pipe.rank == 0 else set())
+        assert all(stage.most_live_versions == 2 for stage in pipe.memory_report().values())
+        with torch.no_grad():
+            output = pipe(*batches[0].args)
+        if not pipe.is_last_stage:
+            assert output is None
+            return
+        model = task.model()
+        model.load_state_dict(want.state)
+        parts = batches[0].args[0].tensor_split(m)
+        assert torch.equal(output, torch.cat([model(part) for part in parts]).detach())
+
+
+def saved_and_resumed(rank: int, world_size: int) -> None:
+    """Adam's state survives in this rank's part of the optimizer's state_dict."""
+    task, m, d = TASKS["skips"], 3, world_size
+    batches = task.batches([6] * 6)
+
+    def restart(number: int, trained: Any, optimizer: Any) -> None:
+        if number == 3:
+            trained.restart_delay()
+
+    want = by_oracle(task, batches, m, adamw, restart)
+    saved: list[Any] = []
+    for part in (batches[:3], batches[3:]):
+        with make_pipeline(task, d, m, batches[0]) as pipe:
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()))
+            if saved:
+                pipe.load_state_dict(saved[0], strict=False)
+                opt.load_state_dict(saved[1])
+            for batch in part:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            saved = [copy_of(pipe.state_dict()), opt.state_dict()]
+            for index, state in saved[1]["state"].items():
+                saved[1]["state"][index] = copy_of(state)
+    for name, tensor in saved[0].items():
+        assert_close(name, tensor, want.state[name])
+
+
+def replicas_average(rank: int, world_size: int, width: int) -> None:
+    """Every replica has its own batches, of its own size, and all get the same weights."""
+    d = world_size // width
+    for name, make, m, uneven in (
+        ("mlp", sgd, d, 0),
+        ("skips", adamw, d + 1, 1),
+        ("gpt", sgd, d + 1, 1),
+        ("skips", rmsprop, d, 0),
+    ):
+        task = TASKS[name]
+        by_replica = [
+            task.batches([2 * m + uneven * (r + t) for t in range(5)], seed=10 + r)
+            for r in range(width)
+        ]
+        replicas_follow_the_mean(task, by_replica, make, d, m)
+    if d in TASKS["branch"].depths or d == 1:
+        return
+    batch_norm_statistics_stay_per_replica(width, d)
+
+
+def replicas_follow_the_mean(
+    task: Task, by_replica: list[list[Batch]], make: Make, d: int, m: int
+) -> None:
+    width = len(by_replica)
+    model = whole(task.model())
+    oracle = Oracle(model, make(model.parameters()), m, task.loss_fn, delay=1)
+    want = [oracle.train_replicas(batches) for batches in zip(*by_replica, strict=True)]
+    own = torch.distributed.get_rank() // d
+    # Initial weights come from replica 0: the others start from something else.
+    pipe = make_pipeline(task, d, m, by_replica[0][0], model=task.model(seed=1 + own), width=width)
+    with pipe:
+        assert pipe.replica == own
+        opt = pd2.PipelineOptimizer(make(pipe.parameters()))
+        losses = []
+        for batch in by_replica[own]:
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        ours = torch.tensor([float(loss) for loss in losses])
+        assert_close("losses", ours, torch.tensor([of_all[own] for of_all in want]))
+        for name, tensor in pipe.state_dict().items():
+            assert_close(name, tensor, model.state_dict()[name])
+
+
+def batch_norm_statistics_stay_per_replica(width: int, d: int) -> None:
+    task, m = TASKS["batch norm"], d
+    batches = task.batches([2 * m], seed=20) + task.batches([2 * m], seed=21)
+    own = torch.distributed.get_rank() // d
+    pipe = make_pipeline(task, d, m, batches[0], width=width)
+    with pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        pipe.train_step(*batches[own].args, target=batches[own].target)
+        opt.step()
+        mine = copy_of(pipe.state_dict())
+        full = pipe.full_state_dict()
+    for replica, batch in enumerate(batches):
+        model = task.model()
+        for part in batch.args[0].tensor_split(m):
+            model(part)
+        for name, value in model.state_dict().items():
+            if "running" in name and replica == own and name in mine:
+                assert torch.equal(mine[name], value), name
+            if "running" in name and replica == 0 and full:
+                assert torch.equal(full[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5, 6])
+def test_stages_in_processes_equal_the_definition(num_stages: int) -> None:
+    run_ranks(train_everything, num_stages, timeout=280)
+
+
+@pytest.mark.slow
+def test_a_run_in_processes_is_saved_and_resumed() -> None:
+    run_ranks(saved_and_resumed, 2, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("width", "num_stages"), [(2, 1), (2, 2)])
+def test_replicas_in_processes_equal_the_definition(width: int, num_stages: int) -> None:
+    run_ranks(replicas_average, width * num_stages, args=[width], timeout=280)

@@ -1,0 +1,103 @@
+"""The examples run as their first lines say, in one process and in several."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, run_ranks
+
+EXAMPLES = ROOT / "examples"
+SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32, "sample-bytes": 4, "steps": 40}
+TINY_GPT = [f"--{name}={value}" for name, value in SHAPE.items()]
+pytestmark = pytest.mark.slow
+
+
+def run_alone(example: str, *arguments: str) -> str:
+    """The example as a plain Python program; what it printed."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Text with so little in it that a few batches teach something."""
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefgh" * 2000, encoding="ascii")
+    return path
+
+
+def losses_of(output: str) -> tuple[float, float]:
+    found = re.search(r"loss: ([\d.]+) -> ([\d.]+)", output)
+    assert found, output
+    return float(found[1]), float(found[2])
+
+
+def test_gpt_learns_under_torchrun_and_compares_the_schedules(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    out = tmp_path / "out"
+    results = run_ranks(
+        EXAMPLES / "train_gpt.py",
+        2,
+        args=[*TINY_GPT, "--data", str(text), "--out", str(out), "--compare-seconds", "1"],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+        timeout=150,
+    )
+    first, last = losses_of(results[0].stdout)
+    assert first == pytest.approx(5.55, abs=0.2)
+    assert last < first - 0.5
+    assert {"loss.png", "timeline.png", "sample.txt", "throughput.md"} == {
+        path.name for path in out.iterdir()
+    }
+    assert [f"| {name} |" in results[0].stdout for name in ("2bw", "1f1b", "gpipe")] == [True] * 3
+    assert results[1].stdout == ""
+
+
+def test_gpt_learns_with_four_stages_in_one_process(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    out = tmp_path / "out"
+    output = run_alone(
+        "train_gpt.py", *TINY_GPT, "--stages", "4", "--data", str(text), "--out", str(out)
+    )
+    first, last = losses_of(output)
+    assert last < first - 0.5
+    assert (out / "timeline.png").exists()
+
+
+def recognised(output: str) -> float:
+    found = re.search(r"recognised: (\d+) of (\d+)", output)
+    assert found, output
+    return int(found[1]) / int(found[2])
+
+
+def test_digits_are_recognised_in_one_process() -> None:
+    pytest.importorskip("sklearn")
+    assert recognised(run_alone("train_digits.py", "--epochs", "3")) > 0.9
+
+
+def test_digits_are_recognised_under_torchrun() -> None:
+    pytest.importorskip("sklearn")
+    results = run_ranks(
+        EXAMPLES / "train_digits.py",
+        2,
+        args=["--epochs", "3"],
+        rendezvous="environment",
+        timeout=150,
+    )
+    assert recognised(results[1].stdout) > 0.9

@@ -1,0 +1,304 @@
+"""Under processes: whatever ends one rank ends all, soon, with the first cause on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+from .launch import RankResult, run_ranks
+
+X = torch.arange(24.0).reshape(6, 4).sin()
+Y = torch.arange(24.0).reshape(6, 4).cos()
+SOON = 20.0
+"""Seconds until every rank has ended its pipeline; far less than the pipeline's timeout of 300."""
+
+
+class Failing(nn.Linear):
+    """Does ``fail`` in one forward: microbatch 1 of ``batch``."""
+
+    def __init__(self, fail: Callable[[torch.Tensor], torch.Tensor], batch: int) -> None:
+        super().__init__(4, 4)
+        self.fail, self.call = fail, 3 * batch + 1
+        self.calls = [0]  # shared with the pipeline's copies of this module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if threading.current_thread() is threading.main_thread():
+            return x  # the capture
+        self.calls[0] += 1
+        return self.fail(x) if self.calls[0] == self.call + 1 else x
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+
+def raise_error(x: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("on purpose")
+
+
+def make_nan(x: torch.Tensor) -> torch.Tensor:
+    return x * float("nan")
+
+
+def kill(x: torch.Tensor) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def vanish(x: torch.Tensor) -> torch.Tensor:
+    os._exit(7)
+
+
+def sleep(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(3)
+    return x
+
+
+class Fault:
+    """One pipeline that trains until ``fail`` ends it, on ``stage`` of ``replica``."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_stages: int,
+        width: int,
+        fail: Callable[[torch.Tensor], torch.Tensor],
+        stage: int,
+        batch: int = 2,
+        replica: int = 0,
+        target: torch.Tensor = Y,
+        before: Callable[[], Any] = lambda: None,
+        pause: float = 0.0,
+    ) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(num_stages)]
+        fails_here = rank == replica * num_stages + stage
+        layers[stage] = Failing(fail if fails_here else lambda x: x, batch)
+        self.pipe = pd2.PipelineModule(
+            layers,
+            mse_loss,
+            num_microbatches=3,
+            width=width,
+            example_args=(X[:1],),
+            timeout=300.0,
+        )
+        self.target = target
+        self.before = before
+        self.pause = pause
+
+    def outcome(self) -> dict[str, Any]:
+        """What this rank's caller sees."""
+        start = time.monotonic()
+        seen: dict[str, Any] = {"kind": "", "text": "", "again": "", "cause": ""}
+        try:
+            self.before()
+            self.train()
+        except BaseException as error:
+            seen["kind"], seen["text"] = type(error).__name__, str(error)
+            seen["cause"] = type(error.__cause__).__name__
+        seen["seconds"] = time.monotonic() - start
+        try:
+            self.pipe.flush()
+        except RuntimeError as error:
+            seen["again"] = str(error)
+        self.pipe.close()
+        return seen
+
+    def train(self) -> None:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(self.pipe.parameters(), lr=0.1))
+        for _ in range(8):
+            self.loss = self.pipe.train_step(X, target=self.target)
+            optimizer.step()
+            time.sleep(self.pause)
+        self.pipe.flush()
+        float(self.loss)
+
+
+def interrupt_soon() -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+# ---------------------------------------------------------------- what the ranks run
+
+
+def two_stages(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    seen = {
+        "backward": Fault(rank, 2, 1, RaisesInBackward.apply, stage=0, batch=1).outcome(),
+        "target": Fault(rank, 2, 1, make_nan, 0, target=torch.zeros(6, 3)).outcome(),
+        "nan": Fault(rank, 2, 1, make_nan, stage=0).outcome(),
+        "interrupt all": Fault(rank, 2, 1, sleep, stage=1, before=interrupt_soon).outcome(),
+        "interrupt one": Fault(
+            rank, 2, 1, sleep, 0, before=interrupt_soon if rank == 1 else lambda: None
+        ).outcome(),
+    }
+    busy = Fault(rank, 2, 1, raise_error, stage=0, batch=0, pause=5.0 if rank == 0 else 0.0)
+    return seen | {"busy": busy.outcome()}
+
+
+def three_stages(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {
+        f"forward {stage}": Fault(rank, 3, 1, raise_error, stage, batch=stage).outcome()
+        for stage in range(3)
+    }
+
+
+def two_replicas(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {
+        "forward": Fault(rank, 2, 2, raise_error, stage=1, replica=1).outcome(),
+        "backward": Fault(rank, 2, 2, RaisesInBackward.apply, stage=0, replica=0).outcome(),
+        "killed": Fault(rank, 2, 2, kill, stage=1, replica=1).outcome(),
+    }
+
+
+def killed_in_the_middle(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {"killed": Fault(rank, 3, 1, kill, stage=1).outcome()}
+
+
+def vanished(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {"vanished": Fault(rank, 2, 1, vanish, stage=0).outcome()}
+
+
+# ---------------------------------------------------------------- what they must have seen
+
+
+def assert_cause(seen: dict[str, Any], *words: str) -> None:
+    """The call that failed and the next one raise RuntimeError with these words, soon."""
+    assert seen["kind"] == "RuntimeError", seen
+    for word in words:
+        assert word in seen["text"], (word, seen)
+        assert word in seen["again"], (word, seen)
+    assert seen["seconds"] < SOON, seen
+
+
+@pytest.fixture(scope="module")
+def of_two_stages() -> list[dict[str, Any]]:
+    return [result.value for result in run_ranks(two_stages, 2, timeout=150)]
+
+
+@pytest.mark.slow
+def test_an_error_in_a_backward_is_known_to_all(of_two_stages: list[dict[str, Any]]) -> None:
+    for seen in of_two_stages:
+        assert_cause(
+            seen["backward"],
+            "stage 0, batch 1, microbatch 1, backward: ",
+            "ZeroDivisionError: on purpose",
+            "Traceback",
+        )
+
+
+@pytest.mark.slow
+def test_a_target_of_the_wrong_shape_is_known_to_all(of_two_stages: list[dict[str, Any]]) -> None:
+    for seen in of_two_stages:
+        assert_cause(
+            seen["target"],
+            "stage 1, batch 0, microbatch 0, forward: ",
+            "Traceback",
+            "must match the size of tensor b (3)",
+        )
+
+
+@pytest.mark.slow
+def test_numbers_that_are_no_numbers_are_no_error(of_two_stages: list[dict[str, Any]]) -> None:
+    for seen in of_two_stages:
+        assert seen["nan"]["kind"] == "", seen
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_all_ranks_ends_all(of_two_stages: list[dict[str, Any]]) -> None:
+    for seen in of_two_stages:
+        interrupted = seen["interrupt all"]
+        # Whom the other's end reaches first sees that.
+        assert interrupted["kind"] in ("KeyboardInterrupt", "RuntimeError"), seen
+        assert "KeyboardInterrupt" in interrupted["again"], seen
+        assert interrupted["seconds"] < SOON
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_one_rank_ends_all(of_two_stages: list[dict[str, Any]]) -> None:
+    other, interrupted = (seen["interrupt one"] for seen in of_two_stages)
+    assert interrupted["kind"] == "KeyboardInterrupt", interrupted
+    assert_cause(other, "rank 1 (stage 1), batch ", "KeyboardInterrupt")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_main_thread_is_busy_tells_its_failure(
+    of_two_stages: list[dict[str, Any]],
+) -> None:
+    seen = of_two_stages[1]["busy"]
+    assert_cause(seen, "stage 0, batch 0, microbatch 1, forward: ", "ZeroDivisionError")
+
+
+@pytest.mark.slow
+def test_an_error_in_a_forward_is_known_to_all() -> None:
+    values = [result.value for result in run_ranks(three_stages, 3, timeout=150)]
+    for stage in range(3):
+        for rank, value in enumerate(values):
+            seen = value[f"forward {stage}"]
+            assert_cause(
+                seen,
+                f"stage {stage}, batch {stage}, microbatch 1, forward: ",
+                "Traceback",
+                "in raise_error",
+                "ZeroDivisionError: on purpose",
+            )
+            assert seen["cause"] == ("ZeroDivisionError" if rank == stage else "NoneType")
+
+
+def assert_lost(results: list[RankResult], fault: str, rank: int, exit_code: int) -> None:
+    for result in results:
+        if result.rank == rank:
+            assert result.exit_code == exit_code, str(result)
+        else:
+            assert result.exit_code == 0, str(result)
+            seen = result.value[fault]
+            assert_cause(seen, "stage ")
+            assert any(
+                action in seen["text"] for action in ("forward", "backward", "update", "train_step")
+            ), seen
+
+
+@pytest.mark.slow
+def test_an_error_in_one_replica_is_known_to_all_and_a_killed_one_ends_all() -> None:
+    results = run_ranks(two_replicas, 4, timeout=150, expect_failure=True)
+    for result in results[:3]:
+        assert_cause(
+            result.value["forward"],
+            "stage 1 of replica 1, batch 2, microbatch 1, forward: ",
+            "ZeroDivisionError: on purpose",
+        )
+        assert_cause(
+            result.value["backward"],
+            "stage 0 of replica 0, batch 2, microbatch 1, backward: ",
+            "ZeroDivisionError: on purpose",
+        )
+    assert_lost(results, "killed", 3, -signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_stage_ends_all_others() -> None:
+    results = run_ranks(killed_in_the_middle, 3, timeout=150, expect_failure=True)
+    assert_lost(results, "killed", 1, -signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_stage_that_exits_without_a_word_ends_all_others() -> None:
+    results = run_ranks(vanished, 2, timeout=150, rendezvous="environment", expect_failure=True)
+    assert_lost(results, "vanished", 0, 7)

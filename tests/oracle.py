@@ -1,0 +1,130 @@
+"""The definition of delayed training, run on the unsplit model by stock PyTorch alone.
+
+    W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at W(max(t - delay, 0))
+
+A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. This
+file shares nothing with the package: it imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Batch(NamedTuple):
+    """What one ``train_step`` is given."""
+
+    args: tuple[Any, ...] = ()
+    target: Any = None
+    kwargs: Mapping[str, Any] = {}
+
+
+class Oracle:
+    """Trains ``model`` batch by batch; afterwards it holds the newest weights.
+
+    Every weight version that is still read is kept as plain clones. With several replicas every
+    batch is a sequence with one batch for each; their gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        num_microbatches: int,
+        loss_fn: LossFunction,
+        delay: int,
+        loss_reduction: str = "mean",
+        replicated: Sequence[str] = (),
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.num_microbatches = num_microbatches
+        self.loss_fn = loss_fn
+        self.delay = delay
+        self.loss_reduction = loss_reduction
+        self.replicated = replicated
+        self.restart_delay()
+
+    def restart_delay(self) -> None:
+        """Makes the model's weights W(0) of what follows."""
+        self._versions = [self._weights()]
+
+    def train_step(self, batch: Batch) -> float:
+        return self.train_replicas([batch])[0]
+
+    def train_replicas(self, batches: Sequence[Batch]) -> list[float]:
+        """One update from a batch of each replica; the replicas' losses."""
+        newest = self._versions[-1]
+        self._show(self._versions[max(len(self._versions) - 1 - self.delay, 0)])
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for batch in batches:
+            total: torch.Tensor | None = None
+            for loss in self._scaled_losses(batch):
+                (loss / len(batches) if len(batches) > 1 else loss).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+            assert total is not None
+            losses.append(total.item())
+        self._show(newest)
+        self.optimizer.step()
+        self._versions = [*self._versions, self._weights()][-self.delay - 1 :]
+        return losses
+
+    def _scaled_losses(self, batch: Batch) -> Any:
+        """One microbatch after the other: the forward of the next runs after a backward."""
+        tensors = [
+            leaf
+            for path, leaf in pytree.tree_flatten_with_path((batch.args, batch.kwargs))[0]
+            if isinstance(leaf, torch.Tensor) and not self._is_whole(path)
+        ]
+        rows = tensors[0].shape[0]
+        m = self.num_microbatches
+        for j in range(m):
+            args, kwargs, target = (
+                self._part(tree, j) for tree in (batch.args, dict(batch.kwargs), batch.target)
+            )
+            loss = self.loss_fn(self.model(*args, **kwargs), target)
+            if self.loss_reduction == "mean":
+                share = torch.arange(rows).tensor_split(m)[j].numel() / rows
+                loss = loss / m if rows % m == 0 else loss * share
+            yield loss
+
+    def _part(self, tree: Any, microbatch: int) -> Any:
+        def part(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or self._is_whole(path):
+                return leaf
+            return leaf.tensor_split(self.num_microbatches)[microbatch]
+
+        return pytree.tree_map_with_path(part, tree)
+
+    def _is_whole(self, path: Any) -> bool:
+        return any(getattr(key, "key", None) in self.replicated for key in path)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def _show(self, weights: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+
+
+def run_oracle(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    num_microbatches: int,
+    loss_fn: LossFunction,
+    delay: int,
+    loss_reduction: str = "mean",
+) -> list[float]:
+    """Trains ``model`` on all batches; returns their losses, leaves the final parameters in it."""
+    oracle = Oracle(model, optimizer, num_microbatches, loss_fn, delay, loss_reduction)
+    return [oracle.train_step(batch) for batch in batches]

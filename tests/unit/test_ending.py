@@ -1,0 +1,301 @@
+"""Threads and connections end with the pipeline, however it ends, and the interpreter exits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+X = torch.randn(4, 4)
+Y = torch.randn(4, 4)
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads and files in /proc"
+)
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def build(loss_fn: Any = mse_loss, stages: list[nn.Module] | None = None) -> pd2.PipelineModule:
+    stages = stages or [nn.Linear(4, 4) for _ in range(3)]
+    return pd2.PipelineModule(stages, loss_fn, num_microbatches=3, example_args=(X[:1],))
+
+
+def sgd(pipe: pd2.PipelineModule) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+
+class OwnStep(torch.optim.SGD):
+    """Of another type than SGD, so that it runs by its own step."""
+
+
+def ends(pipeline: weakref.ref[Any], threads: int, within: float = 5.0) -> bool:
+    """Whether the pipeline is collected and its threads end."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        gc.collect()
+        if pipeline() is None and num_threads() <= threads:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# ---------------------------------------------------------------- dropped without close()
+
+
+def untrained() -> Any:
+    return build()
+
+
+def trained_without_flush() -> Any:
+    pipe = build()
+    optimizer = pd2.PipelineOptimizer(sgd(pipe))
+    for _ in range(3):
+        pipe.train_step(X, target=Y)
+        optimizer.step()
+    return pipe
+
+
+def with_an_update_pending() -> Any:
+    pipe = build()
+    optimizer = pd2.PipelineOptimizer(OwnStep(pipe.parameters(), lr=0.1))
+    pipe.train_step(X, target=Y)
+    optimizer.step()
+    return pipe
+
+
+def with_work_pending() -> Any:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return super().forward(x)
+
+    pipe = build(stages=[Slow(4, 4), nn.Linear(4, 4)])
+    pipe.train_step(X, target=Y)
+    return pipe
+
+
+def known_to_its_loss_function() -> Any:
+    class Trainer:
+        def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(output, target)
+
+    trainer = Trainer()
+    trainer.pipe = build(trainer.loss)  # type: ignore[attr-defined]
+    trainer.pipe.train_step(X, target=Y)  # type: ignore[attr-defined]
+    return trainer.pipe  # type: ignore[attr-defined]
+
+
+def known_to_its_model() -> Any:
+    stages: list[nn.Module] = [nn.Linear(4, 4) for _ in range(3)]
+    pipe = build(stages=stages)
+    stages[0].__dict__["pipe"] = pipe
+    pipe.train_step(X, target=Y)
+    return pipe
+
+
+def that_failed() -> Any:
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    pipe = build(failing)
+    with pytest.raises(RuntimeError):
+        float(pipe.train_step(X, target=Y))
+    return pipe
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "make",
+    [
+        untrained,
+        trained_without_flush,
+        with_an_update_pending,
+        with_work_pending,
+        known_to_its_loss_function,
+        known_to_its_model,
+        that_failed,
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_a_pipeline_that_is_dropped_is_collected_with_its_threads(
+    make: Callable[[], Any],
+) -> None:
+    build().close()  # threads that torch starts once and keeps
+    gc.collect()
+    threads = num_threads()
+    dropped = weakref.ref(make())  # not inside assert, which would keep the pipeline
+    assert ends(dropped, threads)
+
+
+@needs_proc
+def test_a_pipeline_that_a_stage_of_its_own_collects_ends() -> None:
+    """The garbage collector runs in any thread, so also in one that it has to end."""
+
+    class Collects(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.1)  # so that the main thread has dropped the pipeline
+            gc.collect()
+            return super().forward(x)
+
+    build().close()
+    gc.collect()
+    threads = num_threads()
+    gc.disable()
+    try:
+        pipe = build(stages=[Collects(4, 4), nn.Linear(4, 4)])
+        pipe.__dict__["itself"] = pipe
+        pipe.train_step(X, target=Y)
+        dropped = weakref.ref(pipe)
+        del pipe
+        time.sleep(0.5)
+        assert dropped() is None, "no stage collected it"
+        assert ends(dropped, threads)
+    finally:
+        gc.enable()
+
+
+def test_a_loss_of_a_dropped_pipeline_raises_instead_of_waiting() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.1)
+            return super().forward(x)
+
+    pipe = build(stages=[Slow(4, 4), nn.Linear(4, 4)])
+    loss = pipe.train_step(X, target=Y)
+    del pipe
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the pipeline was closed"):
+        loss.item()
+
+
+@needs_proc
+def test_pipelines_made_in_a_loop_leak_no_threads_files_or_memory() -> None:
+    counts = []
+    for i in range(24):
+        pipe = build()
+        optimizer = pd2.PipelineOptimizer(sgd(pipe))
+        pipe.train_step(X, target=Y)
+        optimizer.step()
+        if i % 3 == 0:
+            pipe.close()
+        elif i % 3 == 1:
+            pipe.unsplit()
+        del pipe, optimizer
+        gc.collect()
+        tensors = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+        counts.append((num_threads(), num_files(), tensors))
+    assert counts[-1] == counts[5]
+
+
+# ---------------------------------------------------------------- the end of the interpreter
+
+PREAMBLE = """
+import gc, sys, threading, time
+import torch, pipedream2bw as pd2
+from torch import nn
+torch.manual_seed(0)
+X, Y = torch.randn(4, 4), torch.randn(4, 4)
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+pipe = pd2.PipelineModule([Slow(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
+                          num_microbatches=2, example_args=(X[:1],))
+opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+def train(n=2):
+    for _ in range(n):
+        loss = pipe.train_step(X, target=Y)
+        opt.step()
+    return loss
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    root = Path(pd2.__file__).parents[1]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("train()", id="without-flush"),
+        pytest.param("pipe.train_step(X, target=Y)", id="without-step"),
+        pytest.param("loss = train(); del pipe, opt, train", id="dropped-loss-kept"),
+        pytest.param(
+            """
+            cell = {'pipe': pipe, 'opt': opt, 'X': X, 'Y': Y}
+            del pipe, opt, train
+            exec(compile('loss = pipe.train_step(X, target=Y); opt.step()', 'cell', 'exec'), cell)
+            second = 'float(loss); loss2 = pipe.train_step(X, target=Y)'
+            exec(compile(second, 'cell2', 'exec'), cell)
+            """,
+            id="in-cells",
+        ),
+        pytest.param(
+            "t = threading.Thread(target=train); t.start(); t.join()", id="from-another-thread"
+        ),
+    ],
+)
+def test_the_interpreter_exits_silently(script: str) -> None:
+    result = run(script)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "last_line"),
+    [
+        ("train(); raise KeyError('mine')", 1, "KeyError: 'mine'"),
+        ("train(); sys.exit(3)", 3, ""),
+        (
+            "pipe.train_step(X, target=Y[:, :3]); pipe.flush()",
+            1,
+            # Broadcasting [2, 4] and [2, 3] fails in the loss function.
+            "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
+            "non-singleton dimension 1",
+        ),
+        (
+            "train(1); import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+            -2,
+            "KeyboardInterrupt",
+        ),
+    ],
+    ids=["exception", "exit-code", "stage-failed", "interrupt"],
+)
+def test_the_interpreter_exits_with_the_programs_own_error(
+    script: str, code: int, last_line: str
+) -> None:
+    start = time.monotonic()
+    result = run(script)
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.strip().splitlines() or [""]
+    assert lines[-1] == last_line
+    assert time.monotonic() - start < 40

@@ -1,0 +1,217 @@
+"""In one process: what fails on a stage ends the pipeline and names where and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+X = torch.randn(6, 4)
+Y = torch.randn(6, 4)
+
+
+class FailingAt(nn.Module):
+    """Passes its input on; fails at the n-th forward of a run (or in the backward of it)."""
+
+    def __init__(self, call: int, error: BaseException, in_backward: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.call, self.error, self.in_backward = call, error, in_backward
+        self.calls = [0]  # shared with the pipeline's copies of this module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_captured = threading.current_thread() is threading.main_thread()
+        fails = self.calls[0] == self.call and not is_captured
+        self.calls[0] += not is_captured
+        if fails and not self.in_backward:
+            raise self.error
+        x = self.linear(x)
+        if fails:
+            x = BackwardRaises.apply(x, self.error)  # type: ignore[no-untyped-call]
+        return x
+
+
+class BackwardRaises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        raise ctx.error
+
+
+def build(stages: list[nn.Module], loss_fn: Any = mse_loss, **changes: Any) -> pd2.PipelineModule:
+    settings: dict[str, Any] = {"num_microbatches": 3, "example_args": (X[:1],)} | changes
+    return pd2.PipelineModule(stages, loss_fn, **settings)
+
+
+def failing_stages(num_stages: int, stage: int, batch: int, **changes: Any) -> list[nn.Module]:
+    stages: list[nn.Module] = [nn.Linear(4, 4) for _ in range(num_stages)]
+    stages[stage] = FailingAt(3 * batch + 1, ZeroDivisionError("on purpose"), **changes)
+    return stages
+
+
+def train(pipe: pd2.PipelineModule, batches: int = 6) -> None:
+    optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    for _ in range(batches):
+        pipe.train_step(X, target=Y)
+        optimizer.step()
+    pipe.flush()
+
+
+def calls_of(pipe: pd2.PipelineModule) -> list[Callable[[], Any]]:
+    return [
+        lambda: pipe.train_step(X, target=Y),
+        pipe.flush,
+        pipe.state_dict,
+        pipe.full_state_dict,
+        pipe.unsplit,
+        lambda: pipe.load_state_dict({}),
+        lambda: pipe.eval()(X),
+        lambda: pipe.timeline().__enter__(),
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_in_a_forward_names_stage_microbatch_action_and_cause(
+    schedule: str, stage: int
+) -> None:
+    pipe = build(failing_stages(3, stage, batch=2), schedule=schedule)
+    with pytest.raises(RuntimeError) as raised:
+        train(pipe)
+    text = str(raised.value)
+    assert f"stage {stage}, batch 2, microbatch 1, forward: " in text
+    assert "Traceback" in text
+    assert "in forward" in text
+    assert "raise self.error" in text
+    assert "ZeroDivisionError: on purpose" in text
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_error_in_a_backward_names_stage_microbatch_action_and_cause(stage: int) -> None:
+    pipe = build(failing_stages(2, stage, batch=1, in_backward=True))
+    with pytest.raises(RuntimeError) as raised:
+        train(pipe)
+    text = str(raised.value)
+    assert f"stage {stage}, batch 1, microbatch 1, backward: " in text
+    assert "Traceback" in text
+    assert "ZeroDivisionError: on purpose" in text
+
+
+def test_a_target_of_the_wrong_shape_shows_the_loss_functions_error() -> None:
+    def strict_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if output.shape != target.shape:
+            raise ValueError(f"output {list(output.shape)}, target {list(target.shape)}")
+        return mse_loss(output, target)
+
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)], strict_loss)
+    with pytest.raises(RuntimeError) as raised:
+        float(pipe.train_step(X, target=torch.randn(6, 3)))
+    assert "stage 1, batch 0, microbatch 0, forward: " in str(raised.value)
+    assert "ValueError: output [2, 4], target [2, 3]" in str(raised.value)
+
+
+def test_an_error_of_an_optimizer_names_the_update() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ZeroDivisionError("in step")
+
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = pd2.PipelineOptimizer(Failing(pipe.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"(?s)stage \d, batch 0.*update: .*in step"):
+        for _ in range(3):
+            pipe.train_step(X, target=Y)
+            optimizer.step()
+        pipe.flush()
+
+
+def test_an_error_in_an_evaluation_names_it() -> None:
+    pipe = build([nn.Linear(4, 4), FailingAt(1, ZeroDivisionError("on purpose"))])
+    with pytest.raises(RuntimeError, match=r"stage 1, evaluation, microbatch 1, forward: "):
+        pipe.eval()(X)
+
+
+def test_after_an_error_every_call_raises_the_first_cause() -> None:
+    pipe = build(failing_stages(2, 1, batch=0))
+    optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    loss = pipe.train_step(X, target=Y)
+    mine: list[Callable[[], Any]] = [loss.item, optimizer.step, optimizer.state_dict]
+    for call in [*mine, *calls_of(pipe)]:
+        with pytest.raises(RuntimeError, match=r"stage 1, batch 0, microbatch 1, forward: "):
+            call()
+    pipe.close()  # ends nothing any more, and is no error
+
+
+def test_after_close_every_call_says_so() -> None:
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    pipe.close()
+    pipe.close()
+    mine: list[Callable[[], Any]] = [optimizer.step, optimizer.state_dict]
+    for call in [*mine, *calls_of(pipe)]:
+        with pytest.raises(RuntimeError, match=r"the pipeline is closed: close\(\) was called"):
+            call()
+
+
+def test_an_exception_that_leaves_the_block_is_kept() -> None:
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(KeyError), pipe:
+        pipe.train_step(X, target=Y)
+        raise KeyError("the user's own")
+    with pytest.raises(RuntimeError, match=r"an exception left the with block: KeyError"):
+        pipe.flush()
+
+
+def test_an_error_of_a_stage_leaves_the_block() -> None:
+    pipe = build(failing_stages(2, 0, batch=0))
+    with pytest.raises(RuntimeError, match=r"stage 0, batch 0, microbatch 1, forward: "), pipe:
+        pipe.train_step(X, target=Y)
+
+
+def test_numbers_that_are_no_numbers_are_no_error() -> None:
+    class MakesNan(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float("nan")
+
+    with build([MakesNan(4, 4), nn.Linear(4, 4)]) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters()))
+        losses = []
+        for _ in range(4):
+            losses.append(pipe.train_step(X, target=Y))
+            optimizer.step()
+        pipe.flush()
+        assert all(torch.tensor(float(loss)).isnan() for loss in losses)
+
+
+@pytest.mark.parametrize("waits_in", ["flush", "loss"])
+def test_keyboard_interrupt_ends_a_wait(waits_in: str) -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.4)
+            return super().forward(x)
+
+    pipe = build([Slow(4, 4), nn.Linear(4, 4)], num_microbatches=6)
+    loss = pipe.train_step(X, target=Y)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.flush() if waits_in == "flush" else loss.item()
+    assert time.monotonic() - start < 2.0  # and not the 2.4 that the batch takes
+    if waits_in == "flush":
+        with pytest.raises(RuntimeError, match=r"the pipeline is closed: KeyboardInterrupt"):
+            pipe.flush()
+    pipe.close()
