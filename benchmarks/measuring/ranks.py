@@ -1,0 +1,70 @@
+"""Runs a function in fresh processes, one for each rank, on one thread each."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = datetime.timedelta(minutes=30)
+_PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw")
+
+
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls ``function(rank, world_size, *args)`` on every rank and returns what they returned.
+
+    Several ranks have a gloo process group; its store lives here, as torchrun's does in its agent,
+    on a port that the system chooses. A single rank has none. A rank that raises ends all of them
+    and raises here, with its traceback.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when a rank loads torch
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
+    # Ranks are forked from a server that has loaded torch and done nothing else: loading takes
+    # seconds, and torch's threads would not survive a fork.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _run_rank,
+            args=(world_size, store.port, folder, function, args),
+            nprocs=world_size,
+            daemon=True,
+            start_method="forkserver",
+        )
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        if world_size > len(cores):  # ranks that move between cores disturb each other
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if world_size > 1:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
+    value = function(rank, world_size, *args)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(value))
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,121 @@
+"""Tables and JSON of what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass
+class Figure:
+    """A measured quantity: one value for each round, and what its median should be.
+
+    Without ``at_least`` and ``at_most`` it is for information.
+    """
+
+    setting: str
+    measure: str
+    values: list[float]
+    at_least: float | None = None
+    at_most: float | None = None
+    ideal: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def verdict(self) -> str:
+        if self.at_least is None and self.at_most is None:
+            return ""
+        low = -float("inf") if self.at_least is None else self.at_least
+        high = float("inf") if self.at_most is None else self.at_most
+        return "pass" if low <= self.median <= high else "MISS"
+
+    @property
+    def target(self) -> str:
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return "" if self.at_most is None else f"<= {self.at_most:g}"
+
+
+def print_table(figures: list[Figure], *, judged: bool) -> None:
+    """``judged``: with targets and whether they were met."""
+    first = max(len(figure.setting) for figure in figures)
+    second = max(len(figure.measure) for figure in figures)
+    head = f"{'setting':{first}}  {'measure':{second}}{'median':>9}{'min':>9}{'max':>9}{'ideal':>8}"
+    print(head + (f"{'target':>9}" if judged else ""))
+    for figure in figures:
+        columns = (figure.median, min(figure.values), max(figure.values))
+        ideal = "" if figure.ideal is None else f"{figure.ideal:.4g}"
+        line = f"{figure.setting:{first}}  {figure.measure:{second}}"
+        line += "".join(f"{value:9.3f}" for value in columns) + f"{ideal:>8}"
+        print(line + (f"{figure.target:>9}  {figure.verdict}" if judged else ""), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Where and when; how busy the machine was already (load average of the last minute)."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def describe(where: dict[str, Any]) -> str:
+    return (
+        f"{where['cpu']}, {where['cores']} cores, load before {where['load']:.1f}; "
+        f"torch {where['torch']}, {where['date']}"
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def arguments(description: str, *, rounds: int | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny and quick: no meaningful figures"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    return parser
+
+
+def write_json(
+    path: Path | None, where: dict[str, Any], figures: list[Figure], **details: Any
+) -> None:
+    """Writes all figures, if there is a path, with what is needed to measure them again."""
+    if path is None:
+        return
+    script, *options = sys.argv
+    report = {
+        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *options]),
+        "machine": where,
+        "figures": [
+            dataclasses.asdict(figure) | {"median": figure.median, "verdict": figure.verdict}
+            for figure in figures
+        ],
+        **details,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,0 +1,203 @@
+"""The same stages trained by pipedream2bw, by torch.distributed.pipelining, and unsplit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from measuring.stages import Workload, mse_loss
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import pipedream2bw as pd2
+
+LEARNING_RATE = 3e-4
+FILLING_STEPS = 3
+"""Steps after which a pipeline that was empty counts as being in the steady state."""
+MIN_STEPS = FILLING_STEPS + 3
+TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass
+class Block:
+    """Steps trained in one go, from an empty pipeline to an empty pipeline, as one rank saw them.
+
+    ``losses`` and the times at which they had been read are empty on ranks without the last stage.
+    """
+
+    started: float
+    ended: float
+    losses: list[float]
+    read_at: list[float]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """With filling and draining."""
+        return (self.ended - self.started) / len(self.losses)
+
+    @property
+    def steady_seconds_per_step(self) -> float:
+        """Between two readings of a loss, after the filling and before the last step."""
+        first, last = FILLING_STEPS - 1, len(self.read_at) - 2
+        return (self.read_at[last] - self.read_at[first]) / (last - first)
+
+
+class Trainer(Protocol):
+    """Trains on one fixed batch."""
+
+    def train(self, steps: int) -> Block: ...
+
+
+class Pipeline:
+    """pipedream2bw: stage threads if there is no process group, else one stage per rank.
+
+    Every loss is read one batch late, in the process of the last stage.
+    """
+
+    def __init__(
+        self, workload: Workload, num_stages: int, num_microbatches: int, schedule: str
+    ) -> None:
+        x, target = workload.batch(num_microbatches)
+        self.pipe = pd2.PipelineModule(
+            [workload.stage(index) for index in range(num_stages)],
+            mse_loss,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            example_args=(x[: workload.rows],),
+        )
+        self.optimizer = pd2.PipelineOptimizer(
+            torch.optim.AdamW(self.pipe.parameters(), lr=LEARNING_RATE)
+        )
+        self.args = (x,) if self.pipe.is_first_stage else ()
+        self.target = target if self.pipe.is_last_stage else None
+
+    def train(self, steps: int) -> Block:
+        block = Block(time.perf_counter(), 0.0, [], [])
+        previous: pd2.Loss | None = None
+        for _ in range(steps):
+            loss = self.pipe.train_step(*self.args, target=self.target)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if previous is not None:
+                self._read(previous, block)
+            previous = loss
+        assert previous is not None
+        self._read(previous, block)
+        self.pipe.flush()
+        block.ended = time.perf_counter()
+        return block
+
+    def _read(self, loss: pd2.Loss, block: Block) -> None:
+        if self.pipe.is_last_stage:
+            block.losses.append(float(loss))
+            block.read_at.append(time.perf_counter())
+
+    def close(self) -> None:
+        self.pipe.close()
+
+
+class TorchPipeline:
+    """torch.distributed.pipelining's 1F1B, one stage per rank.
+
+    Set up as fast as it goes: no outputs kept, the microbatch's loss scaled instead of all
+    gradients afterwards, AdamW in one fused pass.
+    """
+
+    def __init__(
+        self, workload: Workload, rank: int, num_stages: int, num_microbatches: int
+    ) -> None:
+        def scaled_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(output, target) / num_microbatches
+
+        module = workload.stage(rank)
+        stage = PipelineStage(module, rank, num_stages, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, num_microbatches, scaled_loss, scale_grads=False)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+        x, target = workload.batch(num_microbatches)
+        self.args = (x,) if rank == 0 else ()
+        self.target = target if rank == num_stages - 1 else None
+
+    def train(self, steps: int) -> Block:
+        block = Block(time.perf_counter(), 0.0, [], [])
+        for _ in range(steps):
+            losses: list[torch.Tensor] = []
+            self.schedule.step(*self.args, target=self.target, losses=losses, return_outputs=False)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.target is not None:
+                block.losses.append(sum(loss.item() for loss in losses))
+                block.read_at.append(time.perf_counter())
+        block.ended = time.perf_counter()
+        return block
+
+
+class Unsplit:
+    """The whole model in one thread, gradients of the microbatches accumulated."""
+
+    def __init__(self, workload: Workload, num_stages: int, num_microbatches: int) -> None:
+        self.model = nn.Sequential(*(workload.stage(index) for index in range(num_stages)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        x, target = workload.batch(num_microbatches)
+        pairs = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
+        self.microbatches = list(pairs)
+
+    def train(self, steps: int) -> Block:
+        block = Block(time.perf_counter(), 0.0, [], [])
+        for _ in range(steps):
+            losses = []
+            for x, target in self.microbatches:
+                loss = mse_loss(self.model(x), target) / len(self.microbatches)
+                loss.backward()
+                losses.append(loss.detach())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            block.losses.append(sum(loss.item() for loss in losses))
+            block.read_at.append(time.perf_counter())
+        block.ended = time.perf_counter()
+        return block
+
+
+def check_losses(what: str, schedule: str, actual: Sequence[float], stock: Sequence[float]) -> None:
+    """Compares a pipeline's first losses on one fixed batch with those of synchronous training.
+
+    2bw's first batches use the weights W(0), W(0), W(1); a flushing schedule's W(0), W(1), W(2).
+
+    Raises:
+        SystemExit: they differ by more than ``TOLERANCE`` relative to the loss.
+    """
+    expected = [stock[0], stock[0], stock[1]] if schedule == "2bw" else stock[:3]
+    for step, (ours, theirs) in enumerate(zip(actual[:3], expected, strict=True)):
+        if not abs(ours - theirs) <= TOLERANCE * abs(theirs):
+            raise SystemExit(
+                f"{what}: the loss of step {step} is {ours} under {schedule}, {theirs} expected"
+            )
+
+
+def check_training(what: str, first: float, last: float) -> None:
+    """Raises SystemExit if the loss is not finite or has not become smaller."""
+    if not (math.isfinite(last) and last < first):
+        raise SystemExit(f"{what} does not train: the loss was {first} and is {last}")
+
+
+def steps_lasting(seconds: float, block: Block) -> int:
+    """The number of steps to measure for about ``seconds``."""
+    return max(MIN_STEPS, FILLING_STEPS + math.ceil(seconds / block.steady_seconds_per_step))
+
+
+def alternate(
+    trainers: dict[str, Trainer],
+    steps: dict[str, int],
+    rounds: int,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, list[Block]]:
+    """One block of steps of each trainer in turn, ``rounds`` times."""
+    blocks: dict[str, list[Block]] = {name: [] for name in trainers}
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            synchronize()
+            blocks[name].append(trainer.train(steps[name]))
+    return blocks

@@ -1,0 +1,171 @@
+"""Time of one AdamW step: the fused out-of-place pass against torch's fused in-place one.
+
+Under 2BW a step must leave the old weights alone, so torch's optimizer would have to copy them
+first. Measured here, on one thread, in alternation:
+
+    in place      torch.optim.AdamW(fused=True)
+    copied        the same and torch._foreach_copy_ of all weights
+    pipedream2bw  reads W(t), writes W(t+1) elsewhere, in the flat buffers that a stage allocates
+
+    python benchmarks/optimizer_step.py [--rounds 15] [--smoke] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pipedream2bw import _C
+
+NUM_TENSORS = 64
+MAX_RATIO_IN_PLACE = 1.12
+MAX_RATIO_COPIED = 0.78
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+
+
+class StockStep:
+    """torch.optim.AdamW over separate parameters, in place."""
+
+    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        self.parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def __call__(self) -> None:
+        self.optimizer.step()
+
+
+class StockStepAndCopy(StockStep):
+    """The same, and a copy of all weights."""
+
+    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        super().__init__(weights, gradients)
+        self.copies = [weight.clone() for weight in weights]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self.optimizer.step()
+        torch._foreach_copy_(self.copies, self.parameters)
+
+
+class FusedStep:
+    """pipedream2bw's optimizer from one slot of a stage's weights to the other, and back."""
+
+    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        names = [f"parameter{i}" for i in range(len(weights))]
+        # The third slot serves as the gradient: allocated and laid out like the others.
+        self.stage = _C.Stage(weights, names, 3, "")
+        (self.newest,), (self.other,), (self.gradient,) = map(self.stage.slot_buffers, range(3))
+        start, slices = self.newest.data_ptr(), []
+        for i, gradient in enumerate(gradients):
+            offset = (self.stage.weight(0, i).data_ptr() - start) // self.newest.element_size()
+            slices.append((offset, gradient.numel(), 0))
+            self.stage.weight(2, i).copy_(gradient)
+        self.slices = slices
+        self.optimizer = _C.FusedOptimizer("adam", slices, self.newest)
+        self.has_gradient = [True] * len(slices)
+        self.groups = [
+            {
+                "lr": LR,
+                "beta1": BETAS[0],
+                "beta2": BETAS[1],
+                "eps": EPS,
+                "weight_decay": WEIGHT_DECAY,
+                "decoupled_weight_decay": True,
+            }
+        ]
+
+    def __call__(self) -> None:
+        self.optimizer.step(self.newest, self.gradient, self.other, self.groups, self.has_gradient)
+        self.newest, self.other = self.other, self.newest
+
+    def weights(self) -> list[torch.Tensor]:
+        return [self.newest[offset : offset + numel] for offset, numel, _ in self.slices]
+
+
+def relative_distance(actual: list[torch.Tensor], expected: list[torch.nn.Parameter]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(float((a - e.detach()).norm() / e.detach().norm()) for a, e in pairs)
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round, one step of each kind in turn; two rounds to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(-2, rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if round_number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--smoke", action="store_true", help="tiny and quick: no meaningful times")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
+    arguments = parser.parse_args()
+    rounds = 5 if arguments.smoke else arguments.rounds
+    num_parameters = (1 if arguments.smoke else 32) * 1024 * 1024
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    weights = list(torch.randn(num_parameters).chunk(NUM_TENSORS))
+    gradients = list(torch.randn(num_parameters).chunk(NUM_TENSORS))
+    in_place = StockStep(weights, gradients)
+    fused = FusedStep(weights, gradients)
+    seconds = measure(
+        {"in place": in_place, "copied": StockStepAndCopy(weights, gradients), "fused": fused},
+        rounds,
+    )
+    distance = relative_distance(fused.weights(), in_place.parameters)
+    if not distance < 1e-6:
+        raise SystemExit(f"the weights differ by {distance:.1e} of their norm: must be below 1e-6")
+
+    print(f"AdamW, {num_parameters:,} float32 parameters in {NUM_TENSORS} tensors, one thread,")
+    print(f"{rounds} rounds; the weights differ by {distance:.1e} of their norm\n")
+    labels = {
+        "in place": "torch, fused, in place",
+        "copied": "torch, fused, weights copied",
+        "fused": "pipedream2bw, out of place",
+    }
+    print(f"{'milliseconds':42}{'median':>8}{'min':>8}{'max':>8}")
+    for name, values in seconds.items():
+        columns = (statistics.median(values), min(values), max(values))
+        print(f"{labels[name]:42}" + "".join(f"{1e3 * value:8.2f}" for value in columns))
+
+    print(f"\n{'ratio of each round':42}{'median':>8}{'min':>8}{'max':>8}{'at most':>9}")
+    results: dict[str, dict[str, float]] = {}
+    for name, limit in (("in place", MAX_RATIO_IN_PLACE), ("copied", MAX_RATIO_COPIED)):
+        ratios = [ours / other for ours, other in zip(seconds["fused"], seconds[name], strict=True)]
+        results[name] = {"ratio": statistics.median(ratios), "target": limit}
+        columns = (statistics.median(ratios), min(ratios), max(ratios))
+        print(
+            f"{'pipedream2bw / ' + labels[name]:42}"
+            + "".join(f"{value:8.3f}" for value in columns)
+            + f"{limit:9.2f}"
+        )
+    if arguments.json is not None:
+        report = {
+            "benchmark": "optimizer_step",
+            "num_parameters": num_parameters,
+            "rounds": rounds,
+            "smoke": arguments.smoke,
+            "seconds": seconds,
+            "ratios": results,
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A small GPT over bytes: the model that train_gpt.py trains."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+NUM_BYTES = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each behind a LayerNorm: [rows, context, width]."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(
+            self.heads(query), self.heads(key), self.heads(value), is_causal=True
+        )
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, context, width] -> [rows, heads, context, width / heads]."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of each next byte out: [rows, context] int64 -> [rows, context, 256].
+
+    An ordinary module: nothing in it knows of pipelines. torch.fx can trace it, since no Python
+    branch depends on a tensor. The head has weights of its own, not those of the embedding.
+    """
+
+    def __init__(self, *, num_layers: int, width: int, num_heads: int, context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTES, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        for name, parameter in self.named_parameters():
+            # The embedding keeps its unit variance: with a small one the first few hundred batches
+            # teach little more than how frequent each byte is.
+            if parameter.dim() == 2 and name != "embedding.weight":
+                deep = name.endswith(("projection.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if deep else 0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_byte_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per byte; an untrained model has ln 256 = 5.55."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())

@@ -1,0 +1,233 @@
+"""Trains a small byte-level GPT as a pipeline, then lets it write and compares the schedules.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo    one process per stage
+    python examples/train_gpt.py --stages 4                                  one thread per stage
+
+The text is the source code of Python's standard library unless ``--data`` names a file or a folder.
+Writes loss.png, timeline.png, sample.txt and throughput.md into ``--out``. Set OMP_NUM_THREADS=1
+where the stages share the cores of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from byte_text import load_text, random_batches
+from compare_schedules import Batches, agreed, compare, record_timeline, train_one_batch
+from gpt import GPT, next_byte_loss
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import pipedream2bw as pd2
+
+PROMPT = b'def read_lines(path):\n    """'
+LAST_LEARNING_RATE = 0.05  # of the highest
+STEPS_PER_LOOK = 10  # batches between two looks at the clock
+
+
+def main() -> None:
+    options = parse_options()
+    text = load_text(options.data)
+    example, _ = next(random_batches(text, options.rows, options.context, seed=0))
+
+    def build(schedule: str) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
+        torch.manual_seed(options.seed)  # the same weights on every rank
+        model = GPT(
+            num_layers=options.layers,
+            width=options.width,
+            num_heads=options.heads,
+            context=options.context,
+        )
+        pipe = pd2.PipelineModule(
+            model,
+            next_byte_loss,
+            num_stages=options.stages,
+            num_microbatches=options.microbatches,
+            schedule=schedule,
+            example_args=(example,),
+            width=options.replicas,
+        )
+        adamw = torch.optim.AdamW(
+            pipe.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1
+        )
+        return pipe, pd2.PipelineOptimizer(adamw)
+
+    pipe, optimizer = build(options.schedule)
+    is_root = pipe.rank == 0
+    # Each replica gets batches of its own.
+    batches = random_batches(text, options.rows, options.context, options.seed + pipe.replica)
+    tokens_per_batch = options.rows * options.context * options.replicas
+    if is_root:
+        print(pipe)
+        print(f"{len(text):,} bytes of text, {tokens_per_batch:,} bytes per batch\n", flush=True)
+    with pipe:
+        losses = train(pipe, optimizer, batches, options, tokens_per_batch)
+        events = {options.schedule: record_timeline(pipe, optimizer, batches)}
+        sample = write_text(pipe, options.context, options.sample_bytes)
+    table = ""
+    if options.compare_seconds > 0:
+        if is_root:
+            print("\ncomparing the schedules ...", flush=True)
+        comparison = compare(build, batches, seconds=options.compare_seconds)
+        events = comparison.events
+        table = comparison.table(tokens_per_batch)
+    if is_root:
+        options.out.mkdir(parents=True, exist_ok=True)
+        draw_losses(losses, options.out / "loss.png")
+        pd2.draw_timeline(events, options.out / "timeline.png")
+        (options.out / "sample.txt").write_bytes(sample)
+        report(losses, sample, table, options.out)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Trains a small byte-level GPT as a pipeline.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    add("--demo", action="store_true", help="75 s of training, 35 s of comparing the schedules")
+    add("--data", type=Path, help="a text file or a folder of them; default: Python's library")
+    add("--out", type=Path, default=Path("out"), help="folder for what is written")
+    add("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
+    add("--stages", type=int, default=0, help="0: processes / replicas, or 2 in one process")
+    add("--replicas", type=int, default=1, help="copies of the pipeline, under torchrun only")
+    add("--microbatches", type=int, default=0, help="per batch; 0: as many as stages, at least 2")
+    add("--steps", type=int, default=0, help="batches to train, 0: no limit but --seconds")
+    add("--seconds", type=float, default=0.0, help="time to train, 0: no limit but --steps")
+    add("--compare-seconds", type=float, default=0.0, help="time to compare schedules, 0: don't")
+    add("--rows", type=int, default=16, help="rows per batch and replica")
+    add("--context", type=int, default=64, help="bytes per row")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--lr", type=float, default=1e-3, help="highest learning rate")
+    add("--sample-bytes", type=int, default=400, help="bytes to write at the end")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.demo:
+        options.seconds = options.seconds or 75.0
+        options.compare_seconds = options.compare_seconds or 35.0
+    if not options.steps and not options.seconds:
+        options.steps = 1000
+    options.stages = options.stages or (world // options.replicas if world > 1 else 2)
+    options.microbatches = options.microbatches or max(2, options.stages)
+    return options
+
+
+def train(
+    pipe: pd2.PipelineModule,
+    optimizer: pd2.PipelineOptimizer,
+    batches: Batches,
+    options: argparse.Namespace,
+    tokens_per_batch: int,
+) -> list[float]:
+    """Trains until ``options.steps`` or ``options.seconds`` are used up; all batches' losses."""
+    done = 0.0  # share of the training, the same on every rank
+    warm_up = min(50, max(1, options.steps // 10)) if options.steps else 50
+
+    def learning_rate(step: int) -> float:
+        return min(1.0, (step + 1) / warm_up) * (1 - (1 - LAST_LEARNING_RATE) * done)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
+    bar = tqdm(
+        total=options.steps or None,
+        disable=pipe.rank != 0,
+        unit="batch",
+        bar_format="{l_bar}{bar}| {n_fmt} batches [{elapsed}<{remaining}{postfix}]",
+    )
+    losses: list[float] = []
+    late: pd2.Loss | None = None
+    start = time.perf_counter()
+    step = 0
+    while done < 1:
+        loss = train_one_batch(pipe, optimizer, batches)
+        scheduler.step()
+        step += 1
+        if late is not None:
+            losses.append(late.item())  # one batch late, which costs nothing
+        late = loss
+        if step % STEPS_PER_LOOK == 0 or step == options.steps:
+            elapsed = time.perf_counter() - start
+            of_steps = step / options.steps if options.steps else 0.0
+            of_time = elapsed / options.seconds if options.seconds else 0.0
+            done = agreed(max(of_steps, of_time))
+            recent = losses[-20:]
+            bar.total = round(step / done)
+            bar.set_postfix_str(
+                f"loss {sum(recent) / len(recent):.3f}, "
+                f"{step * tokens_per_batch / elapsed:,.0f} tokens/s",
+                refresh=False,
+            )
+        if bar.total:
+            bar.total = max(bar.total, step)
+        bar.update()
+    bar.close()
+    if late is not None:
+        losses.append(late.item())
+    return losses
+
+
+def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
+    """Lets the model go on after PROMPT; the same text on every rank.
+
+    Each byte is one forward through the pipeline on the newest weights. What stands right of the
+    last byte cannot be seen by it, so short texts are filled up with zeros.
+    """
+    pipe.eval()
+    text = list(PROMPT[-context:])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_bytes):
+        window = text[-context:]
+        tokens = torch.zeros(1, context, dtype=torch.int64)
+        tokens[0, : len(window)] = torch.tensor(window)
+        logits = pipe(tokens)  # None where the last stage is not
+        following = torch.zeros(1, dtype=torch.int64)
+        if logits is not None:
+            odds = torch.softmax(logits[0, len(window) - 1].float() / 0.7, dim=0)
+            following = torch.multinomial(odds, 1, generator=generator)
+        if dist.is_initialized():
+            dist.broadcast(following, src=dist.get_world_size() - 1)
+        text.append(int(following))
+    pipe.train()
+    return bytes(text)
+
+
+def draw_losses(losses: list[float], path: Path) -> None:
+    """Every batch's loss, and the mean of the 20 around it."""
+    window = max(1, min(20, len(losses) // 4))
+    means = [sum(losses[i : i + window]) / window for i in range(max(0, len(losses) - window) + 1)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
+    axes = figure.subplots()
+    axes.plot(losses, color="#9ecae1", linewidth=0.8, label="loss of the batch")
+    centres = [i + window / 2 for i in range(len(means))]
+    axes.plot(centres, means, color="#08519c", linewidth=1.8, label=f"mean of {window} batches")
+    axes.set_xlabel("batch")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:
+    shown = sample.decode("utf-8", errors="replace")
+    tail = losses[-20:]
+    print(f"\nthe trained model goes on after {PROMPT.decode()!r}:\n{'-' * 72}")
+    print(
+        "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    )
+    print("-" * 72)
+    print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per byte")
+    print(f"written: {', '.join(str(out / n) for n in ('loss.png', 'timeline.png', 'sample.txt'))}")
+    if table:
+        (out / "throughput.md").write_text(table + "\n", encoding="utf-8")
+        print("\n" + table)
+
+
+if __name__ == "__main__":
+    main()
