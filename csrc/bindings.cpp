@@ -294,11 +294,12 @@ void bind_losses(py::module_& module) {
   py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
-                       std::vector<int> ranks, int last_stage_rank) {
+                       std::vector<int> ranks, int replica, int num_replicas) {
              return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
-                                                std::move(ranks), last_stage_rank);
+                                                std::move(ranks), replica, num_replicas);
            }),
-           py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("last_stage_rank"))
+           py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("replica"),
+           py::arg("num_replicas"))
       .def("expect", &LossBoard::expect, py::arg("batch"))
       .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
       .def("wait",

@@ -60,7 +60,8 @@ class LocalStages:
             fault=fault,
             group="" if control.group is None else control.group.group_name,
             ranks=[grid.rank_of(stage) for stage in range(d)],
-            last_stage_rank=grid.rank_of(d - 1),
+            replica=grid.replica,
+            num_replicas=grid.width,
         )
         states = share_out(
             root,

@@ -206,12 +206,10 @@ std::string Executor::where() const {
   const char* action = doing_.kind == ActionKind::kForward    ? "forward"
                        : doing_.kind == ActionKind::kBackward ? "backward"
                                                               : "update";
-  return pd2::detail::concat(
-      "stage ", options_.stage,
-      options_.num_replicas > 1 ? " of replica " + std::to_string(options_.replica) : "",
-      doing_.evaluating ? ", evaluation" : ", batch ",
-      doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ", doing_.microbatch,
-      ", ", action);
+  return pd2::detail::concat(stage_name(options_.stage, options_.replica, options_.num_replicas),
+                             doing_.evaluating ? ", evaluation" : ", batch ",
+                             doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ",
+                             doing_.microbatch, ", ", action);
 }
 
 void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {

@@ -2,6 +2,11 @@
 
 namespace pd2 {
 
+std::string stage_name(int stage, int replica, int num_replicas) {
+  const std::string name = "stage " + std::to_string(stage);
+  return num_replicas > 1 ? name + " of replica " + std::to_string(replica) : name;
+}
+
 void Fault::raise(const std::string& cause) {
   // Callbacks run under the lock: forget() must not return while one still runs.
   const std::lock_guard lock(mutex_);

@@ -10,6 +10,9 @@
 
 namespace pd2 {
 
+// How failures name a stage.
+std::string stage_name(int stage, int replica, int num_replicas);
+
 // Thrown to whoever waits for a pipeline that has failed; Python sees RuntimeError.
 class PipelineError : public std::runtime_error {
  public:

@@ -20,11 +20,12 @@ void give_way_to_executors() {
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     std::vector<int> ranks, int last_stage_rank)
+                     std::vector<int> ranks, int replica, int num_replicas)
     : fault_(std::move(fault)),
       group_(std::move(group)),
       ranks_(std::move(ranks)),
-      last_stage_rank_(last_stage_rank) {
+      last_stage_rank_(ranks_.back()),
+      last_stage_(stage_name(static_cast<int>(ranks_.size()) - 1, replica, num_replicas)) {
   if (!group_ || ranks_.size() < 2) {
     return;
   }
@@ -61,7 +62,7 @@ void LossBoard::publish(std::int64_t batch, at::Tensor loss) {
     expected_.front().second->tensor = loss;
     expected_.pop_front();
     if (thread_.joinable()) {
-      to_send_.push_back(std::move(loss));
+      to_send_.emplace_back(batch, std::move(loss));
     }
   }
   changed_.notify_all();
@@ -85,7 +86,7 @@ bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout
 
 void LossBoard::send_losses() {
   while (true) {
-    at::Tensor loss;
+    std::pair<std::int64_t, at::Tensor> loss;
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return closed_ || !to_send_.empty(); });
@@ -95,7 +96,7 @@ void LossBoard::send_losses() {
       loss = to_send_.front();
     }
     try {
-      const at::Tensor value = loss.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+      const at::Tensor value = loss.second.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
       transfer([&] {
         std::vector<Work> works;
         for (int rank : ranks_) {
@@ -107,7 +108,7 @@ void LossBoard::send_losses() {
         return works;
       });
     } catch (const std::exception& error) {
-      fail(std::string("sending a loss failed: ") + error.what());
+      fail(loss.first, std::string("sending it failed: ") + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -118,12 +119,14 @@ void LossBoard::send_losses() {
 
 void LossBoard::receive_losses() {
   while (true) {
+    std::int64_t batch;
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return closed_ || !expected_.empty(); });
       if (closed_) {
         return;
       }
+      batch = expected_.front().first;
     }
     const at::Tensor value = at::empty({1}, at::kDouble);
     try {
@@ -132,8 +135,8 @@ void LossBoard::receive_losses() {
         return std::vector<Work>{group_->recv(tensors, last_stage_rank_, kLossTag)};
       });
     } catch (const std::exception& error) {
-      fail(std::string("receiving a loss from rank ") + std::to_string(last_stage_rank_) +
-           " failed: " + error.what());
+      fail(batch, "receiving it from rank " + std::to_string(last_stage_rank_) +
+                      " failed: " + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -163,7 +166,7 @@ void LossBoard::transfer(Post post) {
   under_way_.clear();
 }
 
-void LossBoard::fail(const std::string& cause) {
+void LossBoard::fail(std::int64_t batch, const std::string& what) {
   {
     const std::lock_guard lock(mutex_);
     under_way_.clear();
@@ -171,7 +174,7 @@ void LossBoard::fail(const std::string& cause) {
       return;
     }
   }
-  fault_->raise(cause);
+  fault_->raise(last_stage_ + ", batch " + std::to_string(batch) + ", loss: " + what);
   changed_.notify_all();
 }
 

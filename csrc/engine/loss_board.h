@@ -34,9 +34,10 @@ struct LossSlot {
 // expect() is called once per batch in batch order; publish() in the last stage's process only.
 class LossBoard {
  public:
-  // Without a group everything happens in one process. `ranks`: the replica's ranks within `group`.
+  // Without a group everything happens in one process. `ranks`: of each stage of the replica,
+  // within `group`.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-            std::vector<int> ranks, int last_stage_rank);
+            std::vector<int> ranks, int replica, int num_replicas);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
@@ -62,17 +63,18 @@ class LossBoard {
   // Posts transfers and waits for them; close() can end the wait.
   template <typename Post>
   void transfer(Post post);
-  void fail(const std::string& cause);
+  void fail(std::int64_t batch, const std::string& what);
 
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::vector<int> ranks_;
   const int last_stage_rank_;
+  const std::string last_stage_;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::deque<std::pair<std::int64_t, std::shared_ptr<LossSlot>>> expected_;
-  std::deque<at::Tensor> to_send_;
+  std::deque<std::pair<std::int64_t, at::Tensor>> to_send_;
   std::vector<Work> under_way_;  // what the thread waits for
   bool closed_ = false;
   std::thread thread_;

@@ -271,7 +271,8 @@ def assert_lost(results: list[RankResult], fault: str, rank: int, exit_code: int
             seen = result.value[fault]
             assert_cause(seen, "stage ")
             assert any(
-                action in seen["text"] for action in ("forward", "backward", "update", "train_step")
+                place in seen["text"]
+                for place in ("forward", "backward", "update", "loss", "train_step")
             ), seen
 
 
