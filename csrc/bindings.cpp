@@ -305,8 +305,7 @@ void bind_losses(py::module_& module) {
       .def("wait",
            [](const LossBoard& self, const LossSlot& slot) {
              wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-             // What is there no longer changes.
-             return slot.value ? py::cast(*slot.value) : py::cast(slot.tensor);
+             return *slot.value;  // what is there no longer changes
            })
       .def(
           "finish",
@@ -338,7 +337,7 @@ void bind_executor(py::module_& module) {
              options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
                return call_forward(*held, std::move(call));
              };
-             options.on_loss = [losses = std::move(losses)](std::int64_t batch, at::Tensor loss) {
+             options.on_loss = [losses = std::move(losses)](std::int64_t batch, BatchLoss loss) {
                losses->publish(batch, std::move(loss));
              };
              options.describe = describe;

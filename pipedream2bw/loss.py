@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from . import _C
 
 
@@ -41,11 +39,10 @@ class Loss:
         """
         if self._value is None:
             try:
-                value = self._board.wait(self._slot)
+                self._value = self._board.wait(self._slot)
             except RuntimeError:
                 self._on_failure()
                 raise
-            self._value = float(value.item() if isinstance(value, torch.Tensor) else value)
         return self._value
 
     def __float__(self) -> float:

@@ -5,7 +5,6 @@
 #include "engine/this_thread.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,7 +13,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <set>
 
 namespace pd2 {
@@ -199,7 +197,7 @@ void Executor::loop() {
   }
   in_flight_.clear();
   updates_.clear();
-  losses_.clear();
+  loss_ = {};
 }
 
 std::string Executor::where() const {
@@ -291,32 +289,18 @@ void Executor::send_values(const Run& run, int microbatch, ForwardResult& result
 
 void Executor::add_loss(const Run& run, int microbatch, const at::Tensor& loss,
                         InFlight& in_flight) {
-  // The batch's loss is the mean over its rows, and so is its gradient: `scaled` is what autograd
-  // would do forwards and backwards.
-  const std::int64_t m = options_.num_microbatches;
-  const auto scaled = [&run, m](const at::Tensor& value, std::int64_t index) {
-    if (run.rows.empty()) {
-      return value;
-    }
-    if (run.rows.front() == run.rows.back()) {
-      return value / m;
-    }
-    const auto all = std::accumulate(run.rows.begin(), run.rows.end(), 0.0);
-    return value * (static_cast<double>(run.rows[index]) / all);
-  };
+  if (microbatch == 0) {
+    loss_.rows = run.rows;
+  }
   if (loss.requires_grad()) {
     in_flight.loss = torch::autograd::impl::gradient_edge(loss);
     // The mean over replicas: each adds its gradients with weight 1/w.
-    in_flight.loss_seed = scaled(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
+    in_flight.loss_seed =
+        loss_.weighted(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
   }
-  losses_.push_back(loss.tensor_data());
-  if (microbatch == m - 1) {
-    at::Tensor sum = scaled(losses_.front(), 0);
-    for (std::int64_t index = 1; index < m; ++index) {
-      sum = sum + scaled(losses_[index], index);
-    }
-    losses_.clear();
-    options_.on_loss(run.id, std::move(sum));
+  loss_.losses.push_back(loss.tensor_data());
+  if (microbatch == options_.num_microbatches - 1) {
+    options_.on_loss(run.id, std::exchange(loss_, {}));
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/schedule.h"
+#include "engine/batch_loss.h"
 #include "engine/channel.h"
 #include "engine/fault.h"
 #include "engine/message.h"
@@ -90,7 +91,8 @@ struct ExecutorOptions {
   RankActions actions;
   int num_threads = 0;  // intra-op threads of this executor's thread, 0: as they are
   Forward forward;
-  std::function<void(std::int64_t batch, at::Tensor loss)> on_loss;
+  // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
+  std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;
   // Runs the loop that it is given, in the executor's thread, with what `forward` needs there.
   std::function<void(const std::function<void()>& loop)> run_thread;
   // The text of an exception that came out of `forward` or a backward (it may be a Python one).
@@ -191,7 +193,7 @@ class Executor {
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;
   std::map<std::int64_t, std::function<void(Stage&)>> updates_;  // submitted, gradients incomplete
   std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
-  std::vector<at::Tensor> losses_;               // of the batch's microbatches so far
+  BatchLoss loss_;                               // of the batch's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;

@@ -26,10 +26,7 @@ LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::Proc
       ranks_(std::move(ranks)),
       last_stage_rank_(ranks_.back()),
       last_stage_(stage_name(static_cast<int>(ranks_.size()) - 1, replica, num_replicas)) {
-  if (!group_ || ranks_.size() < 2) {
-    return;
-  }
-  if (group_->getRank() == last_stage_rank_) {
+  if (!group_ || group_->getRank() == last_stage_rank_) {
     thread_ = std::thread([this] {
       give_way_to_executors();
       send_losses();
@@ -54,31 +51,27 @@ std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t batch) {
   return slot;
 }
 
-void LossBoard::publish(std::int64_t batch, at::Tensor loss) {
+void LossBoard::publish(std::int64_t batch, BatchLoss loss) {
   {
     const std::lock_guard lock(mutex_);
     PD2_ASSERT(!expected_.empty() && expected_.front().first == batch, "loss of batch ", batch,
                " out of order");
-    expected_.front().second->tensor = loss;
+    published_.push_back({batch, std::move(expected_.front().second), std::move(loss)});
     expected_.pop_front();
-    if (thread_.joinable()) {
-      to_send_.emplace_back(batch, std::move(loss));
-    }
   }
   changed_.notify_all();
 }
 
 bool LossBoard::done(const LossSlot& slot) const {
   const std::lock_guard lock(mutex_);
-  return slot.value.has_value() || slot.tensor.defined();
+  return slot.value.has_value();
 }
 
 bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
   std::unique_lock lock(mutex_);
-  const bool there = changed_.wait_for(lock, timeout, [&] {
-    return slot.value.has_value() || slot.tensor.defined() || fault_->raised();
-  });
-  if (there && !slot.value.has_value() && !slot.tensor.defined()) {
+  const bool there =
+      changed_.wait_for(lock, timeout, [&] { return slot.value.has_value() || fault_->raised(); });
+  if (there && !slot.value.has_value()) {
     fault_->rethrow_if_raised();
   }
   return there;
@@ -86,17 +79,23 @@ bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout
 
 void LossBoard::send_losses() {
   while (true) {
-    std::pair<std::int64_t, at::Tensor> loss;
+    Published published;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return closed_ || !to_send_.empty(); });
-      if (closed_) {
+      changed_.wait(lock, [&] { return closed_ || !published_.empty(); });
+      if (published_.empty()) {
         return;
       }
-      loss = to_send_.front();
+      published = published_.front();
     }
     try {
-      const at::Tensor value = loss.second.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+      const at::Tensor value =
+          published.loss.sum().to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+      {
+        const std::lock_guard lock(mutex_);
+        published.slot->value = *value.const_data_ptr<double>();
+      }
+      changed_.notify_all();
       transfer([&] {
         std::vector<Work> works;
         for (int rank : ranks_) {
@@ -108,11 +107,11 @@ void LossBoard::send_losses() {
         return works;
       });
     } catch (const std::exception& error) {
-      fail(loss.first, std::string("sending it failed: ") + error.what());
+      fail(published.batch, std::string("sending it failed: ") + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
-    to_send_.pop_front();
+    published_.pop_front();
     changed_.notify_all();
   }
 }
@@ -181,8 +180,8 @@ void LossBoard::fail(std::int64_t batch, const std::string& what) {
 bool LossBoard::finish_for(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   const bool there = changed_.wait_for(
-      lock, timeout, [&] { return (expected_.empty() && to_send_.empty()) || fault_->raised(); });
-  if (there && !(expected_.empty() && to_send_.empty())) {
+      lock, timeout, [&] { return (expected_.empty() && published_.empty()) || fault_->raised(); });
+  if (there && !(expected_.empty() && published_.empty())) {
     fault_->rethrow_if_raised();
   }
   return there;

@@ -1,6 +1,7 @@
 // How a batch's loss gets from the last stage to whoever asks for it.
 #pragma once
 
+#include "engine/batch_loss.h"
 #include "engine/fault.h"
 
 #include <ATen/core/Tensor.h>
@@ -20,16 +21,16 @@
 
 namespace pd2 {
 
-// One batch's loss: there once the last stage has forwarded the batch's last microbatch.
+// One batch's loss: there soon after the last stage has forwarded the batch's last microbatch.
 struct LossSlot {
   std::optional<double> value;
-  at::Tensor tensor;  // in the process of the last stage, read (and waited for, on CUDA) on demand
 };
 
 // Losses travel apart from the data, by one message per batch and rank over a control group:
 // waiting for a loss together with the gradients would deadlock, since the last gradients of batch
-// t move only once batch t + 1 is forwarded. In a process group a thread of the board's own does
-// the waiting, so that a reader can give up (Ctrl-C) and the executor never waits for a reader.
+// t move only once batch t + 1 is forwarded. A thread of the board's own adds, sends and waits, so
+// that a reader can give up (Ctrl-C), the executor never waits for a reader, and the last stage's
+// executor, for which all others wait in the end, does none of it.
 //
 // expect() is called once per batch in batch order; publish() in the last stage's process only.
 class LossBoard {
@@ -43,7 +44,7 @@ class LossBoard {
   LossBoard& operator=(const LossBoard&) = delete;
 
   std::shared_ptr<LossSlot> expect(std::int64_t batch);
-  void publish(std::int64_t batch, at::Tensor loss);
+  void publish(std::int64_t batch, BatchLoss loss);
 
   bool done(const LossSlot& slot) const;
   // True when the loss is there within `timeout`; throws PipelineError if the pipeline has failed
@@ -53,11 +54,16 @@ class LossBoard {
   // True when every expected loss has arrived here and, at the last stage, everywhere else.
   bool finish_for(std::chrono::milliseconds timeout);
 
-  // Ends the thread; losses that have not arrived never will.
+  // Ends the thread; losses that have not been published or have not arrived never will.
   void close();
 
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
+  struct Published {
+    std::int64_t batch;
+    std::shared_ptr<LossSlot> slot;
+    BatchLoss loss;
+  };
   void send_losses();
   void receive_losses();
   // Posts transfers and waits for them; close() can end the wait.
@@ -74,8 +80,8 @@ class LossBoard {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::deque<std::pair<std::int64_t, std::shared_ptr<LossSlot>>> expected_;
-  std::deque<std::pair<std::int64_t, at::Tensor>> to_send_;
-  std::vector<Work> under_way_;  // what the thread waits for
+  std::deque<Published> published_;  // not yet everywhere
+  std::vector<Work> under_way_;      // what the thread waits for
   bool closed_ = false;
   std::thread thread_;
 };

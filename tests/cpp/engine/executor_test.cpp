@@ -46,8 +46,8 @@ class ScalarPipeline {
       options.forward = [this, slots, i, d](ForwardCall call) {
         return forward(slots, i, d, call);
       };
-      options.on_loss = [this](std::int64_t, at::Tensor loss) {
-        losses.push_back(loss.item<double>());
+      options.on_loss = [this](std::int64_t, BatchLoss loss) {
+        losses.push_back(loss.sum().item<double>());
       };
       options.describe = [](std::exception_ptr error) -> std::string {
         try {
