@@ -142,8 +142,9 @@ def test_captured_in_both_modes_and_equal_to_the_whole(name: str) -> None:
     build, inputs = MODELS[name]
     model = build().train()
     # Every decoder layer of T5 reads the encoder's output: three or more consumers of a value,
-    # whose gradients add up in another order.
-    exact = name != "t5"
+    # whose gradients add up in another order. Mixtral's heads share keys: traced, transformers
+    # repeats them and autograd adds their gradients; otherwise the attention operator does both.
+    exact = name not in ("t5", "mixtral")
     captured, programs = check_split_equals_whole(
         model,
         4,
