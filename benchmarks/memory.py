@@ -1,6 +1,7 @@
 """What memory_report() says, against the formulas and against the process's peak resident memory.
 
-A model of 76 million parameters in two equal stages, |W| bytes of float32 weights, AdamW:
+A model of 151 million parameters in two equal stages of 24 transformer blocks, |W| bytes of float32
+weights, AdamW:
 
     stage i       weights   gradients   optimizer state   microbatches in flight
     2bw           2|W|/d    |W|/d       2|W|/d            min(d - i, m)
@@ -36,7 +37,7 @@ NUM_STAGES = 2
 NUM_MICROBATCHES = 4
 NUM_BATCHES = 4
 MAX_GROWTH_OVER_REPORT = 1.05
-WORKLOAD = Workload("transformer", rows=1, hidden=512, layers=12, sequence=64)
+WORKLOAD = Workload("transformer", rows=1, hidden=512, layers=24, sequence=64)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=128, layers=1, sequence=16)
 CONFIGURATIONS = (("2bw", True), ("1f1b", True), ("gpipe", True), ("2bw", False))
 """Schedule, and whether every stage is a process."""

@@ -12,20 +12,19 @@ first. Measured here, on one thread, in alternation:
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 
 from pipedream2bw import _C
 
 NUM_TENSORS = 64
-MAX_RATIO_IN_PLACE = 1.12
-MAX_RATIO_COPIED = 0.78
+OURS = "pipedream2bw, out of place"
+IN_PLACE = "torch, fused, in place"
+COPIED = "torch, fused, weights copied"
+MAX_RATIOS = {IN_PLACE: 1.12, COPIED: 0.78}
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 
 
@@ -110,13 +109,11 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick: no meaningful times")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    arguments = parser.parse_args()
-    rounds = 5 if arguments.smoke else arguments.rounds
-    num_parameters = (1 if arguments.smoke else 32) * 1024 * 1024
+    options = arguments(__doc__.splitlines()[0], rounds=15).parse_args()
+    rounds = 5 if options.smoke else options.rounds
+    num_parameters = (1 if options.smoke else 32) * 1024 * 1024
+    where = machine()
+    print(describe(where), flush=True)
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -124,47 +121,31 @@ def main() -> None:
     gradients = list(torch.randn(num_parameters).chunk(NUM_TENSORS))
     in_place = StockStep(weights, gradients)
     fused = FusedStep(weights, gradients)
-    seconds = measure(
-        {"in place": in_place, "copied": StockStepAndCopy(weights, gradients), "fused": fused},
-        rounds,
-    )
+    steps = {IN_PLACE: in_place, COPIED: StockStepAndCopy(weights, gradients), OURS: fused}
+    seconds = measure(steps, rounds)
     distance = relative_distance(fused.weights(), in_place.parameters)
     if not distance < 1e-6:
         raise SystemExit(f"the weights differ by {distance:.1e} of their norm: must be below 1e-6")
-
-    print(f"AdamW, {num_parameters:,} float32 parameters in {NUM_TENSORS} tensors, one thread,")
-    print(f"{rounds} rounds; the weights differ by {distance:.1e} of their norm\n")
-    labels = {
-        "in place": "torch, fused, in place",
-        "copied": "torch, fused, weights copied",
-        "fused": "pipedream2bw, out of place",
-    }
-    print(f"{'milliseconds':42}{'median':>8}{'min':>8}{'max':>8}")
-    for name, values in seconds.items():
-        columns = (statistics.median(values), min(values), max(values))
-        print(f"{labels[name]:42}" + "".join(f"{1e3 * value:8.2f}" for value in columns))
-
-    print(f"\n{'ratio of each round':42}{'median':>8}{'min':>8}{'max':>8}{'at most':>9}")
-    results: dict[str, dict[str, float]] = {}
-    for name, limit in (("in place", MAX_RATIO_IN_PLACE), ("copied", MAX_RATIO_COPIED)):
-        ratios = [ours / other for ours, other in zip(seconds["fused"], seconds[name], strict=True)]
-        results[name] = {"ratio": statistics.median(ratios), "target": limit}
-        columns = (statistics.median(ratios), min(ratios), max(ratios))
-        print(
-            f"{'pipedream2bw / ' + labels[name]:42}"
-            + "".join(f"{value:8.3f}" for value in columns)
-            + f"{limit:9.2f}"
+    print(
+        f"\nAdamW, {num_parameters:,} float32 parameters in {NUM_TENSORS} tensors, one thread, "
+        f"{rounds} rounds; the weights differ by {distance:.1e} of their norm"
+    )
+    times = [
+        Figure(name, "milliseconds", [1e3 * value for value in values])
+        for name, values in seconds.items()
+    ]
+    figures = [
+        Figure(
+            OURS,
+            f"time over {name}'s",
+            [mine / theirs for mine, theirs in zip(seconds[OURS], seconds[name], strict=True)],
+            at_most=limit,
         )
-    if arguments.json is not None:
-        report = {
-            "benchmark": "optimizer_step",
-            "num_parameters": num_parameters,
-            "rounds": rounds,
-            "smoke": arguments.smoke,
-            "seconds": seconds,
-            "ratios": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        for name, limit in MAX_RATIOS.items()
+    ]
+    print_table(times, judged=False)
+    print_table(figures, judged=not options.smoke)
+    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
 
 
 if __name__ == "__main__":

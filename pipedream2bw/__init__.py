@@ -10,9 +10,18 @@ check_loaded_torch()
 
 from .draw import draw_timeline
 from .loss import Loss
+from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .timeline import Event, Timeline
 
 __version__ = "0.1.0"
-__all__ = ["Event", "Loss", "PipelineModule", "PipelineOptimizer", "Timeline", "draw_timeline"]
+__all__ = [
+    "Event",
+    "Loss",
+    "PipelineModule",
+    "PipelineOptimizer",
+    "StageMemory",
+    "Timeline",
+    "draw_timeline",
+]
