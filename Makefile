@@ -87,6 +87,8 @@ test-cpp: $(STAMPS)/test
 	$(call run_cpp_tests,build/cpp,-DCMAKE_BUILD_TYPE=Release,--timeout 120)
 	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 240)
 
+test-tsan: export TSAN_OPTIONS = \
+    ignore_noninstrumented_modules=1 suppressions=$(abspath tests/cpp/tsan.supp)
 test-tsan: $(STAMPS)/test
 	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
 

@@ -5,27 +5,13 @@
 namespace pd2 {
 
 const char* to_string(ListKind list) {
-  switch (list) {
-    case ListKind::kPrologue:
-      return "prologue";
-    case ListKind::kSteady:
-      return "steady";
-    case ListKind::kEpilogue:
-      return "epilogue";
-  }
-  PD2_ASSERT(false, "list kind ", static_cast<int>(list));
+  constexpr const char* kNames[] = {"prologue", "steady", "epilogue"};
+  return kNames[static_cast<int>(list)];
 }
 
 const std::vector<Action>& actions(const RankActions& rank, ListKind list) {
-  switch (list) {
-    case ListKind::kPrologue:
-      return rank.prologue;
-    case ListKind::kSteady:
-      return rank.steady;
-    case ListKind::kEpilogue:
-      return rank.epilogue;
-  }
-  PD2_ASSERT(false, "list kind ", static_cast<int>(list));
+  if (list == ListKind::kPrologue) return rank.prologue;
+  return list == ListKind::kSteady ? rank.steady : rank.epilogue;
 }
 
 int batch_of(std::int64_t microbatch, int num_microbatches) {
