@@ -1,7 +1,8 @@
 // The engine as Python sees it (pipedream2bw/_C.pyi). The only file that knows Python.
 #include "core/check.h"
+#include "core/generate.h"
 #include "core/partition.h"
-#include "core/schedule.h"
+#include "core/unroll.h"
 #include "core/validate.h"
 #include "engine/executor.h"
 #include "engine/fused_optimizer.h"
@@ -154,9 +155,11 @@ void bind_core(py::module_& module) {
       .def("validate", [](const Schedule& self) { validate(self); })
       .def("max_in_flight",
            [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
+      .def_property_readonly("most_batches_behind",
+                             [](const Schedule& self) { return most_batches_behind(self); })
       .def("__str__", [](const Schedule& self) { return to_text(self); });
   module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
-             py::arg("num_microbatches"));
+             py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
   module.def("schedule_from_text", &from_text);
   module.def("schedule_names", &schedule_names);
   module.def(
@@ -331,7 +334,7 @@ void bind_executor(py::module_& module) {
              options.replica = replica;
              options.num_replicas = num_replicas;
              options.num_microbatches = schedule.num_microbatches;
-             options.delay = schedule.delay;
+             options.delay = schedule.delay.at(stage);
              options.actions = schedule.ranks.at(schedule.placement.at(stage));
              options.num_threads = num_threads;
              options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {

@@ -27,7 +27,7 @@ from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
-_MAX_UNFINISHED_BATCHES = 2
+_RUNNABLE = ("2bw", "2bw_eager", "pipedream", "1f1b", "gpipe")
 _names = itertools.count()
 
 
@@ -41,16 +41,20 @@ class PipelineModule(nn.Module):
 
     With ``schedule="2bw"`` (PipeDream-2BW, arXiv 2006.09503, section 3.1) every microbatch of batch
     t uses weights W(max(t-1, 0)) on all stages and the pipeline is never drained between batches:
-    W(t+1) = step(W(t), gradient at W(max(t-1, 0))). ``"1f1b"`` (PipeDream-Flush, section 3.2) and
-    ``"gpipe"`` drain at every batch and train as plain gradient accumulation does.
+    W(t+1) = step(W(t), gradient at W(max(t-1, 0))). ``"2bw_eager"`` does the same with twice the
+    microbatches in flight, which hides messages that take up to half of a stage's forward and
+    backward. ``"pipedream"`` (weight stashing, arXiv 1806.03377) updates after every microbatch:
+    stage i reads W(max(t-(d-1-i), 0)) and keeps d-i versions. ``"1f1b"`` (PipeDream-Flush, section
+    3.2) and ``"gpipe"`` drain at every batch and train as plain gradient accumulation does.
 
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
             as positional arguments).
         loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
         num_stages: the depth d; may be left out for a list of modules.
-        num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d.
-        schedule: ``"2bw"``, ``"1f1b"`` or ``"gpipe"``.
+        num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
+            m >= 2d-1, ``"pipedream"`` m = 1.
+        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"`` or ``"gpipe"``.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
             any number of rows >= 1.
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
@@ -103,6 +107,11 @@ class PipelineModule(nn.Module):
             check_example(example_args, example_kwargs)
             self._schedule = _C.make_schedule(schedule, num_stages, num_microbatches)
             self._schedule.validate()
+            if schedule not in _RUNNABLE:
+                raise ValueError(
+                    f'schedule: "{schedule}": the engine runs {", ".join(_RUNNABLE)}; it does not '
+                    "run several stages per rank or split backwards yet"
+                )
             root = as_root(model)
             model_device = next((p.device for p in root.parameters()), model_device)
             self._modes = Modes(
@@ -232,7 +241,8 @@ class PipelineModule(nn.Module):
         """
         self._check_open()
         with self._failing_closes():
-            self._stages.wait_for_room(_MAX_UNFINISHED_BATCHES)
+            # The batches that the schedule keeps unfinished, and one to go on with.
+            self._stages.wait_for_room(max(2, self._schedule.most_batches_behind + 1))
             batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
             slot = self._stages.losses.expect(self._batch)
             for stage in self._stages:

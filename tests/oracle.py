@@ -2,8 +2,9 @@
 
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at W(max(t - delay, 0))
 
-A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. This
-file shares nothing with the package: it imports torch only.
+A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. With
+PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. This file
+shares nothing with the package: it imports torch only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Oracle:
         optimizer: torch.optim.Optimizer,
         num_microbatches: int,
         loss_fn: LossFunction,
-        delay: int,
+        delay: int | Sequence[int],
         loss_reduction: str = "mean",
         replicated: Sequence[str] = (),
     ) -> None:
@@ -47,7 +48,9 @@ class Oracle:
         self.optimizer = optimizer
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.delay = delay
+        num_parameters = len(list(model.parameters()))
+        self.delays = [delay] * num_parameters if isinstance(delay, int) else list(delay)
+        assert len(self.delays) == num_parameters
         self.loss_reduction = loss_reduction
         self.replicated = replicated
         self.restart_delay()
@@ -62,7 +65,12 @@ class Oracle:
     def train_replicas(self, batches: Sequence[Batch]) -> list[float]:
         """One update from a batch of each replica; the replicas' losses."""
         newest = self._versions[-1]
-        self._show(self._versions[max(len(self._versions) - 1 - self.delay, 0)])
+        self._show(
+            [
+                self._versions[max(len(self._versions) - 1 - delay, 0)][i]
+                for i, delay in enumerate(self.delays)
+            ]
+        )
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for batch in batches:
@@ -74,7 +82,7 @@ class Oracle:
             losses.append(total.item())
         self._show(newest)
         self.optimizer.step()
-        self._versions = [*self._versions, self._weights()][-self.delay - 1 :]
+        self._versions = [*self._versions, self._weights()][-max(self.delays) - 1 :]
         return losses
 
     def _scaled_losses(self, batch: Batch) -> Any:

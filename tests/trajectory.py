@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,17 +80,32 @@ def by_oracle(
     *,
     schedule: str = "2bw",
     model: nn.Module | None = None,
+    delay_of: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Trajectory:
+    """``delay_of``: under "pipedream", of each parameter."""
     model = whole(task.model()) if model is None else model
     optimizer = make_optimizer(model.parameters())
-    delay = {"2bw": 1, "1f1b": 0, "gpipe": 0}[schedule]
+    delay: int | list[int] = {"2bw": 1, "2bw_eager": 1}.get(schedule, 0)
+    if schedule == "pipedream":
+        assert delay_of is not None
+        delay = [delay_of[name] for name, _ in model.named_parameters()]
     oracle = Oracle(model, optimizer, num_microbatches, task.loss_fn, delay, **options)
     losses = []
     for number, batch in enumerate(batches):
         between(number, oracle, optimizer)
         losses.append(oracle.train_step(batch))
     return Trajectory(losses, copy_of(model.state_dict()))
+
+
+def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[str, int]:
+    """Stage i is d - 1 - i batches late."""
+    with make_pipeline(task, num_stages, 1, example, schedule="pipedream") as pipe:
+        return {
+            name: num_stages - 1 - stage.index
+            for stage in pipe._stages
+            for name in stage.state.trainable
+        }
 
 
 def copy_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -139,6 +154,8 @@ def check_task(
     """Trains by both, on batches of the given numbers of rows, and compares."""
     batches = task.batches(rows)
     shared = {key: options[key] for key in ("loss_reduction", "replicated") if key in options}
+    if schedule == "pipedream":
+        shared["delay_of"] = delays_under_pipedream(task, num_stages, batches[0])
     want = by_oracle(task, batches, num_microbatches, make_optimizer, schedule=schedule, **shared)
     got = by_pipeline(
         task, batches, num_stages, num_microbatches, make_optimizer, schedule=schedule, **options

@@ -3,7 +3,8 @@
 // A batch has num_microbatches = m microbatches. Batch t = 0 after a drain runs each rank's
 // `prologue` (all forwards of the first batch and what else fits), every later batch runs `steady`,
 // a drain runs `epilogue`. Microbatch numbers count from the first microbatch of the batch being
-// run (in the epilogue: of the last batch run), so -1 is the previous batch's last.
+// run (in the epilogue: of the last batch run), so -1 is the previous batch's last. Actions of
+// microbatches before the run's first are skipped: a stage may be several batches behind.
 //
 // The grids for d = 4, m = 4: rows are ranks, columns time, a backward drawn as long as a forward,
 // primes count batches, * is an update. 2bw, two batches and a drain. The bubbles of the first and
@@ -28,6 +29,8 @@
 //   rank 1 | .. F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3*
 //   rank 2 | .. .. F0 F1 F2 F3 .. .. B0 B1 B2 B3*
 //   rank 3 | .. .. .. F0 F1 F2 F3 B0 B1 B2 B3*
+//
+// The other generators' grids are typed out in tests/cpp/core/generate_test.cpp.
 
 #pragma once
 
@@ -70,23 +73,15 @@ struct Schedule {
   std::string name;
   int num_stages = 0;
   int num_microbatches = 0;
-  // Batch t reads weight version max(t - delay, 0), version t + 1 is made by batch t's update.
-  int delay = 0;
+  // Per stage: batch t reads weight version max(t - delay, 0), version t + 1 is made by batch t's
+  // update.
+  std::vector<int> delay;
   std::vector<int> placement;     // stage -> rank
   std::vector<int> num_versions;  // per stage: weight versions kept, version v in slot v mod this
   std::vector<RankActions> ranks;
 
   bool operator==(const Schedule&) const = default;
 };
-
-// The names make_schedule knows: "2bw", "1f1b", "gpipe".
-std::vector<std::string> schedule_names();
-
-// One stage per rank. 2bw (arXiv 2006.09503, section 3.1): delay 1, two versions; 1f1b
-// (PipeDream-Flush, section 3.2) and gpipe (arXiv 1811.06965): delay 0, one version.
-// Throws ValueError for an unknown name, num_stages < 1, num_microbatches < 1, and for 2bw
-// num_microbatches < num_stages.
-Schedule make_schedule(std::string_view name, int num_stages, int num_microbatches);
 
 // Most microbatches whose activations the stage holds at once: forwards done minus backwards done.
 // Throws ValueError if there is no such stage.
@@ -98,7 +93,7 @@ int max_in_flight(const Schedule& schedule, int stage);
 //   name: 2bw
 //   stages: 2
 //   microbatches: 2
-//   delay: 1
+//   delay: 1                   (one per stage, or one for all)
 //   placement: 0,1
 //   versions: 2,2
 //   [prologue]

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
@@ -165,6 +166,7 @@ Schedule parse_csv(const std::vector<Token>& lines) {
     }
     schedule.placement.push_back(rank);
   }
+  schedule.delay.assign(schedule.num_stages, 0);
   schedule.num_versions.assign(schedule.num_stages, 1);
   for (RankActions& actions : schedule.ranks) {
     for (Action& action : actions.prologue) {
@@ -220,8 +222,11 @@ Schedule parse_sections(const std::vector<Token>& lines) {
   schedule.name = header.value("name").text;
   schedule.num_stages = parse_number(header.value("stages"));
   schedule.num_microbatches = parse_number(header.value("microbatches"));
-  schedule.delay = parse_number(header.value("delay"));
+  schedule.delay = parse_numbers(header.value("delay"));
   schedule.placement = parse_numbers(header.value("placement"));
+  if (schedule.delay.size() == 1) {
+    schedule.delay.resize(schedule.placement.size(), schedule.delay.front());
+  }
   schedule.num_versions = parse_numbers(header.value("versions"));
 
   const Token& last = lines.back();
@@ -276,8 +281,14 @@ std::string to_text(const Schedule& schedule) {
             "schedule name: \"", schedule.name,
             "\": the text form needs a name on one line, without '#' and blanks around it");
   const auto number = [](int value) { return std::to_string(value); };
+  const std::vector<int> one_delay(schedule.delay.begin(),
+                                   schedule.delay.begin() + !schedule.delay.empty());
+  const bool all_equal =
+      schedule.delay.size() == schedule.placement.size() &&
+      std::ranges::adjacent_find(schedule.delay, std::not_equal_to()) == schedule.delay.end();
   return detail::concat("name: ", schedule.name, "\nstages: ", schedule.num_stages,
-                        "\nmicrobatches: ", schedule.num_microbatches, "\ndelay: ", schedule.delay,
+                        "\nmicrobatches: ", schedule.num_microbatches,
+                        "\ndelay: ", joined(all_equal ? one_delay : schedule.delay, number),
                         "\nplacement: ", joined(schedule.placement, number),
                         "\nversions: ", joined(schedule.num_versions, number), "\n",
                         section_text(kSections[0], schedule.ranks, &RankActions::prologue),

@@ -2,6 +2,8 @@
 
 #include "core/check.h"
 
+#include <algorithm>
+
 namespace pd2 {
 
 const char* to_string(ListKind list) {
@@ -19,16 +21,32 @@ int batch_of(std::int64_t microbatch, int num_microbatches) {
   return static_cast<int>(microbatch / num_microbatches);
 }
 
+int most_batches_behind(const Schedule& schedule) {
+  int lowest = 0;
+  for (const RankActions& rank : schedule.ranks) {
+    for (const ListKind list : {ListKind::kSteady, ListKind::kEpilogue}) {
+      for (const Action& action : actions(rank, list)) {
+        lowest = std::min(lowest, action.microbatch);
+      }
+    }
+  }
+  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
+}
+
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches) {
   std::vector<Step> steps;
+  const std::int64_t first_of_run = std::int64_t{first_batch} * schedule.num_microbatches;
   const auto append = [&](ListKind list, int batch) {
     const std::int64_t first_microbatch = std::int64_t{batch} * schedule.num_microbatches;
-    int index = 0;
+    int index = -1;
     for (const Action& action : actions(schedule.ranks.at(rank), list)) {
+      ++index;
+      const std::int64_t microbatch = first_microbatch + action.microbatch;
+      if (microbatch < first_of_run) continue;
       steps.push_back({.stage = action.stage,
                        .kind = action.kind,
-                       .microbatch = first_microbatch + action.microbatch,
-                       .cell = {.rank = rank, .list = list, .index = index++}});
+                       .microbatch = microbatch,
+                       .cell = {.rank = rank, .list = list, .index = index}});
     }
   };
   for (int batch = first_batch; batch < first_batch + num_batches; ++batch) {

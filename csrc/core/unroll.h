@@ -35,6 +35,9 @@ struct Step {
 // The batch of a microbatch counted from the start of training.
 int batch_of(std::int64_t microbatch, int num_microbatches);
 
+// How many batches the furthest action is behind the batch that is being run.
+int most_batches_behind(const Schedule& schedule);
+
 // One rank's steps when batches first_batch .. first_batch + num_batches - 1 run, then a drain.
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches);
 

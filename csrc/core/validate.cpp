@@ -23,8 +23,15 @@ struct Run {
 };
 
 // A long run first: its errors are the easiest to read. The short ones meet what only a drain
-// right after the first batch, or after the first steady one, can break.
-constexpr Run kRuns[] = {{0, 4}, {4, 1}, {5, 2}};
+// before the pipeline is full, or just then, can break.
+std::vector<Run> runs(const Schedule& schedule) {
+  const int behind = std::max(most_batches_behind(schedule), 1);
+  std::vector<Run> runs = {{0, behind + 3}};
+  for (int num_batches = 1; num_batches <= behind + 1; ++num_batches) {
+    runs.push_back({runs.back().first_batch + runs.back().num_batches, num_batches});
+  }
+  return runs;
+}
 
 template <typename... Parts>
 [[noreturn]] void fail(const Schedule& schedule, const std::vector<Mark>& marks,
@@ -46,8 +53,9 @@ void check_sizes(const Schedule& schedule) {
   };
   check_least("num_stages", d, 1);
   check_least("num_microbatches", schedule.num_microbatches, 1);
-  check_least("delay", schedule.delay, 0);
   check_size("placement", schedule.placement.size(), d);
+  check_size("delay", schedule.delay.size(), d);
+  for (const int delay : schedule.delay) check_least("delay", delay, 0);
   check_size("num_versions", schedule.num_versions.size(), d);
   for (const int versions : schedule.num_versions) check_least("num_versions", versions, 1);
 
@@ -87,7 +95,7 @@ void check_cells(const Schedule& schedule) {
           fail(schedule, marks, "a stage's actions are on its rank: expected ", to_string(action),
                " on rank ", schedule.placement[action.stage], ", found on rank ", rank);
         }
-        const int lowest = list == ListKind::kSteady ? -m : 0;
+        const int lowest = list == ListKind::kPrologue ? 0 : -m * schedule.num_stages;
         if (action.microbatch < lowest || action.microbatch >= m) {
           fail(schedule, marks, "microbatch numbers in the ", to_string(list), ": expected ",
                lowest, " to ", m - 1, ", found ", to_string(action));
@@ -121,7 +129,9 @@ class RunCheck {
 
  private:
   int batch(std::int64_t microbatch) const { return batch_of(microbatch, m_); }
-  int version_read(int batch) const { return std::max(batch - schedule_.delay, 0); }
+  int version_read(int stage, int batch) const {
+    return std::max(batch - schedule_.delay[stage], 0);
+  }
 
   std::string place(std::int64_t microbatch) const {
     return detail::concat("microbatch ", microbatch % m_, " of batch ", batch(microbatch));
@@ -205,7 +215,7 @@ class RunCheck {
 
   void check_forward(const Step& step, const Progress& progress) const {
     check_next(step, progress.forwards, "a stage's forwards are in microbatch order");
-    const int version = version_read(batch(step.microbatch));
+    const int version = version_read(step.stage, batch(step.microbatch));
     const int newest = progress.newest_version;
     const int kept = schedule_.num_versions[step.stage];
     if (newest < version) {
@@ -249,7 +259,7 @@ class RunCheck {
     const int made = t + 1;
     const int kept = schedule_.num_versions[step.stage];
     if (progress.weight_grads == progress.forwards) return;
-    const int oldest = version_read(batch(progress.weight_grads));
+    const int oldest = version_read(step.stage, batch(progress.weight_grads));
     if (made - oldest + 1 > kept) {
       fail(schedule_, {{step.cell}}, "versions alive never above num_versions: expected at most ",
            kept, " on stage ", step.stage, ", found ", made - oldest + 1, ": ", describe(step),
@@ -352,7 +362,7 @@ class RunCheck {
 void validate(const Schedule& schedule) {
   check_sizes(schedule);
   check_cells(schedule);
-  for (const Run& run : kRuns) RunCheck(schedule, run).check();
+  for (const Run& run : runs(schedule)) RunCheck(schedule, run).check();
 }
 
 }  // namespace pd2

@@ -6,14 +6,14 @@
 
 namespace pd2 {
 
-// Runs the schedule on paper (runs of four batches, one and two, each drained) and throws
-// ValueError for the first broken rule. The text states the rule, what was expected and what was
-// found, then shows the grid, ranks as rows, with the offending cell marked: >2B0<.
+// Runs the schedule on paper (a long run, then runs of one, two, ... batches, each drained) and
+// throws ValueError for the first broken rule. The text states the rule, what was expected and what
+// was found, then shows the grid, ranks as rows, with the offending cell marked: >2B0<.
 //
 // Rules:
 //  1. sizes: one rank per stage in placement, one num_versions per stage, every rank has lists;
 //  2. an action's stage exists and lives on the rank that runs it;
-//  3. microbatch numbers: 0 <= n < m in prologue and epilogue, -m <= n < m in steady;
+//  3. microbatch numbers: 0 <= n < m in the prologue, -m d <= n < m in steady and epilogue;
 //  4. each stage does F, B (or I and W) once per microbatch and U once per batch; a drain leaves
 //     nothing behind;
 //  5. B and I come after the microbatch's F on the same stage, W after its I;

@@ -90,6 +90,7 @@ Executor::Ticket Executor::submit_batch(Run run) {
   expect_values(run);
   return submit([this, run = std::move(run)] {
     const bool continues = running_ && last_run_.wiring == run.wiring;
+    first_batch_ = continues ? first_batch_ : run.id;
     PD2_ASSERT(continues || in_flight_.empty(), "the wiring changed with microbatches in flight");
     last_run_ = run;
     running_ = true;
@@ -216,6 +217,9 @@ void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
     // Microbatch numbers count from this batch's first; negative ones are the previous batches'.
     const int before = action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
     const std::int64_t batch = run.id - before;
+    if (batch < first_batch_) {
+      continue;
+    }
     const int microbatch = action.microbatch + before * m;
     doing_ = {action.kind, batch, microbatch, false};
     switch (action.kind) {

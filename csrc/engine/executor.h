@@ -190,6 +190,7 @@ class Executor {
   // Touched by the executor's thread alone.
   bool running_ = false;  // microbatches may be in flight: the next batch continues with `steady`
   Run last_run_;
+  std::int64_t first_batch_ = 0;  // since the pipeline was empty: what precedes it is done
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;
   std::map<std::int64_t, std::function<void(Stage&)>> updates_;  // submitted, gradients incomplete
   std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted

@@ -71,6 +71,32 @@ def test_flush_schedules_equal_gradient_accumulation(
         check_task(TASKS[name], num_stages, m, rows=[2 * m] * 4, schedule=schedule)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_eager_2bw_equals_the_definition_of_2bw(num_stages: int) -> None:
+    for m in (2 * num_stages - 1, 2 * num_stages + 2):
+        check_task(TASKS["skips"], num_stages, m, rows=[2 * m] * 5, schedule="2bw_eager")
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 9])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+def test_pipedream_is_one_update_later_on_every_stage_before(
+    num_stages: int, num_batches: int
+) -> None:
+    check_task(TASKS["skips"], num_stages, 1, rows=[2] * num_batches, schedule="pipedream")
+
+
+def test_flushing_pipedream_changes_no_number() -> None:
+    task, rows = TASKS["skips"], [2] * 9
+
+    def flush(batch: int, pipe: Any, optimizer: torch.optim.Optimizer) -> None:
+        if batch in (1, 4, 5):
+            pipe.flush()
+
+    batches = task.batches(rows)
+    want = by_pipeline(task, batches, 4, 1, schedule="pipedream")
+    assert_same(by_pipeline(task, batches, 4, 1, between=flush, schedule="pipedream"), want)
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe"])
 @pytest.mark.parametrize("name", ["skips", "batch norm", "masked"])
 def test_uneven_batches_and_batches_of_other_sizes(name: str, schedule: str) -> None:

@@ -122,6 +122,32 @@ def test_a_stage_works_in_the_order_of_one_forward_one_backward(num_stages: int,
         assert compute == expected
 
 
+@pytest.mark.parametrize(("num_stages", "m"), [(2, 3), (3, 7), (4, 9)])
+def test_eager_2bw_has_twice_as_many_in_flight_and_two_versions(num_stages: int, m: int) -> None:
+    events, report = log_of(num_stages, m, "2bw_eager")
+    assert {(e.stage, e.kind, e.batch, e.microbatch, e.version) for e in events} == rule(
+        num_stages, m, delay=1
+    )
+    for stage in range(num_stages):
+        assert report[stage].most_in_flight == 2 * (num_stages - stage) - 1
+        assert report[stage].most_live_versions == 2
+
+
+@pytest.mark.parametrize("flush_before", [(), (1,), (2, 3, 5)])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_pipedream_keeps_a_version_for_each_microbatch_in_flight(
+    num_stages: int, flush_before: tuple[int, ...]
+) -> None:
+    events, report = log_of(num_stages, 1, "pipedream", flush_before)
+    for event in (e for e in events if e.kind != "U"):
+        assert event.version == max(event.batch - (num_stages - 1 - event.stage), 0)
+    for stage in range(num_stages):
+        assert report[stage].weights == (num_stages - stage) * report[stage].gradients
+        if not flush_before:
+            assert report[stage].most_in_flight == num_stages - stage
+            assert report[stage].most_live_versions == num_stages - stage
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe"])
 def test_no_action_starts_before_what_it_waits_for_has_ended(schedule: str) -> None:
     d, m = 4, 5

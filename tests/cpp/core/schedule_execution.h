@@ -43,10 +43,14 @@ class ScheduleExecution {
 
   bool is_well_formed() const {
     const auto d = static_cast<std::size_t>(schedule_.num_stages);
-    if (schedule_.num_stages < 1 || schedule_.num_microbatches < 1 || schedule_.delay < 0) {
+    if (schedule_.num_stages < 1 || schedule_.num_microbatches < 1) return false;
+    if (schedule_.placement.size() != d || schedule_.num_versions.size() != d ||
+        schedule_.delay.size() != d) {
       return false;
     }
-    if (schedule_.placement.size() != d || schedule_.num_versions.size() != d) return false;
+    for (const int delay : schedule_.delay) {
+      if (delay < 0) return false;
+    }
     for (const int versions : schedule_.num_versions) {
       if (versions < 1) return false;
     }
@@ -67,6 +71,7 @@ class ScheduleExecution {
       base.emplace_back();
       const auto add = [&](const std::vector<Action>& list, int batch) {
         for (const Action& action : list) {
+          if (batch * m + action.microbatch < first_batch_ * m) continue;
           todo.back().push_back(action);
           base.back().push_back(batch * m);
         }
@@ -118,14 +123,15 @@ class ScheduleExecution {
     return true;
   }
 
-  bool reads_its_version(const Stage& stage, long microbatch) const {
+  bool reads_its_version(int index, long microbatch) const {
+    const Stage& stage = stages_[index];
     const int batch = static_cast<int>(microbatch / schedule_.num_microbatches);
-    const int version = batch > schedule_.delay ? batch - schedule_.delay : 0;
+    const int delay = schedule_.delay[index];
+    const int version = batch > delay ? batch - delay : 0;
     return stage.slots[version % stage.slots.size()] == version;
   }
 
   bool execute(const Action& action, long microbatch) {
-    if (microbatch < 0) return wrong("microbatch");
     Stage& stage = stages_[action.stage];
     const bool is_first = action.stage == 0;
     const bool is_last = action.stage == schedule_.num_stages - 1;
@@ -135,7 +141,7 @@ class ScheduleExecution {
         if (stage.inputs.front() != microbatch) return wrong("another microbatch's input");
         stage.inputs.pop_front();
       }
-      if (!reads_its_version(stage, microbatch)) return wrong("forward's version");
+      if (!reads_its_version(action.stage, microbatch)) return wrong("forward's version");
       stage.statistics.push_back(microbatch);
       if (!stage.activations.emplace(microbatch, false).second) return wrong("forward twice");
       if (!is_last) stages_[action.stage + 1].inputs.push_back(microbatch);
@@ -156,7 +162,7 @@ class ScheduleExecution {
     }
     const auto activation = stage.activations.find(microbatch);
     if (activation == stage.activations.end()) return wrong("no activation");
-    if (!reads_its_version(stage, microbatch)) return wrong("backward's version");
+    if (!reads_its_version(action.stage, microbatch)) return wrong("backward's version");
     if (kind != ActionKind::kWeightGrad) {
       if (activation->second) return wrong("input gradient twice");
       activation->second = true;

@@ -1,5 +1,6 @@
 #include "core/schedule.h"
 #include "core/validate.h"
+#include "made_schedules.h"
 #include "raises.h"
 
 #include <gtest/gtest.h>
@@ -33,13 +34,8 @@ TEST(ScheduleText, IsWhatTheHeaderShows) {
 }
 
 TEST(ScheduleText, RoundTripsEveryMadeSchedule) {
-  for (const std::string& name : schedule_names()) {
-    for (int d = 1; d <= 5; ++d) {
-      for (int m = d; m <= 2 * d + 1; ++m) {
-        const Schedule schedule = make_schedule(name, d, m);
-        EXPECT_EQ(from_text(to_text(schedule)), schedule) << name << " " << d << " " << m;
-      }
-    }
+  for (const Schedule& schedule : testing::made_schedules(5, 11)) {
+    EXPECT_EQ(from_text(to_text(schedule)), schedule) << to_text(schedule);
   }
 }
 
@@ -47,7 +43,7 @@ TEST(ScheduleText, RoundTripsWhatIsNotLegal) {
   Schedule schedule;
   schedule.name = "of my own: with [brackets]";
   schedule.num_stages = -3;
-  schedule.delay = 7;
+  schedule.delay = {7, -2};
   schedule.placement = {1, -1};
   schedule.ranks = {{{}, {{3, ActionKind::kInputGrad, -9}}, {}}, {}};
   EXPECT_EQ(from_text(to_text(schedule)), schedule);

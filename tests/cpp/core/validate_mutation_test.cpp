@@ -2,6 +2,7 @@
 // right any more.
 
 #include "core/validate.h"
+#include "made_schedules.h"
 #include "raises.h"
 #include "schedule_execution.h"
 
@@ -44,11 +45,11 @@ Schedule two_stages_a_rank() {
 
 std::vector<Schedule> small_schedules() {
   std::vector<Schedule> schedules = {two_stages_a_rank()};
-  for (const std::string& name : schedule_names()) {
-    for (int d = 1; d <= 3; ++d) {
-      for (int m = d; m <= d + 1; ++m) schedules.push_back(make_schedule(name, d, m));
-    }
+  for (const Schedule& each : testing::made_schedules(2, 3)) schedules.push_back(each);
+  for (const char* name : {"2bw", "2bw_split", "1f1b"}) {
+    schedules.push_back(make_schedule(name, 3, 3));
   }
+  schedules.push_back(make_schedule("pipedream", 3, 1));
   return schedules;
 }
 
@@ -178,12 +179,12 @@ TEST(ValidateMutation, OtherDelaysVersionsAndPlacements) {
       for (int versions = 0; versions <= 4; ++versions) {
         for (int stage = 0; stage < legal.num_stages; ++stage) {
           Schedule changed = legal;
-          changed.delay = delay;
+          changed.delay[stage] = delay;
           changed.num_versions[stage] = versions;
           verdicts.compare(changed);
         }
         Schedule changed = legal;
-        changed.delay = delay;
+        changed.delay.assign(legal.num_stages, delay);
         changed.num_versions.assign(legal.num_stages, versions);
         verdicts.compare(changed);
       }

@@ -1,5 +1,6 @@
 #include "core/validate.h"
 
+#include "made_schedules.h"
 #include "raises.h"
 #include "schedule_execution.h"
 
@@ -26,15 +27,9 @@ std::string refusal(const Schedule& schedule) {
 }
 
 TEST(Validate, EveryMadeScheduleIsLegal) {
-  for (int d = 1; d <= 6; ++d) {
-    for (int m = 1; m <= 2 * d + 1; ++m) {
-      for (const std::string& name : schedule_names()) {
-        if (name == "2bw" && m < d) continue;
-        const Schedule schedule = make_schedule(name, d, m);
-        EXPECT_EQ(refusal(schedule), "") << name << " d " << d << " m " << m;
-        EXPECT_EQ(testing::execution_problem(schedule), "") << name << " d " << d << " m " << m;
-      }
-    }
+  for (const Schedule& schedule : testing::made_schedules(6, 13)) {
+    EXPECT_EQ(refusal(schedule), "") << to_text(schedule);
+    EXPECT_EQ(testing::execution_problem(schedule), "") << to_text(schedule);
   }
 }
 
@@ -93,7 +88,7 @@ TEST(Validate, SizesFit) {
             "schedule 1f1b: num_microbatches: 2000000000, actions in prologue and epilogue: 21: "
             "every microbatch needs its actions");
   schedule = make_schedule("1f1b", 3, 3);
-  schedule.delay = -1;
+  schedule.delay[1] = -1;
   EXPECT_EQ(refusal(schedule), "schedule 1f1b: delay: expected >= 0, found -1");
   schedule = make_schedule("1f1b", 3, 3);
   schedule.num_versions[1] = 0;
@@ -116,7 +111,7 @@ TEST(Validate, MicrobatchNumbersAreInRange) {
   schedule = make_schedule("2bw", 2, 3);
   schedule.ranks[0].steady[0].microbatch = 3;
   EXPECT_TRUE(has_parts(refusal(schedule),
-                        {"numbers in the steady: expected -3 to 2, found 0F3", ">0F3<"}));
+                        {"numbers in the steady: expected -6 to 2, found 0F3", ">0F3<"}));
 }
 
 TEST(Validate, AMissingActionIsShownInItsRow) {
@@ -213,7 +208,7 @@ TEST(Validate, AnUpdateComesBeforeTheNextBatchsFirstBackward) {
 
 TEST(Validate, AnUpdateComesBeforeTheForwardThatReadsItsVersion) {
   Schedule schedule = make_schedule("2bw", 2, 2);
-  schedule.delay = 0;
+  schedule.delay.assign(schedule.num_stages, 0);
   EXPECT_TRUE(
       has_parts(refusal(schedule), {"expected the update of batch 0 before 0F0",
                                     "reads version 1, found version 0 as the newest", ">0F0<"}));

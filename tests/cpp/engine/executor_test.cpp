@@ -41,7 +41,7 @@ class ScalarPipeline {
       ExecutorOptions options;
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
-      options.delay = schedule.delay;
+      options.delay = schedule.delay[i];
       options.actions = schedule.ranks[i];
       options.forward = [this, slots, i, d](ForwardCall call) {
         return forward(slots, i, d, call);
@@ -137,7 +137,7 @@ void expect_trajectory(const Schedule& schedule, int drain_every) {
   std::vector<std::vector<double>> versions{initial};
   constexpr double kLr = 1e-3;
   for (int t = 0; t < 7; ++t) {
-    const auto& read = versions[std::max(t - schedule.delay, 0)];
+    const auto& read = versions[std::max(t - schedule.delay[0], 0)];
     double inputs = 0;
     for (int j = 0; j < m; ++j) {
       inputs += (t + 1.0) * (j + 1.0) / m;

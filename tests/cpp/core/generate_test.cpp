@@ -1,0 +1,284 @@
+#include "core/generate.h"
+
+#include "made_schedules.h"
+#include "raises.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace pd2 {
+namespace {
+
+using testing::value_error;
+
+// A rank's list typed out, "F0 F1 B0 U3"; with several stages a rank "0F0 2F0".
+std::vector<Action> typed(int rank, const std::string& text) {
+  std::vector<Action> list;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const std::size_t kind = word.find_first_of("FBIWU");
+    const int stage = kind == 0 ? rank : std::stoi(word.substr(0, kind));
+    list.push_back({stage, static_cast<ActionKind>(word[kind]), std::stoi(word.substr(kind + 1))});
+  }
+  return list;
+}
+
+struct TypedRank {
+  std::string prologue;
+  std::string steady;
+  std::string epilogue;
+};
+
+void expect_grid(const Schedule& schedule, const std::vector<TypedRank>& grid) {
+  ASSERT_EQ(schedule.ranks.size(), grid.size());
+  for (int stage = 0; stage < static_cast<int>(grid.size()); ++stage) {
+    EXPECT_EQ(schedule.ranks[stage].prologue, typed(stage, grid[stage].prologue)) << stage;
+    EXPECT_EQ(schedule.ranks[stage].steady, typed(stage, grid[stage].steady)) << stage;
+    EXPECT_EQ(schedule.ranks[stage].epilogue, typed(stage, grid[stage].epilogue)) << stage;
+  }
+}
+
+TEST(Schedule, TwoBwOfFourStagesAndFourMicrobatches) {
+  const Schedule schedule = make_schedule("2bw", 4, 4);
+  // clang-format off
+  expect_grid(schedule, {
+      {"F0 F1 F2 F3 B0",             "F0 B-3 F1 B-2 F2 B-1 U-1 F3 B0", "B1 B2 B3 U3"},
+      {"F0 F1 F2 B0 F3 B1",          "F0 B-2 F1 B-1 U-1 F2 B0 F3 B1",  "B2 B3 U3"},
+      {"F0 F1 B0 F2 B1 F3 B2",       "F0 B-1 U-1 F1 B0 F2 B1 F3 B2",   "B3 U3"},
+      {"F0 B0 F1 B1 F2 B2 F3 B3 U3", "F0 B0 F1 B1 F2 B2 F3 B3 U3",     ""}});
+  // clang-format on
+  EXPECT_EQ(schedule.name, "2bw");
+  EXPECT_EQ(schedule.num_stages, 4);
+  EXPECT_EQ(schedule.num_microbatches, 4);
+  EXPECT_EQ(schedule.delay, (std::vector<int>{1, 1, 1, 1}));
+  EXPECT_EQ(schedule.placement, (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(schedule.num_versions, (std::vector<int>{2, 2, 2, 2}));
+}
+
+TEST(Schedule, TwoBwOfFourStagesAndFiveMicrobatches) {
+  // clang-format off
+  expect_grid(make_schedule("2bw", 4, 5), {
+      {"F0 F1 F2 F3 B0 F4 B1",             "F0 B-3 F1 B-2 F2 B-1 U-1 F3 B0 F4 B1", "B2 B3 B4 U4"},
+      {"F0 F1 F2 B0 F3 B1 F4 B2",          "F0 B-2 F1 B-1 U-1 F2 B0 F3 B1 F4 B2",  "B3 B4 U4"},
+      {"F0 F1 B0 F2 B1 F3 B2 F4 B3",       "F0 B-1 U-1 F1 B0 F2 B1 F3 B2 F4 B3",   "B4 U4"},
+      {"F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 U4", "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 U4",     ""}});
+  // clang-format on
+}
+
+TEST(Schedule, OneFOneBOfFourStagesAndFourMicrobatches) {
+  const std::vector<std::string> batches = {
+      "F0 F1 F2 F3 B0 B1 B2 B3 U3",
+      "F0 F1 F2 B0 F3 B1 B2 B3 U3",
+      "F0 F1 B0 F2 B1 F3 B2 B3 U3",
+      "F0 B0 F1 B1 F2 B2 F3 B3 U3",
+  };
+  std::vector<TypedRank> grid;
+  for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
+  const Schedule schedule = make_schedule("1f1b", 4, 4);
+  expect_grid(schedule, grid);
+  EXPECT_EQ(schedule.delay, (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_EQ(schedule.num_versions, (std::vector<int>{1, 1, 1, 1}));
+}
+
+TEST(Schedule, OneFOneBWithFewerMicrobatchesThanStages) {
+  const std::vector<std::string> batches = {"F0 F1 B0 B1 U1", "F0 F1 B0 B1 U1", "F0 F1 B0 B1 U1",
+                                            "F0 B0 F1 B1 U1"};
+  std::vector<TypedRank> grid;
+  for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
+  expect_grid(make_schedule("1f1b", 4, 2), grid);
+}
+
+TEST(Schedule, GpipeRunsBackwardsInMicrobatchOrder) {
+  const std::string batch = "F0 F1 F2 F3 B0 B1 B2 B3 U3";
+  const Schedule schedule = make_schedule("gpipe", 4, 4);
+  expect_grid(schedule, std::vector<TypedRank>(4, {batch, batch, ""}));
+  EXPECT_EQ(schedule.delay, (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_EQ(schedule.num_versions, (std::vector<int>{1, 1, 1, 1}));
+}
+
+// arXiv 2006.09503 with twice the microbatches in flight: 2 (d - i) - 1.
+TEST(Schedule, EagerTwoBwOfFourStages) {
+  // clang-format off
+  expect_grid(make_schedule("2bw_eager", 4, 7), {
+      {"F0 F1 F2 F3 F4 F5 F6 B0",
+       "F0 B-6 F1 B-5 F2 B-4 F3 B-3 F4 B-2 F5 B-1 U-1 F6 B0",
+       "B1 B2 B3 B4 B5 B6 U6"},
+      {"F0 F1 F2 F3 F4 B0 F5 B1 F6 B2",
+       "F0 B-4 F1 B-3 F2 B-2 F3 B-1 U-1 F4 B0 F5 B1 F6 B2",
+       "B3 B4 B5 B6 U6"},
+      {"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4",
+       "F0 B-2 F1 B-1 U-1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4",
+       "B5 B6 U6"},
+      {"F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 U6",
+       "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 U6",
+       ""}});
+  // clang-format on
+}
+
+TEST(Schedule, SplitTwoBwOfFourStages) {
+  // clang-format off
+  expect_grid(make_schedule("2bw_split", 4, 4), {
+      {"F0 F1 F2 F3 I0 W0", "F0 I-3 W-3 F1 I-2 W-2 F2 I-1 W-1 U-1 F3 I0 W0",
+       "I1 W1 I2 W2 I3 W3 U3"},
+      {"F0 F1 F2 I0 W0 F3 I1 W1", "F0 I-2 W-2 F1 I-1 W-1 U-1 F2 I0 W0 F3 I1 W1",
+       "I2 W2 I3 W3 U3"},
+      {"F0 F1 I0 W0 F2 I1 W1 F3 I2 W2", "F0 I-1 W-1 U-1 F1 I0 W0 F2 I1 W1 F3 I2 W2",
+       "I3 W3 U3"},
+      {"F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 U3", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 U3", ""}});
+  // clang-format on
+}
+
+// PipeDream, figure 8: worker 1 forwards four minibatches, then alternates; an update after each.
+TEST(Schedule, PipedreamOfFourStages) {
+  const Schedule schedule = make_schedule("pipedream", 4, 1);
+  // clang-format off
+  expect_grid(schedule, {
+      {"F0",       "F0 B-3 U-3", "B-2 U-2 B-1 U-1 B0 U0"},
+      {"F0",       "F0 B-2 U-2", "B-1 U-1 B0 U0"},
+      {"F0",       "F0 B-1 U-1", "B0 U0"},
+      {"F0 B0 U0", "F0 B0 U0",   ""}});
+  // clang-format on
+  EXPECT_EQ(schedule.delay, (std::vector<int>{3, 2, 1, 0}));
+  EXPECT_EQ(schedule.num_versions, (std::vector<int>{4, 3, 2, 1}));
+  for (int stage = 0; stage < 4; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 4 - stage);
+}
+
+// Megatron's interleaved schedule: four chunks on two ranks, warm-up 2 (p - r - 1) + (v - 1) p.
+TEST(Schedule, InterleavedOfFourStagesOnTwoRanks) {
+  const std::vector<std::string> batches = {
+      "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 U2 0B2 0B3 U0",
+      "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 U3 1B2 1B3 U1"};
+  const Schedule schedule = make_schedule("interleaved", 4, 4, 2);
+  ASSERT_EQ(schedule.placement, (std::vector<int>{0, 1, 0, 1}));
+  for (int rank = 0; rank < 2; ++rank) {
+    std::vector<Action> expected = typed(rank, batches[rank]);
+    for (Action& action : expected) {  // "U2" is the update of stage 2
+      if (action.kind == ActionKind::kUpdate) action = {action.microbatch, action.kind, 3};
+    }
+    EXPECT_EQ(schedule.ranks[rank].prologue, expected);
+    EXPECT_EQ(schedule.ranks[rank].steady, expected);
+    EXPECT_TRUE(schedule.ranks[rank].epilogue.empty());
+  }
+}
+
+TEST(Schedule, LoopedBreadthFirstOfFourStagesOnTwoRanks) {
+  const std::vector<TypedRank> grid = {
+      {"0F0 0F1 2F0 2F1 2B0 2B1 2U1 0B0 0B1 0U1", "0F0 0F1 2F0 2F1 2B0 2B1 2U1 0B0 0B1 0U1", ""},
+      {"1F0 1F1 3F0 3F1 3B0 3B1 3U1 1B0 1B1 1U1", "1F0 1F1 3F0 3F1 3B0 3B1 3U1 1B0 1B1 1U1", ""}};
+  expect_grid(make_schedule("looped_bfs", 4, 2, 2), grid);
+}
+
+// The zero-bubble paper's figure of ZB-H1: the last worker begins its W after d input gradients.
+TEST(Schedule, ZeroBubbleOfFourStages) {
+  const std::vector<std::string> batches = {
+      "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5 U5",
+      "F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5 U5",
+      "F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5 U5",
+      "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5 U5"};
+  std::vector<TypedRank> grid;
+  for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
+  const Schedule schedule = make_schedule("zero_bubble", 4, 6);
+  expect_grid(schedule, grid);
+  for (int stage = 0; stage < 4; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 4);
+}
+
+TEST(Schedule, ZeroBubbleWithTwiceTheMemoryOfThreeStages) {
+  const std::vector<std::string> batches = {
+      "F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 U5",
+      "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 U5",
+      "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5 U5"};
+  std::vector<TypedRank> grid;
+  for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
+  const Schedule schedule = make_schedule("zero_bubble_2p", 3, 6);
+  expect_grid(schedule, grid);
+  for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 5);
+}
+
+TEST(Schedule, InterleavedTwoBwGoesOnWhereTheFlushWouldBe) {
+  const Schedule flushed = make_schedule("interleaved", 4, 4, 2);
+  const Schedule schedule = make_schedule("interleaved_2bw", 4, 4, 2);
+  // clang-format off
+  EXPECT_EQ(schedule.ranks[1].steady, typed(1,
+      "1F0 1B-2 1F1 1B-1 1U-1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 3U3"));
+  EXPECT_EQ(schedule.ranks[1].epilogue, typed(1, "1B2 1B3 1U3"));
+  // clang-format on
+  for (int rank = 0; rank < 2; ++rank) {
+    std::vector<Action> drained = schedule.ranks[rank].prologue;
+    const std::vector<Action>& epilogue = schedule.ranks[rank].epilogue;
+    drained.insert(drained.end(), epilogue.begin(), epilogue.end());
+    EXPECT_EQ(drained, flushed.ranks[rank].prologue);
+  }
+}
+
+TEST(Schedule, OneStageOfOneMicrobatch) {
+  expect_grid(make_schedule("2bw", 1, 1), {{"F0 B0 U0", "F0 B0 U0", ""}});
+  expect_grid(make_schedule("1f1b", 1, 1), {{"F0 B0 U0", "F0 B0 U0", ""}});
+  expect_grid(make_schedule("gpipe", 1, 1), {{"F0 B0 U0", "F0 B0 U0", ""}});
+}
+
+TEST(Schedule, ActionsAreWrittenStageKindMicrobatch) {
+  EXPECT_EQ(to_string(Action{2, ActionKind::kForward, 0}), "2F0");
+  EXPECT_EQ(to_string(Action{0, ActionKind::kBackward, -1}), "0B-1");
+  EXPECT_EQ(to_string(Action{0, ActionKind::kUpdate, -1}), "0U-1");
+  EXPECT_EQ(to_string(Action{12, ActionKind::kWeightGrad, 34}), "12W34");
+}
+
+TEST(Schedule, MostInFlightIsWhatThePaperSays) {
+  for (int d = 1; d <= 6; ++d) {
+    for (int m = 1; m <= 2 * d + 1; ++m) {
+      for (int stage = 0; stage < d; ++stage) {
+        EXPECT_EQ(max_in_flight(make_schedule("gpipe", d, m), stage), m);
+        EXPECT_EQ(max_in_flight(make_schedule("1f1b", d, m), stage), std::min(d - stage, m));
+        if (m < d) continue;
+        EXPECT_EQ(max_in_flight(make_schedule("2bw", d, m), stage), d - stage);
+      }
+    }
+  }
+}
+
+TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
+  EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 2); }),
+            "num_microbatches: 2, num_stages: 4: 2bw needs num_microbatches >= num_stages");
+  EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 3); }),
+            "num_microbatches: 3, num_stages: 4: 2bw needs num_microbatches >= num_stages");
+  EXPECT_EQ(
+      value_error([] { make_schedule("2bww", 4, 4); }),
+      "schedule: \"2bww\": the known schedules are 2bw, 2bw_eager, 2bw_split, interleaved_2bw, "
+      "pipedream, 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zero_bubble_2p");
+  EXPECT_EQ(
+      value_error([] { make_schedule("2bw_eager", 4, 6); }),
+      "num_microbatches: 6, num_stages: 4: 2bw_eager needs num_microbatches >= 2 * num_stages "
+      "- 1");
+  EXPECT_EQ(value_error([] { make_schedule("pipedream", 4, 2); }),
+            "num_microbatches: 2: pipedream updates after every microbatch, so num_microbatches "
+            "must be 1");
+  EXPECT_EQ(value_error([] { make_schedule("interleaved", 4, 3, 2); }),
+            "num_microbatches: 3, ranks: 2: interleaved needs num_microbatches to be a multiple of "
+            "the ranks");
+  EXPECT_EQ(value_error([] { make_schedule("interleaved_2bw", 8, 4, 2); }),
+            "num_microbatches: 4, num_stages: 8: interleaved_2bw needs num_microbatches >= 6");
+  EXPECT_EQ(value_error([] { make_schedule("interleaved", 5, 4, 2); }),
+            "num_stages: 5, stages_per_rank: 2: every rank has the same number of stages, so "
+            "stages_per_rank must divide num_stages");
+  EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 4, 2); }),
+            "stages_per_rank: 2, schedule: 2bw: only interleaved_2bw, interleaved and looped_bfs "
+            "take more than 1");
+  EXPECT_EQ(value_error([] { make_schedule("gpipe", 0, 4); }),
+            "num_stages: 0: a pipeline needs num_stages >= 1");
+  EXPECT_EQ(value_error([] { make_schedule("1f1b", 2, -3); }),
+            "num_microbatches: -3: a batch needs num_microbatches >= 1");
+  EXPECT_EQ(value_error([] { max_in_flight(make_schedule("1f1b", 2, 2), 2); }),
+            "stage: 2, num_stages: 2: stages count from 0 to num_stages - 1");
+}
+
+TEST(Schedule, EveryNameCanBeMade) {
+  for (const std::string& name : schedule_names()) {
+    const int m = name == "pipedream" ? 1 : 6;
+    EXPECT_EQ(make_schedule(name, 3, m).name, name);
+  }
+}
+
+}  // namespace
+}  // namespace pd2
