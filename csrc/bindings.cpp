@@ -155,6 +155,7 @@ void bind_core(py::module_& module) {
       .def("validate", [](const Schedule& self) { validate(self); })
       .def("max_in_flight",
            [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
+      .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })
       .def_property_readonly("most_batches_behind",
                              [](const Schedule& self) { return most_batches_behind(self); })
       .def("__str__", [](const Schedule& self) { return to_text(self); });
@@ -297,9 +298,9 @@ void bind_losses(py::module_& module) {
   py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
-                       std::vector<int> ranks, int replica, int num_replicas) {
-             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
-                                                std::move(ranks), replica, num_replicas);
+                       const std::vector<int>& ranks, int replica, int num_replicas) {
+             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group), ranks,
+                                                replica, num_replicas);
            }),
            py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("replica"),
            py::arg("num_replicas"))
@@ -326,23 +327,33 @@ void bind_losses(py::module_& module) {
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
-      .def(py::init([](const Schedule& schedule, int stage, int replica, int num_replicas,
-                       int num_threads, std::shared_ptr<Stage> state, std::shared_ptr<Fault> fault,
-                       std::shared_ptr<LossBoard> losses, py::function forward) {
+      .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
+                       int num_threads,
+                       std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function>> stages,
+                       std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
+             std::vector<std::unique_ptr<StageWorker>> workers;
+             for (auto& [stage, state, forward] : stages) {
+               StageWorkerOptions options;
+               options.stage = stage;
+               options.num_replicas = num_replicas;
+               options.num_microbatches = schedule.num_microbatches;
+               options.delay = schedule.delay.at(stage);
+               options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
+                 return call_forward(*held, std::move(call));
+               };
+               options.on_loss = [losses](std::int64_t batch, BatchLoss loss) {
+                 losses->publish(batch, std::move(loss));
+               };
+               workers.push_back(
+                   std::make_unique<StageWorker>(std::move(options), std::move(state)));
+             }
              ExecutorOptions options;
-             options.stage = stage;
+             options.rank = rank;
              options.replica = replica;
              options.num_replicas = num_replicas;
              options.num_microbatches = schedule.num_microbatches;
-             options.delay = schedule.delay.at(stage);
-             options.actions = schedule.ranks.at(schedule.placement.at(stage));
+             options.actions = schedule.ranks.at(rank);
              options.num_threads = num_threads;
-             options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
-               return call_forward(*held, std::move(call));
-             };
-             options.on_loss = [losses = std::move(losses)](std::int64_t batch, BatchLoss loss) {
-               losses->publish(batch, std::move(loss));
-             };
              options.describe = describe;
              // Python's state of the thread is made once, not for every microbatch.
              options.run_thread = [](const std::function<void()>& loop) {
@@ -353,19 +364,18 @@ void bind_executor(py::module_& module) {
              // Its thread may be waiting for the interpreter when Python drops the last reference.
              const py::gil_scoped_release no_gil;
              return std::shared_ptr<Executor>(
-                 new Executor(std::move(options), std::move(state), std::move(fault)),
+                 new Executor(std::move(options), std::move(workers), std::move(fault)),
                  [](Executor* executor) {
                    const py::gil_scoped_acquire gil;
                    const py::gil_scoped_release no_gil;
                    delete executor;
                  });
            }),
-           py::arg("schedule"), py::arg("stage"), py::arg("replica"), py::arg("num_replicas"),
-           py::arg("num_threads"), py::arg("state"), py::arg("fault"), py::arg("losses"),
-           py::arg("forward"))
+           py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
+           py::arg("num_threads"), py::arg("stages"), py::arg("fault"), py::arg("losses"))
       .def(
           "set_wiring",
-          [](Executor& self, int id,
+          [](Executor& self, int stage, int id,
              const std::vector<std::tuple<int, std::shared_ptr<Receiver>, std::shared_ptr<Sender>>>&
                  inbound,
              const std::vector<std::tuple<int, std::shared_ptr<Sender>, std::shared_ptr<Receiver>>>&
@@ -377,9 +387,9 @@ void bind_executor(py::module_& module) {
             for (const auto& [consumer, values, gradients] : outbound) {
               wiring.outbound.push_back({consumer, values, gradients});
             }
-            self.set_wiring(id, std::move(wiring));
+            self.worker(stage).set_wiring(id, std::move(wiring));
           },
-          py::arg("id"), py::arg("inbound"), py::arg("outbound"))
+          py::arg("stage"), py::arg("id"), py::arg("inbound"), py::arg("outbound"))
       .def(
           "submit_batch",
           [](Executor& self, std::int64_t batch, int wiring, std::vector<LayoutId> layouts,
@@ -396,20 +406,22 @@ void bind_executor(py::module_& module) {
       .def("submit_drain", &Executor::submit_drain, no_gil)
       .def(
           "submit_fused_update",
-          [](Executor& self, std::int64_t batch, const py::list& groups) {
-            return self.submit_update(
-                batch, [parsed = parse_groups(groups)](Stage& stage) { stage.step(parsed); });
-          },
-          py::arg("batch"), py::arg("groups"))
-      .def(
-          "submit_update",
-          [](Executor& self, std::int64_t batch, py::function step) {
-            return self.submit_update(batch, [held = shared_python(std::move(step))](Stage&) {
-              const py::gil_scoped_acquire gil;
-              (*held)();
+          [](Executor& self, int stage, std::int64_t batch, const py::list& groups) {
+            return self.submit_update(stage, batch, [parsed = parse_groups(groups)](Stage& stage) {
+              stage.step(parsed);
             });
           },
-          py::arg("batch"), py::arg("step"))
+          py::arg("stage"), py::arg("batch"), py::arg("groups"))
+      .def(
+          "submit_update",
+          [](Executor& self, int stage, std::int64_t batch, py::function step) {
+            return self.submit_update(stage, batch,
+                                      [held = shared_python(std::move(step))](Stage&) {
+                                        const py::gil_scoped_acquire gil;
+                                        (*held)();
+                                      });
+          },
+          py::arg("stage"), py::arg("batch"), py::arg("step"))
       .def(
           "wait",
           [](Executor& self, Executor::Ticket ticket) {
@@ -424,15 +436,20 @@ void bind_executor(py::module_& module) {
            [](Executor& self) {
              py::list rows;
              for (const ExecutedAction& action : self.take_record()) {
-               rows.append(py::make_tuple(std::string(1, static_cast<char>(action.kind)),
-                                          action.batch, action.microbatch, action.version,
-                                          action.start, action.end));
+               rows.append(py::make_tuple(
+                   action.stage, std::string(1, static_cast<char>(action.kind)), action.batch,
+                   action.microbatch, action.version, action.start, action.end));
              }
              return rows;
            })
-      .def_property_readonly("most_bytes_in_flight", &Executor::most_bytes_in_flight)
-      .def_property_readonly("most_in_flight", &Executor::most_in_flight)
-      .def_property_readonly("message_buffer_bytes", &Executor::message_buffer_bytes);
+      .def(
+          "most_bytes_in_flight",
+          [](const Executor& self, int stage) { return self.worker(stage).most_bytes_in_flight(); })
+      .def("most_in_flight",
+           [](const Executor& self, int stage) { return self.worker(stage).most_in_flight(); })
+      .def("message_buffer_bytes", [](const Executor& self, int stage) {
+        return self.worker(stage).message_buffer_bytes();
+      });
 }
 
 }  // namespace

@@ -87,12 +87,13 @@ class Intake:
         if len(set(modes)) > 1:
             listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
             raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
-        d = self._grid.num_stages if self._grid.in_processes else 1
-        for replica in range(len(announced) // d):
-            first, last = announced[replica * d], announced[(replica + 1) * d - 1]
+        grid = self._grid
+        for replica in range(grid.width):
+            first = announced[grid.process_of(0, replica)]
+            last = announced[grid.process_of(grid.num_stages - 1, replica)]
             if training and last.target_rows >= 0 and first.argument_rows != last.target_rows:
                 raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
-        mine = announced[self._grid.replica * d]
+        mine = announced[grid.process_of(0)]
         count = self._num_microbatches
         if not training:
             count = max(1, min(mine.argument_rows, count))

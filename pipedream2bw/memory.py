@@ -63,8 +63,8 @@ class StageMemory:
             frozen_weights=sum(p.nbytes for p in state.frozen.values()),
             buffers=sum(buffer.nbytes for buffer in state.buffers),
             padding=engine["padding"],
-            activations=executor.most_bytes_in_flight,
-            message_buffers=executor.message_buffer_bytes,
-            most_in_flight=executor.most_in_flight,
+            activations=executor.most_bytes_in_flight(state.index),
+            message_buffers=executor.message_buffer_bytes(state.index),
+            most_in_flight=executor.most_in_flight(state.index),
             most_live_versions=state.engine.most_live_versions,
         )

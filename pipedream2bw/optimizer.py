@@ -81,7 +81,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self._kind is not None:
             options = [_fused_options(self._wrapped, group) for group in self.param_groups]
             self._pipe._submit_updates(
-                lambda stage, batch: stage.executor.submit_fused_update(batch, options)
+                lambda stage, batch: stage.executor.submit_fused_update(stage.index, batch, options)
             )
         else:
             groups = [
@@ -91,7 +91,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             # What waits in the engine must not hold the pipeline, so no reference to `self`.
             self._pipe._submit_updates(
                 lambda stage, batch: stage.executor.submit_update(
-                    batch, functools.partial(self._steppers[stage.index].step, groups)
+                    stage.index, batch, functools.partial(self._steppers[stage.index].step, groups)
                 )
             )
 

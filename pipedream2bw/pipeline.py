@@ -27,7 +27,7 @@ from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
-_RUNNABLE = ("2bw", "2bw_eager", "pipedream", "1f1b", "gpipe")
+_NOT_RUNNABLE = ("2bw_split", "zero_bubble", "zero_bubble_2p")
 _names = itertools.count()
 
 
@@ -36,6 +36,7 @@ class PipelineModule(nn.Module):
 
     Without a process group each stage is a thread of this process; under ``torchrun`` each stage of
     each replica is a process (world size ``width * num_stages``, the ranks of a replica adjacent).
+    With ``stages_per_rank`` > 1 that many stages share a thread or a process.
     The pipeline takes the model over: its parameters become views of the pipeline's buffers, which
     show the newest weights whenever the pipeline is drained.
 
@@ -45,7 +46,10 @@ class PipelineModule(nn.Module):
     microbatches in flight, which hides messages that take up to half of a stage's forward and
     backward. ``"pipedream"`` (weight stashing, arXiv 1806.03377) updates after every microbatch:
     stage i reads W(max(t-(d-1-i), 0)) and keeps d-i versions. ``"1f1b"`` (PipeDream-Flush, section
-    3.2) and ``"gpipe"`` drain at every batch and train as plain gradient accumulation does.
+    3.2), ``"gpipe"``, ``"interleaved"`` (arXiv 2104.04473, section 2.2: 1f1b over
+    ``stages_per_rank`` chunks) and ``"looped_bfs"`` (arXiv 2211.05953: gpipe over them) drain at
+    every batch and train as plain gradient accumulation does; ``"interleaved_2bw"`` does not drain
+    and trains as ``"2bw"`` does.
 
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
@@ -54,7 +58,10 @@ class PipelineModule(nn.Module):
         num_stages: the depth d; may be left out for a list of modules.
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1.
-        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``; with several
+            stages per rank ``"interleaved"``, ``"interleaved_2bw"`` or ``"looped_bfs"``.
+        stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
+            the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
             any number of rows >= 1.
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
@@ -79,6 +86,7 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         num_microbatches: int,
         schedule: str = "2bw",
+        stages_per_rank: int = 1,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
         split: str | Sequence[str] = "auto",
@@ -99,18 +107,20 @@ class PipelineModule(nn.Module):
                 num_microbatches,
                 width,
                 schedule,
+                stages_per_rank,
                 loss_fn,
                 loss_reduction,
                 timeout,
                 replicated,
             )
             check_example(example_args, example_kwargs)
-            self._schedule = _C.make_schedule(schedule, num_stages, num_microbatches)
+            self._schedule = _C.make_schedule(
+                schedule, num_stages, num_microbatches, stages_per_rank
+            )
             self._schedule.validate()
-            if schedule not in _RUNNABLE:
+            if schedule in _NOT_RUNNABLE:
                 raise ValueError(
-                    f'schedule: "{schedule}": the engine runs {", ".join(_RUNNABLE)}; it does not '
-                    "run several stages per rank or split backwards yet"
+                    f'schedule: "{schedule}": the engine does not run split backwards (I and W)'
                 )
             root = as_root(model)
             model_device = next((p.device for p in root.parameters()), model_device)
@@ -136,6 +146,7 @@ class PipelineModule(nn.Module):
             "num_microbatches": num_microbatches,
             "width": width,
             "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
             "split": str(split),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
@@ -146,8 +157,7 @@ class PipelineModule(nn.Module):
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
-            assert num_stages is not None
-            self._grid = RankGrid(num_stages, width, timeout)
+            self._grid = RankGrid(self._schedule.placement, width, timeout)
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
@@ -160,7 +170,7 @@ class PipelineModule(nn.Module):
         self._closed_because: str | None = None
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
-            places = stage_devices(devices, num_stages, in_processes, model_device)
+            places = stage_devices(devices, self.num_stages, in_processes, model_device)
             self._modes.capture(root.training)
         except Exception as raised:
             error = raised
@@ -201,7 +211,7 @@ class PipelineModule(nn.Module):
 
     @property
     def rank(self) -> int:
-        """This process among all of the pipeline's: replica * num_stages + stage."""
+        """This process among all of the pipeline's: replica * ranks + the schedule's rank."""
         return self._grid.rank
 
     @property
@@ -248,10 +258,9 @@ class PipelineModule(nn.Module):
             for stage in self._stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[self._batch] = inputs
-                ticket = stage.executor.submit_batch(
-                    self._batch, mode.wiring, layouts, sizes if self._losses_are_means else []
-                )
-                stage.tickets.append(ticket)
+            self._stages.submit_batch(
+                self._batch, mode.wiring, layouts, sizes if self._losses_are_means else []
+            )
             self._drained = False
             loss = Loss(self._stages.losses, slot, self._batch, _raiser_of_first_cause(self))
             self._batch += 1
@@ -296,7 +305,7 @@ class PipelineModule(nn.Module):
             for stage in self._stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[run] = inputs
-                stage.executor.submit_evaluation(run, mode.wiring, layouts)
+            self._stages.submit_evaluation(run, mode.wiring, layouts)
             self._stages.finish_submitted()
             outputs = [stage.runner.runs.pop(run).outputs for stage in self._stages][-1]
         return join_outputs(outputs, sizes) if self.is_last_stage else None
@@ -429,15 +438,13 @@ class PipelineModule(nn.Module):
         """Records the actions executed inside the ``with`` block; drains at its end."""
         self._check_open()
         timeline = Timeline(self._control)
-        for stage in self._stages:
-            stage.executor.record(True)
+        self._stages.record(True)
         try:
             yield timeline
             self._flush_for(Operation.end_of_timeline)
         finally:
-            for stage in self._stages:
-                stage.executor.record(False)
-                timeline.add(stage.index, self.replica, stage.executor.take_record())
+            self._stages.record(False)
+            timeline.add(self.replica, self._stages.take_records())
 
     def extra_repr(self) -> str:
         mode = self._modes.first
@@ -610,7 +617,7 @@ class PipelineModule(nn.Module):
                 "call must follow each train_step"
             )
         with self._failing_closes():
-            for stage in self._stages:
+            for stage in self._stages.in_update_order():
                 submit(stage, self._batch - 1)
         self._updates += 1
 

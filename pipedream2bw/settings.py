@@ -21,6 +21,7 @@ def check_settings(
     num_microbatches: int,
     width: int,
     schedule: object,
+    stages_per_rank: int,
     loss_fn: object,
     loss_reduction: str,
     timeout: float,
@@ -30,6 +31,7 @@ def check_settings(
     _check_whole_number("num_stages", num_stages)
     _check_whole_number("num_microbatches", num_microbatches)
     _check_whole_number("width", width)
+    _check_whole_number("stages_per_rank", stages_per_rank)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: {schedule!r} given, it must be a str")
     if loss_reduction not in ("mean", "sum"):

@@ -157,12 +157,14 @@ def share_out(
     programs: Sequence[StageProgram],
     devices: Sequence[torch.device],
     num_slots: Sequence[int],
-    replica_group: dist.ProcessGroup | None,
+    replica_groups: Sequence[dist.ProcessGroup | None],
 ) -> list[StageState]:
     """Takes the model over: the states of the stages that this process runs."""
     states = [
-        StageState(root, program, device, slots, replica_group)
-        for program, device, slots in zip(programs, devices, num_slots, strict=True)
+        StageState(root, program, device, slots, group)
+        for program, device, slots, group in zip(
+            programs, devices, num_slots, replica_groups, strict=True
+        )
     ]
     for slot in range(max(num_slots)):
         mapping = {

@@ -29,9 +29,8 @@ class LocalStage:
     device: torch.device
     state: StageState
     runner: StageRunner
-    executor: _C.Executor
+    executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
-    tickets: list[int] = dataclasses.field(default_factory=list)  # of the unfinished batches
 
 
 class LocalStages:
@@ -59,7 +58,7 @@ class LocalStages:
         self.losses = _C.LossBoard(
             fault=fault,
             group="" if control.group is None else control.group.group_name,
-            ranks=[grid.rank_of(stage) for stage in range(d)],
+            ranks=[grid.process_of(stage) for stage in range(d)],
             replica=grid.replica,
             num_replicas=grid.width,
         )
@@ -68,35 +67,50 @@ class LocalStages:
             [mode.programs[stage] for stage in grid.stages],
             [devices[stage] for stage in grid.stages],
             [schedule.num_versions[stage] for stage in grid.stages],
-            grid.replica_group(),
+            [grid.replica_group(stage) for stage in grid.stages],
         )
         kept = [*root.buffers(), *(tensor for state in states for tensor in state.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
+        runners = {
+            state.index: StageRunner(state.index, d, loss_fn, state.storage_pointers)
+            for state in states
+        }
+        state_of = {state.index: state for state in states}
         self._stages: list[LocalStage] = []
+        self._executors: list[_C.Executor] = []
+        self._in_update_order: list[LocalStage] = []
         threads = torch.get_num_threads()
-        for state in states:
-            runner = StageRunner(state.index, d, loss_fn, state.storage_pointers)
+        for rank in grid.local_ranks:
             executor = _C.Executor(
                 schedule=schedule,
-                stage=state.index,
+                rank=rank,
                 replica=grid.replica,
                 num_replicas=grid.width,
-                # The stages of one process share its cores.
-                num_threads=0 if grid.in_processes else max(1, threads // d),
-                state=state.engine,
+                # The ranks of one process share its cores.
+                num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
+                stages=[
+                    (stage, state_of[stage].engine, runners[stage].forward_while_alive())
+                    for stage in grid.stages_of(rank)
+                ],
                 fault=fault,
                 losses=self.losses,
-                forward=runner.forward_while_alive(),
             )
-            stage = LocalStage(state.index, devices[state.index], state, runner, executor)
-            self._stages.append(stage)
+            self._executors.append(executor)
+            here = {
+                i: LocalStage(i, devices[i], state_of[i], runners[i], executor)
+                for i in grid.stages_of(rank)
+            }
+            self._stages += here.values()
+            self._in_update_order += (here[i] for i in schedule.update_order(rank))
+        self._stages.sort(key=lambda stage: stage.index)
+        self._tickets: list[list[int]] = []  # of the unfinished batches, one for each executor
         torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
             self,
             _end_engine,
-            [stage.executor for stage in self._stages],
+            self._executors,
             [stage.runner.thread for stage in self._stages],
             self.losses,
             self._channels,
@@ -122,6 +136,7 @@ class LocalStages:
             stage.bound[mode.wiring] = BoundProgram.of(program, stage.state.bind(program))
             here = stage.index
             stage.executor.set_wiring(
+                here,
                 mode.wiring,
                 [
                     (producer, channels.receiver(producer, here), channels.sender(here, producer))
@@ -133,24 +148,50 @@ class LocalStages:
                 ],
             )
 
+    def submit_batch(
+        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """``rows``: of each microbatch, none if losses are sums."""
+        self._tickets.append(
+            [executor.submit_batch(batch, wiring, layouts, rows) for executor in self._executors]
+        )
+
+    def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:
+        for executor in self._executors:
+            executor.submit_evaluation(run, wiring, layouts)
+
+    def in_update_order(self) -> Iterator[LocalStage]:
+        """The stages, those of a rank in the order in which the schedule updates them."""
+        return iter(self._in_update_order)
+
+    def record(self, on: bool) -> None:
+        """Whether executed actions are recorded."""
+        for executor in self._executors:
+            executor.record(on)
+
+    def take_records(self) -> list[tuple[int, str, int, int, int, float, float]]:
+        """The recorded actions: stage, kind, batch, microbatch, version, start, end."""
+        return [action for executor in self._executors for action in executor.take_record()]
+
     def wait_for_room(self, max_unfinished: int) -> None:
         """Waits until fewer than ``max_unfinished`` batches are unfinished."""
-        for stage in self._stages:
-            while len(stage.tickets) >= max_unfinished:
-                stage.executor.wait(stage.tickets.pop(0))
+        while len(self._tickets) >= max_unfinished:
+            self._wait_for(self._tickets.pop(0))
 
     def drain(self) -> None:
         """Runs the schedule's epilogue on every stage and waits for it."""
-        for stage in self._stages:
-            stage.executor.submit_drain()
+        for executor in self._executors:
+            executor.submit_drain()
         self.finish_submitted()
-        for stage in self._stages:
-            stage.tickets.clear()
+        self._tickets.clear()
 
     def finish_submitted(self) -> None:
         """Waits until everything submitted so far has been executed."""
-        for stage in self._stages:
-            stage.executor.wait(stage.executor.last_ticket)
+        self._wait_for([executor.last_ticket for executor in self._executors])
+
+    def _wait_for(self, tickets: Sequence[int]) -> None:
+        for executor, ticket in zip(self._executors, tickets, strict=True):
+            executor.wait(ticket)
 
     def first_error(self) -> BaseException | None:
         """The exception that the model's own code raised, if it did."""

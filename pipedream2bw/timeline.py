@@ -37,12 +37,11 @@ class Timeline:
 
     def add(
         self,
-        stage: int,
         replica: int,
-        actions: Iterable[tuple[str, int, int, int, float, float]],
+        actions: Iterable[tuple[int, str, int, int, int, float, float]],
     ) -> None:
-        """Appends a stage's actions: kind, batch, microbatch, version, start, end."""
-        self.rows.extend(Event(stage, replica, *action) for action in actions)
+        """Appends a rank's actions: stage, kind, batch, microbatch, version, start, end."""
+        self.rows.extend(Event(action[0], replica, *action[1:]) for action in actions)
 
     def gather(self) -> list[Event]:
         """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""

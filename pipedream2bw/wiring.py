@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,61 +25,85 @@ def join_world(device_type: str) -> int:
 
 
 class RankGrid:
-    """Which process runs which stage of which replica: rank = replica * num_stages + stage.
+    """Which process runs which stages of which replica.
 
-    A world of one process runs all stages, each in a thread. Every rank makes it, with the same
+    With p ranks in the schedule, process replica * p + r runs the stages of rank r. A world of one
+    process runs all of them, each rank in a thread. Every process makes it, with the same
     arguments.
 
+    Args:
+        placement: the schedule's rank of each stage.
+
     Raises:
-        ValueError: the world's size is not width * num_stages, or width > 1 in one process.
+        ValueError: the world's size is not width * p, or width > 1 in one process.
     """
 
-    def __init__(self, num_stages: int, width: int, timeout: float) -> None:
-        self.num_stages = num_stages
+    def __init__(self, placement: Sequence[int], width: int, timeout: float) -> None:
+        self.num_stages = len(placement)
         self.width = width
         self.rank = 0
-        self._replica_groups: list[dist.ProcessGroup] = []
+        self._placement = list(placement)
+        self._num_ranks = p = max(placement) + 1
+        self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by stage
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.in_processes = world > 1
         if not self.in_processes:
             if width != 1:
                 raise ValueError(
-                    f"width: {width}, processes: 1: replicas need one process per stage and "
-                    f"replica: run under torchrun --nproc-per-node {width * num_stages}"
+                    f"width: {width}, processes: 1: replicas need one process per rank of the "
+                    f"schedule and replica: run under torchrun --nproc-per-node {width * p}"
                 )
             return
-        if world != width * num_stages:
+        if world != width * p:
+            what = "stages" if p == self.num_stages else "ranks"
             raise ValueError(
-                f"world size: {world}, width * num_stages: {width} * {num_stages} = "
-                f"{width * num_stages}: every stage of every replica is one process"
+                f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
+                f"{what[:-1]} of every replica is one process"
             )
         self.rank = dist.get_rank()
-        for stage in range(num_stages if width > 1 else 0):
-            ranks = range(stage, world, num_stages)
+        for stage in range(self.num_stages if width > 1 else 0):
+            ranks = range(placement[stage], world, p)
             group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout))
             if isinstance(group, dist.ProcessGroup):
-                self._replica_groups.append(group)
+                self._replica_groups[stage] = group
 
     @property
     def replica(self) -> int:
-        return self.rank // self.num_stages
+        return self.rank // self._num_ranks if self.in_processes else 0
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The schedule's ranks that this process runs."""
+        return [self.rank % self._num_ranks] if self.in_processes else list(range(self._num_ranks))
 
     @property
     def stages(self) -> list[int]:
         """The stages that this process runs."""
-        return [self.rank % self.num_stages] if self.in_processes else list(range(self.num_stages))
+        here = self.local_ranks
+        return [stage for stage, rank in enumerate(self._placement) if rank in here]
 
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs ``stage`` of this process's replica."""
-        return self.replica * self.num_stages + stage if self.in_processes else 0
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of one of the schedule's ranks."""
+        return [stage for stage, placed in enumerate(self._placement) if placed == rank]
 
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this process's stage, if there are several."""
-        return self._replica_groups[0] if self._replica_groups else None
+    def process_of(self, stage: int, replica: int | None = None) -> int:
+        """The process that runs ``stage`` of a replica, by default of this process's own."""
+        if not self.in_processes:
+            return 0
+        replica = self.replica if replica is None else replica
+        return replica * self._num_ranks + self._placement[stage]
+
+    def share_a_rank(self, stage: int, other: int) -> bool:
+        return self._placement[stage] == self._placement[other]
+
+    def replica_group(self, stage: int) -> dist.ProcessGroup | None:
+        """The processes that hold one of this process's stages, if there are several."""
+        return self._replica_groups.get(stage)
 
     def close(self) -> None:
-        """Drops the group of the replicas."""
-        _destroy(self._replica_groups)
+        """Drops the groups of the replicas."""
+        _destroy(self._replica_groups.values())
+        self._replica_groups.clear()
 
 
 class Channels:
@@ -126,21 +150,19 @@ class Channels:
         self, source: int, destination: int
     ) -> tuple[_C.Sender | None, _C.Receiver | None]:
         grid = self._grid
-        if not grid.in_processes:
+        if not grid.in_processes or grid.share_a_rank(source, destination):
             channel = _C.LocalChannel(self._devices[destination])
             return channel, channel
         group: dist.ProcessGroup | None = None
         for replica in range(grid.width):
-            first = replica * grid.num_stages
-            made = dist.new_group(
-                sorted([first + source, first + destination]), timeout=self._timeout
-            )
+            ends = [grid.process_of(stage, replica) for stage in (source, destination)]
+            made = dist.new_group(sorted(ends), timeout=self._timeout)
             if isinstance(made, dist.ProcessGroup):
                 self._groups.append(made)
                 group = made
         if group is None:
             return None, None
-        peers = (grid.rank_of(source), grid.rank_of(destination))
+        peers = (grid.process_of(source), grid.process_of(destination))
         # As many messages as can be under way before the receiver has to take one.
         most_under_way = max(self._in_flight) + 1
         devices = {self._devices[source].type, self._devices[destination].type}
@@ -168,6 +190,7 @@ class Channels:
         """Drops the channels and their connections; peers that wait get an error."""
         self._ends.clear()
         _destroy(self._groups)
+        self._groups.clear()
 
 
 def _make_ring(
@@ -189,8 +212,7 @@ def _make_ring(
     return ring if told[0] else None
 
 
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
+def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         with contextlib.suppress(Exception):  # the default group may be gone, and they with it
             dist.destroy_process_group(group)
-    groups.clear()

@@ -86,7 +86,7 @@ def by_oracle(
     """``delay_of``: under "pipedream", of each parameter."""
     model = whole(task.model()) if model is None else model
     optimizer = make_optimizer(model.parameters())
-    delay: int | list[int] = {"2bw": 1, "2bw_eager": 1}.get(schedule, 0)
+    delay: int | list[int] = int("2bw" in schedule)
     if schedule == "pipedream":
         assert delay_of is not None
         delay = [delay_of[name] for name, _ in model.named_parameters()]
@@ -102,9 +102,9 @@ def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[
     """Stage i is d - 1 - i batches late."""
     with make_pipeline(task, num_stages, 1, example, schedule="pipedream") as pipe:
         return {
-            name: num_stages - 1 - stage.index
-            for stage in pipe._stages
-            for name in stage.state.trainable
+            name: num_stages - 1 - program.index
+            for program in pipe._modes.first.programs
+            for name in program.parameters
         }
 
 

@@ -56,4 +56,13 @@ std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, in
   return steps;
 }
 
+std::vector<int> update_order(const Schedule& schedule, int rank) {
+  std::vector<int> stages;
+  for (const Step& step : unroll(schedule, rank, 0, most_batches_behind(schedule) + 1)) {
+    const bool is_first_batch = step.microbatch < schedule.num_microbatches;
+    if (step.kind == ActionKind::kUpdate && is_first_batch) stages.push_back(step.stage);
+  }
+  return stages;
+}
+
 }  // namespace pd2

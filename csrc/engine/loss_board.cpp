@@ -20,12 +20,13 @@ void give_way_to_executors() {
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     std::vector<int> ranks, int replica, int num_replicas)
+                     const std::vector<int>& ranks, int replica, int num_replicas)
     : fault_(std::move(fault)),
       group_(std::move(group)),
-      ranks_(std::move(ranks)),
-      last_stage_rank_(ranks_.back()),
-      last_stage_(stage_name(static_cast<int>(ranks_.size()) - 1, replica, num_replicas)) {
+      last_stage_rank_(ranks.back()),
+      last_stage_(stage_name(static_cast<int>(ranks.size()) - 1, replica, num_replicas)),
+      readers_(ranks.begin(), ranks.end()) {
+  readers_.erase(last_stage_rank_);
   if (!group_ || group_->getRank() == last_stage_rank_) {
     thread_ = std::thread([this] {
       give_way_to_executors();
@@ -98,11 +99,9 @@ void LossBoard::send_losses() {
       changed_.notify_all();
       transfer([&] {
         std::vector<Work> works;
-        for (int rank : ranks_) {
-          if (rank != last_stage_rank_) {
-            std::vector<at::Tensor> tensors{value};
-            works.push_back(group_->send(tensors, rank, kLossTag));
-          }
+        for (int rank : readers_) {
+          std::vector<at::Tensor> tensors{value};
+          works.push_back(group_->send(tensors, rank, kLossTag));
         }
         return works;
       });

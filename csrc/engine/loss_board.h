@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -38,7 +39,7 @@ class LossBoard {
   // Without a group everything happens in one process. `ranks`: of each stage of the replica,
   // within `group`.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-            std::vector<int> ranks, int replica, int num_replicas);
+            const std::vector<int>& ranks, int replica, int num_replicas);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
@@ -73,9 +74,9 @@ class LossBoard {
 
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const std::vector<int> ranks_;
   const int last_stage_rank_;
   const std::string last_stage_;
+  std::set<int> readers_;  // the replica's other ranks
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

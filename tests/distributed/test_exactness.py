@@ -20,6 +20,7 @@ from tests.trajectory import (
     by_oracle,
     by_pipeline,
     copy_of,
+    delays_under_pipedream,
     make_pipeline,
     sgd,
 )
@@ -48,7 +49,8 @@ def check(
 ) -> None:
     """On every rank; each compares the losses, and the parameters that it holds."""
     batches = task.batches(rows)
-    want = by_oracle(task, batches, m, make, schedule=schedule)
+    delay_of = delays_under_pipedream(task, d, batches[0]) if schedule == "pipedream" else None
+    want = by_oracle(task, batches, m, make, schedule=schedule, delay_of=delay_of)
     got = by_pipeline(task, batches, d, m, make, schedule=schedule, **options)
     assert set(got.state) <= set(want.state)
     want.state = {name: want.state[name] for name in got.state}
@@ -73,6 +75,10 @@ def train_everything(rank: int, world_size: int) -> None:
     for schedule in ("1f1b", "gpipe"):
         check(TASKS["skips"], d, d - 1, [3 * d] * 4, schedule=schedule)
     check(TASKS["skips"], d, d, [2 * d] * 5, adamw, exact=False)
+    check(TASKS["skips"], d, 2 * d - 1, [4 * d] * 4, schedule="2bw_eager")
+    check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
+    for schedule in ("interleaved", "interleaved_2bw", "looped_bfs") if d <= 3 else ():
+        check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)
     one_process_gathers_what_all_hold(d)
 
 

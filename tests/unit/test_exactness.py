@@ -77,6 +77,22 @@ def test_eager_2bw_equals_the_definition_of_2bw(num_stages: int) -> None:
         check_task(TASKS["skips"], num_stages, m, rows=[2 * m] * 5, schedule="2bw_eager")
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_2bw", "looped_bfs"])
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 2), (2, 2), (3, 2), (2, 3)])
+def test_several_stages_a_rank_equal_the_definition(
+    schedule: str, num_ranks: int, stages_per_rank: int
+) -> None:
+    m = 3 * num_ranks
+    check_task(
+        TASKS["skips"],
+        num_ranks * stages_per_rank,
+        m,
+        rows=[2 * m] * 5,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+    )
+
+
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 9])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
 def test_pipedream_is_one_update_later_on_every_stage_before(

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/generate.h"
+#include "core/unroll.h"
 #include "engine/local_channel.h"
 
 #include <ATen/TensorOperators.h>
@@ -23,6 +24,7 @@ class ScalarPipeline {
   ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
       : schedule_(schedule), fault_(std::make_shared<Fault>()) {
     const int d = schedule.num_stages;
+    std::vector<std::vector<std::unique_ptr<StageWorker>>> workers(schedule.ranks.size());
     std::vector<std::shared_ptr<LocalChannel>> down, up;
     for (int i = 0; i + 1 < d; ++i) {
       down.push_back(std::make_shared<LocalChannel>(at::kCPU));
@@ -39,25 +41,17 @@ class ScalarPipeline {
         slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
         stage->attach(0, slots.back());
       }
-      ExecutorOptions options;
+      StageWorkerOptions options;
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
       options.delay = schedule.delay[i];
-      options.actions = schedule.ranks[i];
       options.forward = [this, slots, i, d](ForwardCall call) {
         return forward(slots, i, d, call);
       };
       options.on_loss = [this](std::int64_t, BatchLoss loss) {
         losses.push_back(loss.sum().item<double>());
       };
-      options.describe = [](std::exception_ptr error) -> std::string {
-        try {
-          std::rethrow_exception(error);
-        } catch (const std::exception& known) {
-          return known.what();
-        }
-      };
-      executors.push_back(std::make_unique<Executor>(std::move(options), stage, fault_));
+      auto worker = std::make_unique<StageWorker>(std::move(options), stage);
       Wiring wiring;
       if (i > 0) {
         wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
@@ -65,9 +59,25 @@ class ScalarPipeline {
       if (i + 1 < d) {
         wiring.outbound.push_back({i + 1, down[i], up[i]});
       }
-      executors.back()->set_wiring(0, std::move(wiring));
-      executors.back()->record(true);
+      worker->set_wiring(0, std::move(wiring));
+      workers[schedule.placement[i]].push_back(std::move(worker));
       stages.push_back(stage);
+    }
+    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+      ExecutorOptions options;
+      options.rank = static_cast<int>(rank);
+      options.num_microbatches = schedule.num_microbatches;
+      options.actions = schedule.ranks[rank];
+      options.describe = [](std::exception_ptr error) -> std::string {
+        try {
+          std::rethrow_exception(error);
+        } catch (const std::exception& known) {
+          return known.what();
+        }
+      };
+      executors.push_back(
+          std::make_unique<Executor>(std::move(options), std::move(workers[rank]), fault_));
+      executors.back()->record(true);
     }
   }
 
@@ -80,8 +90,12 @@ class ScalarPipeline {
   void step(std::int64_t batch, double lr) {
     GroupOptions group;
     group.sgd.lr = lr;
-    for (auto& executor : executors) {
-      executor->submit_update(batch, [group](Stage& stage) { stage.step({&group, 1}); });
+    for (int rank = 0; rank < static_cast<int>(executors.size()); ++rank) {
+      for (const int i : update_order(schedule_, rank)) {
+        executors[rank]->submit_update(i, batch, [group](Stage& stage) {
+          stage.step({&group, 1});
+        });
+      }
     }
   }
   void drain() {
@@ -180,12 +194,21 @@ TEST(ExecutorTest, EveryScheduleFollowsTheVersionRule) {
     expect_trajectory(make_schedule("2bw", d, d), 0);
     expect_trajectory(make_schedule("pipedream", d, 1), 0);
   }
+  for (const int p : {1, 2, 3}) {
+    for (const int v : {1, 2, 3}) {
+      SCOPED_TRACE(testing::Message() << p << " ranks of " << v << " stages");
+      expect_trajectory(make_schedule("interleaved", p * v, 2 * p, v), 0);
+      expect_trajectory(make_schedule("interleaved_2bw", p * v, 3 * p, v), 0);
+      expect_trajectory(make_schedule("looped_bfs", p * v, p + 1, v), 0);
+    }
+  }
 }
 
 TEST(ExecutorTest, DrainingAnywhereChangesNothing) {
   expect_trajectory(make_schedule("2bw", 3, 4), 1);
   expect_trajectory(make_schedule("2bw", 3, 4), 2);
   expect_trajectory(make_schedule("2bw_eager", 3, 5), 2);
+  expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), 2);
   expect_trajectory(make_schedule("pipedream", 3, 1), 1);
   expect_trajectory(make_schedule("pipedream", 4, 1), 3);
 }
@@ -219,8 +242,9 @@ TEST(ExecutorTest, InFlightMicrobatchesAndTheirBytesAreCounted) {
   }
   pipeline.drain();
   for (int i = 0; i < 3; ++i) {
-    EXPECT_EQ(pipeline.executors[i]->most_in_flight(), max_in_flight(schedule, i));
-    EXPECT_EQ(pipeline.executors[i]->most_bytes_in_flight(), 8 * max_in_flight(schedule, i));
+    EXPECT_EQ(pipeline.executors[i]->worker(i).most_in_flight(), max_in_flight(schedule, i));
+    EXPECT_EQ(pipeline.executors[i]->worker(i).most_bytes_in_flight(),
+              8 * max_in_flight(schedule, i));
   }
 }
 

@@ -1,0 +1,288 @@
+#include "engine/stage_worker.h"
+
+#include "core/check.h"
+#include "engine/input_sink.h"
+#include "engine/steady_clock.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <thread>
+
+namespace pd2 {
+
+void StageWorker::set_wiring(int id, Wiring wiring) {
+  const std::lock_guard lock(wirings_mutex_);
+  wirings_[id] = std::move(wiring);
+}
+
+void StageWorker::expect_values(const Run& run) {
+  for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
+    for (LayoutId layout : run.layouts) {
+      edge.values->expect(layout);
+    }
+  }
+}
+
+void StageWorker::abort_channels() {
+  const std::lock_guard lock(wirings_mutex_);
+  for (auto& [id, wiring] : wirings_) {
+    for (InboundEdge& edge : wiring.inbound) {
+      edge.values->abort();
+      edge.gradients->abort();
+    }
+    for (OutboundEdge& edge : wiring.outbound) {
+      edge.values->abort();
+      edge.gradients->abort();
+    }
+  }
+}
+
+void StageWorker::drop_connections() {
+  wirings_.clear();
+  stage_->drop_replicas();
+}
+
+void StageWorker::clear() {
+  in_flight_.clear();
+  updates_.clear();
+  loss_ = {};
+}
+
+ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight* in_flight) {
+  ForwardCall call{run.id, microbatch, 0, {}};
+  for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
+    Message message = edge.values->receive();
+    NodePtr sink;
+    if (in_flight && message.differentiable()) {
+      sink = make_input_sink<NodePtr>();
+      for (std::size_t i = 0; i < message.tensors.size(); ++i) {
+        if (message.requires_grad[i]) {
+          torch::autograd::create_gradient_edge(message.tensors[i], sink);
+        } else {
+          // Every tensor of the message has a place in the sink, so that indices agree.
+          sink->add_input_metadata(torch::autograd::Node::undefined_input());
+        }
+      }
+    }
+    if (in_flight) {
+      in_flight->sinks.push_back(std::move(sink));
+    }
+    call.inbound.push_back(std::move(message));
+  }
+  return call;
+}
+
+void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& result,
+                              InFlight* in_flight) {
+  const Wiring& wiring = wirings_.at(run.wiring);
+  PD2_ASSERT(result.outbound.size() == wiring.outbound.size(), "a message for each edge");
+  const LayoutId layout = run.layouts[microbatch];
+  for (std::size_t e = 0; e < wiring.outbound.size(); ++e) {
+    Message& message = result.outbound[e];
+    message.requires_grad.clear();
+    std::vector<torch::autograd::Edge> outputs;
+    for (at::Tensor& tensor : message.tensors) {
+      const bool requires_grad = in_flight && tensor.requires_grad();
+      message.requires_grad.push_back(requires_grad);
+      outputs.push_back(requires_grad ? torch::autograd::impl::gradient_edge(tensor)
+                                      : torch::autograd::Edge());
+      tensor = tensor.tensor_data();
+    }
+    if (in_flight) {
+      const bool differentiable = message.differentiable();
+      in_flight->outputs.push_back(std::move(outputs));
+      in_flight->expects_gradients.push_back(differentiable);
+    }
+    wiring.outbound[e].values->send(layout, std::move(message));
+    if (in_flight && in_flight->expects_gradients[e]) {
+      wiring.outbound[e].gradients->expect(layout);
+    }
+  }
+}
+
+void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& loss,
+                           InFlight& in_flight) {
+  if (microbatch == 0) {
+    loss_.rows = run.rows;
+  }
+  if (loss.requires_grad()) {
+    in_flight.loss = torch::autograd::impl::gradient_edge(loss);
+    // The mean over replicas: each adds its gradients with weight 1/w.
+    in_flight.loss_seed =
+        loss_.weighted(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
+  }
+  loss_.losses.push_back(loss.tensor_data());
+  if (microbatch == options_.num_microbatches - 1) {
+    options_.on_loss(run.id, std::exchange(loss_, {}));
+  }
+}
+
+void StageWorker::forward(const Run& run, int microbatch) {
+  InFlight in_flight;
+  in_flight.layout = run.layouts[microbatch];
+  in_flight.wiring = run.wiring;
+  in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
+  ForwardCall call = receive_values(run, microbatch, &in_flight);
+  const double start = now();
+  stage_->versions().pin(in_flight.version);
+  call.slot = stage_->versions().slot(in_flight.version);
+  ForwardResult result = options_.forward(std::move(call));
+  if (result.loss.defined()) {
+    add_loss(run, microbatch, result.loss, in_flight);
+  }
+  log(ActionKind::kForward, run.id, microbatch, in_flight.version, start, now());
+  send_values(run, microbatch, result, &in_flight);
+  in_flight.bytes = result.bytes_kept;
+  bytes_in_flight_ += in_flight.bytes;
+  in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
+  most_bytes_in_flight_ = std::max(most_bytes_in_flight_.load(), bytes_in_flight_);
+  most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
+}
+
+void StageWorker::backward(std::int64_t batch, int microbatch) {
+  const auto place = in_flight_.find({batch, microbatch});
+  PD2_ASSERT(place != in_flight_.end(), "backward of a microbatch that is not in flight");
+  InFlight in_flight = std::move(place->second);
+  in_flight_.erase(place);
+  if (microbatch == 0) {
+    stage_->begin_batch();
+  }
+  const Wiring& wiring = wirings_.at(in_flight.wiring);
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list gradients;
+  // The last consumer's gradient first: the order in which the unsplit backward adds them.
+  for (std::size_t e = wiring.outbound.size(); e-- > 0;) {
+    if (!in_flight.expects_gradients[e]) {
+      continue;
+    }
+    Message message = wiring.outbound[e].gradients->receive();
+    for (std::size_t i = 0; i < message.tensors.size(); ++i) {
+      if (in_flight.outputs[e][i].is_valid() && message.tensors[i].defined()) {
+        roots.push_back(in_flight.outputs[e][i]);
+        gradients.push_back(std::move(message.tensors[i]));
+      }
+    }
+  }
+  const double start = now();
+  if (in_flight.loss) {
+    roots.push_back(*in_flight.loss);
+    gradients.push_back(in_flight.loss_seed);
+  }
+  std::optional<double> sent_at;
+  std::vector<bool> sent(wiring.inbound.size());
+  const auto send = [&](std::size_t e) {
+    auto& sink = static_cast<InputSink&>(*in_flight.sinks[e]);
+    Message message;
+    message.tensors = std::move(sink.captured);
+    message.tensors.resize(sink.num_inputs());
+    message.requires_grad.assign(message.tensors.size(), false);
+    sent_at = now();
+    sent[e] = true;
+    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
+  };
+  // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
+  // autograd runs the node in a thread of its own.)
+  for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
+    if (in_flight.sinks[e]) {
+      static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&send, e] { send(e); };
+    }
+  }
+  if (!roots.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(
+        roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+  }
+  log(ActionKind::kBackward, batch, microbatch, in_flight.version, start, sent_at.value_or(now()));
+  for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
+    if (in_flight.sinks[e] && !sent[e]) {
+      send(e);
+    }
+  }
+  stage_->versions().unpin(in_flight.version);
+  bytes_in_flight_ -= in_flight.bytes;
+}
+
+void StageWorker::update(std::int64_t batch) {
+  const auto submitted = updates_.find(batch);
+  if (submitted == updates_.end()) {
+    gradients_ready_ = batch;
+    return;
+  }
+  const auto apply = std::move(submitted->second);
+  updates_.erase(submitted);
+  this->apply(batch, apply);
+}
+
+void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& apply) {
+  const double start = now();
+  for (const auto& work : stage_->start_reduction()) {
+    wait_for_replicas(*work);
+  }
+  stage_->finish_reduction();
+  apply(*stage_);
+  log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, stage_->versions().newest(), start,
+      now());
+}
+
+void StageWorker::wait_for_replicas(c10d::Work& work) {
+  // A collective cannot be aborted, so look whether the pipeline has failed meanwhile. On CUDA
+  // wait() only orders streams and asking for completion would stop the host.
+  while (!stage_->on_cuda() && !work.isCompleted()) {
+    if (around_.is_stopped()) {
+      throw ChannelAborted();
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  work.wait();
+}
+
+void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> apply) {
+  if (gradients_ready_ == batch) {
+    gradients_ready_.reset();
+    this->apply(batch, apply);
+  } else {
+    updates_.emplace(batch, std::move(apply));
+  }
+}
+
+void StageWorker::evaluate(const Run& run, int microbatch) {
+  const at::NoGradGuard no_grad;
+  ForwardCall call = receive_values(run, microbatch, nullptr);
+  call.slot = stage_->versions().slot(stage_->versions().newest());
+  ForwardResult result = options_.forward(std::move(call));
+  send_values(run, microbatch, result, nullptr);
+}
+
+void StageWorker::log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version,
+                      double start, double end) {
+  around_.log({options_.stage, kind, batch, microbatch, version, start, end});
+}
+
+std::int64_t StageWorker::message_buffer_bytes() const {
+  const std::lock_guard lock(wirings_mutex_);
+  std::set<const void*> seen;  // wirings share channels
+  std::int64_t sum = 0;
+  const auto add = [&](const auto& channel) {
+    if (seen.insert(channel.get()).second) {
+      sum += channel->buffer_bytes();
+    }
+  };
+  for (const auto& [id, wiring] : wirings_) {
+    for (const InboundEdge& edge : wiring.inbound) {
+      add(edge.values);
+      add(edge.gradients);
+    }
+    for (const OutboundEdge& edge : wiring.outbound) {
+      add(edge.values);
+      add(edge.gradients);
+    }
+  }
+  return sum;
+}
+
+}  // namespace pd2

@@ -1,0 +1,178 @@
+// One stage at work: what it does for each action, and the microbatches that are in flight there.
+#pragma once
+
+#include "core/schedule.h"
+#include "engine/batch_loss.h"
+#include "engine/channel.h"
+#include "engine/message.h"
+#include "engine/stage.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+
+// An edge as its consumer sees it: values come in, their gradients go back.
+struct InboundEdge {
+  int producer = 0;
+  std::shared_ptr<Receiver> values;
+  std::shared_ptr<Sender> gradients;
+};
+
+// An edge as its producer sees it.
+struct OutboundEdge {
+  int consumer = 0;
+  std::shared_ptr<Sender> values;
+  std::shared_ptr<Receiver> gradients;
+};
+
+// Edges of one capture of the model; a model captured in two modes may have different ones.
+struct Wiring {
+  std::vector<InboundEdge> inbound;
+  std::vector<OutboundEdge> outbound;
+};
+
+// What a stage's forward gets and gives. Tensors of `inbound` require grad as their producers' did;
+// those of `outbound` carry the history that leads back to them.
+struct ForwardCall {
+  std::int64_t run = 0;  // the run that the caller submitted (a batch, or an evaluation)
+  int microbatch = 0;
+  int slot = 0;  // which weight buffer
+  std::vector<Message> inbound;
+};
+struct ForwardResult {
+  std::vector<Message> outbound;  // by edge of the wiring
+  at::Tensor loss;                // last stage of a training batch: the microbatch's mean or sum
+  std::int64_t bytes_kept = 0;    // activations held for the backward
+};
+using Forward = std::function<ForwardResult(ForwardCall)>;
+
+// A pass of `layouts.size()` microbatches through the stage.
+struct Run {
+  std::int64_t id = 0;
+  int wiring = 0;
+  std::vector<LayoutId> layouts;  // by microbatch
+  // By microbatch, weighs the losses' means; empty if losses are sums.
+  std::vector<std::int64_t> rows;
+};
+
+// An executed action, for logs and timelines. Times are seconds of the steady clock, which all
+// processes of one machine share. A backward that sends gradients ends when it does, although the
+// last weights' gradients may still be added then.
+struct ExecutedAction {
+  int stage;
+  ActionKind kind;
+  std::int64_t batch;
+  int microbatch;
+  std::int64_t version;  // read by F and B, written by U
+  double start;
+  double end;
+};
+
+struct StageWorkerOptions {
+  int stage = 0;
+  int num_replicas = 1;
+  int num_microbatches = 1;
+  int delay = 0;
+  Forward forward;
+  // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
+  std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;
+};
+
+// What its executor gives it.
+struct WorkerSurroundings {
+  std::function<void(const ExecutedAction&)> log;
+  std::function<bool()> is_stopped;  // then nobody waits any longer
+};
+
+// Used by one executor's thread, but for what says otherwise.
+class StageWorker {
+ public:
+  StageWorker(StageWorkerOptions options, std::shared_ptr<Stage> stage)
+      : options_(std::move(options)), stage_(std::move(stage)) {}
+  StageWorker(const StageWorker&) = delete;
+  StageWorker& operator=(const StageWorker&) = delete;
+
+  int stage() const { return options_.stage; }
+  // Before the thread begins.
+  void set_surroundings(WorkerSurroundings surroundings) { around_ = std::move(surroundings); }
+
+  // From the submitting thread, before the first run that uses it.
+  void set_wiring(int id, Wiring wiring);
+  // From the submitting thread.
+  void expect_values(const Run& run);
+  // From any thread.
+  void abort_channels();
+  // When the thread has ended: lets go of the channels and the replicas, and so of their
+  // connections.
+  void drop_connections();
+
+  void forward(const Run& run, int microbatch);
+  void backward(std::int64_t batch, int microbatch);
+  // At the schedule's U: if the update has been submitted.
+  void update(std::int64_t batch);
+  // Executes it now if the gradients are complete, else at the schedule's U.
+  void submit_update(std::int64_t batch, std::function<void(Stage&)> apply);
+  // Forward only, no gradients, on the newest version.
+  void evaluate(const Run& run, int microbatch);
+
+  bool is_empty() const { return in_flight_.empty(); }
+  // Forgets everything under way.
+  void clear();
+
+  // From any thread.
+  std::int64_t most_bytes_in_flight() const { return most_bytes_in_flight_; }
+  int most_in_flight() const { return most_in_flight_; }
+  std::int64_t message_buffer_bytes() const;
+
+ private:
+  using NodePtr = decltype(torch::autograd::Edge::function);
+
+  // A microbatch between its forward and its backward.
+  struct InFlight {
+    LayoutId layout = 0;
+    int wiring = 0;
+    std::int64_t version = 0;
+    std::vector<NodePtr> sinks;                               // by inbound edge
+    std::vector<std::vector<torch::autograd::Edge>> outputs;  // by outbound edge
+    std::vector<bool> expects_gradients;                      // by outbound edge
+    std::optional<torch::autograd::Edge> loss;
+    at::Tensor loss_seed;
+    std::int64_t bytes = 0;
+  };
+
+  ForwardCall receive_values(const Run& run, int microbatch, InFlight* in_flight);
+  void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
+  void add_loss(const Run& run, int microbatch, const at::Tensor& loss, InFlight& in_flight);
+  void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
+  void wait_for_replicas(c10d::Work& work);
+  void log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version, double start,
+           double end);
+
+  const StageWorkerOptions options_;
+  const std::shared_ptr<Stage> stage_;
+  WorkerSurroundings around_;
+
+  mutable std::mutex wirings_mutex_;  // of the map; its entries stay as they are
+  std::map<int, Wiring> wirings_;
+
+  std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;   // by batch and microbatch
+  std::map<std::int64_t, std::function<void(Stage&)>> updates_;  // submitted, gradients incomplete
+  std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
+  BatchLoss loss_;                               // of the batch's microbatches so far
+  std::int64_t bytes_in_flight_ = 0;
+  std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
+  std::atomic<int> most_in_flight_ = 0;
+};
+
+}  // namespace pd2
