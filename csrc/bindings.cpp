@@ -261,12 +261,16 @@ void bind_channels(py::module_& module) {
   py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
       .def_static(
           "create",
-          [=](std::uint32_t num_slots) { return ring_or_none(SharedRing::create(num_slots)); },
-          py::arg("num_slots"))
+          [=](std::uint32_t num_slots, double timeout) {
+            return ring_or_none(SharedRing::create(num_slots, SharedRing::Timeout(timeout)));
+          },
+          py::arg("num_slots"), py::arg("timeout"))
       .def_static(
           "open",
-          [=](const std::string& address) { return ring_or_none(SharedRing::open(address)); },
-          py::arg("address"))
+          [=](const std::string& address, double timeout) {
+            return ring_or_none(SharedRing::open(address, SharedRing::Timeout(timeout)));
+          },
+          py::arg("address"), py::arg("timeout"))
       .def_property_readonly("address", &SharedRing::address);
   py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
                                                                               "ProcessGroupSender")

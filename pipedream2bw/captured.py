@@ -169,7 +169,18 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
     known.update(name for name, _ in root.named_parameters(remove_duplicate=False))
     known.update(name for name, _ in root.named_buffers(remove_duplicate=False))
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - known
-    return {target: operator.attrgetter(target)(traced) for target in targets}
+    constants = {target: operator.attrgetter(target)(traced) for target in targets}
+    owner = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()}
+    for value in constants.values():
+        if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.numel():
+            name = owner.get(value.untyped_storage().data_ptr())
+            if name is not None:
+                raise ValueError(
+                    f"parameter {name} would be a constant: the forward refers to it in another "
+                    "way than as an attribute of its module (a closure, or an object or nested "
+                    "container that holds it)"
+                )
+    return constants
 
 
 def layer_name(node: fx.Node) -> str:

@@ -49,6 +49,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "pipeline computes each batch's gradient once"
             )
         self._pipe = _agreed_pipeline_of(optimizer)
+        with self._pipe._failing_closes():
+            self._pipe._drain()  # updates that were registered are the former optimizer's
         self._wrapped = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # The very objects of the wrapped optimizer, so that edits of either are seen by both.
@@ -57,6 +59,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         states = [stage.state for stage in self._pipe._stages]
         self._kind = _fused_kind(optimizer, states)
         self._steppers: dict[int, _StageStepper] = {}
+        self._options = _options_of(self.param_groups)  # as the last step() saw them
         group_of = {
             id(parameter): index
             for index, group in enumerate(self.param_groups)
@@ -84,10 +87,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 lambda stage, batch: stage.executor.submit_fused_update(stage.index, batch, options)
             )
         else:
-            groups = [
-                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-                for group in self.param_groups
-            ]
+            groups = self._take_changed_options()
             # What waits in the engine must not hold the pipeline, so no reference to `self`.
             self._pipe._submit_updates(
                 lambda stage, batch: stage.executor.submit_update(
@@ -109,6 +109,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for stage in self._pipe._stages:
                 for i, handle in enumerate(stage.state.handles):
                     self.state[handle] = self._read_state(stage.state, i, group_of[id(handle)])
+        else:
+            self._read_counters()
         return self._wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,6 +121,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.state = self._wrapped.state
         for stage in self._pipe._stages:
             if self._kind is None:
+                self._options = _options_of(self.param_groups)
                 self._steppers[stage.index] = _StageStepper(self._wrapped, stage.state)
                 continue
             for i, handle in enumerate(stage.state.handles):
@@ -127,6 +130,29 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         how = "one fused pass" if self._kind else "its own step on a copy of the weights"
         return f"PipelineOptimizer({how})\n{self._wrapped!r}"
+
+    def _take_changed_options(self) -> list[dict[str, Any]]:
+        """What the user changed in each group since the last step.
+
+        Only that: the stages' optimizers may keep counters of their own in their groups.
+        """
+        current = _options_of(self.param_groups)
+        changed = [
+            {key: value for key, value in new.items() if key not in old or _differ(value, old[key])}
+            for new, old in zip(current, self._options, strict=True)
+        ]
+        self._options = current
+        return changed
+
+    def _read_counters(self) -> None:
+        """Takes over what a stage's optimizer changed in its groups; the pipeline is drained."""
+        for stepper in list(self._steppers.values())[:1]:
+            for group, theirs, seen in zip(
+                self.param_groups, stepper.options(), self._options, strict=True
+            ):
+                for key, value in theirs.items():
+                    if key not in seen or not _differ(group[key], seen[key]):
+                        group[key], seen[key] = value, copy.deepcopy(value)
 
     def _read_state(
         self, state: StageState, parameter: int, group: dict[str, Any]
@@ -148,8 +174,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _write_state(self, state: StageState, parameter: int, values: dict[str, Any]) -> None:
         assert self._kind is not None
         for name in _STATE_NAMES[self._kind]:
-            if values.get(name) is not None:
-                state.engine.set_optimizer_state(name, parameter, values[name])
+            value, old = values.get(name), state.engine.optimizer_state(name, parameter)
+            if value is None and old is not None:
+                value = torch.zeros_like(old)
+            if value is not None:
+                state.engine.set_optimizer_state(name, parameter, value)
         # SGD has no count of its own; the engine needs to know that the buffer is there.
         default = 1 if values.get("momentum_buffer") is not None else 0
         state.engine.set_step_count(parameter, int(values.get("step", default)))
@@ -162,15 +191,20 @@ class _StageStepper:
         self._stage = stage
         self._index = {id(handle): i for i, handle in enumerate(stage.handles)}
         # The same optimizer restricted to the stage's parameters; state is shared by parameter.
-        self._part = copy.copy(optimizer)
+        # Not copy.copy, for which an optimizer has no attributes beyond groups and state.
+        self._part = object.__new__(type(optimizer))
+        self._part.__dict__.update(optimizer.__dict__)
         self._part.param_groups = [
             {**group, "params": [p for p in group["params"] if id(p) in self._index]}
             for group in optimizer.param_groups
         ]
         self._part.state = optimizer.state
 
+    def options(self) -> list[dict[str, Any]]:
+        return _options_of(self._part.param_groups)
+
     def step(self, groups: list[dict[str, Any]]) -> None:
-        """One step with the given hyper-parameters; called by the stage's executor thread."""
+        """One step after the given changes of options; called by the stage's executor thread."""
         engine = self._stage.engine
         for group, options in zip(self._part.param_groups, groups, strict=True):
             group.update(options)
@@ -185,6 +219,19 @@ class _StageStepper:
             for handle in self._stage.handles:
                 handle.grad = None
         engine.publish()
+
+
+def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+
+
+def _differ(new: Any, old: Any) -> bool:
+    if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
+        return not torch.equal(new, old)
+    return type(new) is not type(old) or bool(new != old)
 
 
 def _agreed_pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:

@@ -22,7 +22,7 @@ from .loss import Loss
 from .memory import StageMemory
 from .microbatch import join_outputs
 from .modes import Mode, Modes
-from .settings import check_example, check_settings, length_of, stage_devices
+from .settings import check_example, check_parameters, check_settings, length_of, stage_devices
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
@@ -123,6 +123,7 @@ class PipelineModule(nn.Module):
                     f'schedule: "{schedule}": the engine does not run split backwards (I and W)'
                 )
             root = as_root(model)
+            check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)
             self._modes = Modes(
                 root,
@@ -167,6 +168,7 @@ class PipelineModule(nn.Module):
         self._evaluations = 0
         self._updates = 0  # opt.step() calls so far
         self._drained = True
+        self._mode_of_last_batch = root.training
         self._closed_because: str | None = None
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
@@ -241,8 +243,9 @@ class PipelineModule(nn.Module):
         Every rank calls it. The rank of stage 0 needs ``args`` and ``kwargs``, the rank of the last
         stage ``target``; the others may pass the same or leave them out. Every tensor is split
         along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
-        its name is in ``replicated``. Call ``step()`` of the :class:`PipelineOptimizer` once after
-        each.
+        its name is in ``replicated``. The microbatches are views of these tensors and are read
+        after this call has returned: write to them only after the loss of the batch after the next,
+        or a :meth:`flush`. Call ``step()`` of the :class:`PipelineOptimizer` once after each.
 
         Raises:
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
@@ -254,6 +257,7 @@ class PipelineModule(nn.Module):
             # The batches that the schedule keeps unfinished, and one to go on with.
             self._stages.wait_for_room(max(2, self._schedule.most_batches_behind + 1))
             batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
+            self._mode_of_last_batch = self.training
             slot = self._stages.losses.expect(self._batch)
             for stage in self._stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
@@ -373,7 +377,11 @@ class PipelineModule(nn.Module):
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains."""
         self._flush_for(Operation.full_state_dict)
-        mine = {name: value.detach().cpu() for name, value in self._state_here().items()}
+        # Copies, as a view would be sent with the whole buffer that it is a part of.
+        mine = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in self._state_here().items()
+        }
         parts = self._control.gather(mine if self.replica == 0 else {})
         merged = {name: value for part in parts for name, value in part.items()}
         order = self._held[1].state_dict().keys()
@@ -539,6 +547,8 @@ class PipelineModule(nn.Module):
     def _tear_down(self, reason: str) -> None:
         self._closed_because = reason
         _open_pipelines.discard(self)
+        for stage in self._stages:
+            stage.state.remove_guards()
         self._stages.end()
 
     # ------------------------------------------------------------------ parts of the above
@@ -563,6 +573,8 @@ class PipelineModule(nn.Module):
                     f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
                     "PipelineOptimizer.step() must follow each train_step"
                 )
+            for stage in self._stages if training else ():
+                stage.state.check_requires_grad()
             first = self._modes.first
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 
@@ -574,6 +586,8 @@ class PipelineModule(nn.Module):
 
     def _mode_in_use(self) -> Mode:
         """The capture for the current mode; made when first used, on all ranks together."""
+        if self._mode_of_last_batch != self.training:
+            self._drain()  # the modes' stages may be wired differently
         if self.training not in self._modes:
             self._drain()  # torch.fx traces by replacing nn.Module's call for all threads
             others = self._stages.others

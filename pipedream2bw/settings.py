@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,8 @@ def check_settings(
         raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout: {timeout!r} given, it must be a number of seconds")
-    if not timeout > 0:
-        raise ValueError(f"timeout: {timeout} seconds, it must be > 0")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: {timeout} seconds, it must be > 0 and finite")
     if isinstance(replicated, str):
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
@@ -55,6 +56,24 @@ def check_example(args: object, kwargs: object) -> None:
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"example_kwargs: {type(kwargs).__name__} given, it must be a dict")
+
+
+def check_parameters(root: nn.Module, loss_fn: object) -> None:
+    """Raises ValueError if a parameter has what its copies in the stages would not have."""
+    for name, parameter in root.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise ValueError(
+                f"parameter {name}: {len(hooks)} hooks on its gradient, they must be none: the "
+                "pipeline takes gradients as soon as they exist; use hooks of modules instead"
+            )
+    if isinstance(loss_fn, nn.Module):
+        trainable = [name for name, p in loss_fn.named_parameters() if p.requires_grad]
+        if trainable:
+            raise ValueError(
+                f"loss_fn: {type(loss_fn).__name__} has {len(trainable)} trainable parameters "
+                f"({', '.join(trainable[:5])}), it must have none: make them a part of the model"
+            )
 
 
 def stage_devices(

@@ -17,6 +17,22 @@ from .codegen import StageFunction
 from .stage import StageProgram
 
 
+class _Guard:
+    """Raises when a gradient reaches a model's own Parameter, which no stage computes with."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        raise RuntimeError(
+            f"parameter {self._name}: a gradient reached the model's own Parameter, not the "
+            "pipeline's copy, and would be lost. Something refers to it in another way than as an "
+            "attribute of its module: a closure, an object or nested container that holds it, or a "
+            "loss_fn that uses the model's parameters"
+        )
+
+
 class StageState:
     """The parameters, buffers and clones of one stage.
 
@@ -42,9 +58,14 @@ class StageState:
         for parameter in named.values():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(device)
+        self._named = list(named.items())
         self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.handles = list(self.trainable.values())
+        self._guards = [
+            handle.register_post_accumulate_grad_hook(_Guard(name))  # type: ignore[no-untyped-call]
+            for name, handle in self.trainable.items()
+        ]
         self.buffer_names = program.buffers
         for holder, leaf in self._buffer_places():
             holder[leaf] = holder[leaf].to(device)
@@ -102,6 +123,21 @@ class StageState:
         slot = self.engine.newest_slot
         for i, handle in enumerate(self.handles):
             handle.data = self.engine.weight(slot, i)
+
+    def check_requires_grad(self) -> None:
+        """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
+        for name, parameter in self._named:
+            if parameter.requires_grad != (name in self.trainable):
+                raise ValueError(
+                    f"parameter {name}: requires_grad is {parameter.requires_grad}, it was "
+                    f"{not parameter.requires_grad} when the pipeline was made: freeze and "
+                    "unfreeze before, the pipeline keeps versions of the trained ones only"
+                )
+
+    def remove_guards(self) -> None:
+        """Lets the handles have gradients again, as their owner is no pipeline any more."""
+        for guard in self._guards:
+            guard.remove()
 
     def give_back(self) -> None:
         """Gives the handles memory of their own, with the newest weights."""

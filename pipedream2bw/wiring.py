@@ -166,7 +166,9 @@ class Channels:
         # As many messages as can be under way before the receiver has to take one.
         most_under_way = max(self._in_flight) + 1
         devices = {self._devices[source].type, self._devices[destination].type}
-        ring = _make_ring(group, *peers, most_under_way) if devices == {"cpu"} else None
+        ring = (
+            _make_ring(group, *peers, most_under_way, self._timeout) if devices == {"cpu"} else None
+        )
         if source in grid.stages:
             return (
                 _C.ProcessGroupSender(
@@ -194,7 +196,11 @@ class Channels:
 
 
 def _make_ring(
-    group: dist.ProcessGroup, source: int, destination: int, num_slots: int
+    group: dist.ProcessGroup,
+    source: int,
+    destination: int,
+    num_slots: int,
+    timeout: datetime.timedelta,
 ) -> _C.SharedRing | None:
     """This process's end of memory shared by two ranks, None if they are not on one machine.
 
@@ -202,11 +208,11 @@ def _make_ring(
     memory and some do not, so the receiver tries and tells.
     """
     is_source = dist.get_rank() == source
-    ring = _C.SharedRing.create(num_slots) if is_source else None
+    ring = _C.SharedRing.create(num_slots, timeout.total_seconds()) if is_source else None
     told: list[Any] = [ring.address if ring else ""]
     dist.broadcast_object_list(told, src=source, group=group)
     if not is_source:
-        ring = _C.SharedRing.open(told[0])
+        ring = _C.SharedRing.open(told[0], timeout.total_seconds())
     told = [ring is not None]
     dist.broadcast_object_list(told, src=destination, group=group)
     return ring if told[0] else None

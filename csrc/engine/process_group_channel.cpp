@@ -156,6 +156,11 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
     if (!entry.defined) {
       continue;
     }
+    PD2_CHECK(entry.requires_grad == message.requires_grad[i],
+              "values between stages must follow from the shapes of the model's inputs: tensor ", i,
+              message.requires_grad[i] ? " requires" : " does not require",
+              " a gradient, for the same input shapes it did", entry.requires_grad ? "" : " not");
+    tensor = tensor.resolve_conj().resolve_neg();  // bits that only this process would know of
     if (tensor.strides() != at::IntArrayRef(entry.strides)) {
       at::Tensor laid_out = at::empty_strided(entry.sizes, entry.strides, tensor.options());
       tensor = laid_out.copy_(tensor);

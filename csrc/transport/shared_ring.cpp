@@ -79,7 +79,7 @@ unsigned long long process_namespace() {
 
 }  // namespace
 
-std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t num_slots) {
+std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t num_slots, Timeout timeout) {
   const int self = descriptor_of(getpid());  // only to see whether the other end can do it
   if (self < 0) {
     return nullptr;
@@ -94,7 +94,7 @@ std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t num_slots) {
     close(file);
     return nullptr;
   }
-  std::unique_ptr<SharedRing> ring = map(file, num_slots);
+  std::unique_ptr<SharedRing> ring = map(file, num_slots, timeout);
   if (!ring) {
     return nullptr;
   }
@@ -113,7 +113,7 @@ std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t num_slots) {
   return ring;
 }
 
-std::unique_ptr<SharedRing> SharedRing::open(const std::string& address) {
+std::unique_ptr<SharedRing> SharedRing::open(const std::string& address, Timeout timeout) {
   int process = 0, number = 0;
   unsigned num_slots = 0;
   unsigned long long name_space = 0, cookie = 0;
@@ -134,7 +134,7 @@ std::unique_ptr<SharedRing> SharedRing::open(const std::string& address) {
   if (file < 0) {
     return nullptr;
   }
-  std::unique_ptr<SharedRing> ring = map(file, num_slots);
+  std::unique_ptr<SharedRing> ring = map(file, num_slots, timeout);
   if (!ring) {
     return nullptr;
   }
@@ -147,14 +147,15 @@ std::unique_ptr<SharedRing> SharedRing::open(const std::string& address) {
 }
 
 // Null where there is no room for it; takes the file over.
-std::unique_ptr<SharedRing> SharedRing::map(int file, std::uint32_t num_slots) {
+std::unique_ptr<SharedRing> SharedRing::map(int file, std::uint32_t num_slots, Timeout timeout) {
   void* const memory =
       mmap(nullptr, Shared::bytes(num_slots), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED) {
     close(file);
     return nullptr;
   }
-  return std::unique_ptr<SharedRing>(new SharedRing(file, num_slots, static_cast<Shared*>(memory)));
+  return std::unique_ptr<SharedRing>(
+      new SharedRing(file, num_slots, static_cast<Shared*>(memory), timeout));
 }
 
 SharedRing::~SharedRing() {
@@ -188,15 +189,19 @@ void wake(const std::atomic<std::uint32_t>&) {}
 
 }  // namespace
 
-std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t) { return nullptr; }
-std::unique_ptr<SharedRing> SharedRing::open(const std::string&) { return nullptr; }
+std::unique_ptr<SharedRing> SharedRing::create(std::uint32_t, Timeout) { return nullptr; }
+std::unique_ptr<SharedRing> SharedRing::open(const std::string&, Timeout) { return nullptr; }
 SharedRing::~SharedRing() = default;
 void SharedRing::check_peer() {}
 
 #endif
 
-SharedRing::SharedRing(int file, std::uint32_t num_slots, Shared* shared)
-    : file_(file), num_slots_(num_slots), shared_(shared), used_by_slot_(num_slots) {}
+SharedRing::SharedRing(int file, std::uint32_t num_slots, Shared* shared, Timeout timeout)
+    : file_(file),
+      num_slots_(num_slots),
+      timeout_(timeout),
+      shared_(shared),
+      used_by_slot_(num_slots) {}
 
 std::byte* SharedRing::slot(std::uint32_t index) {
   return reinterpret_cast<std::byte*>(shared_) + Shared::header_bytes(num_slots_) +
@@ -216,12 +221,12 @@ void SharedRing::use(std::uint32_t index, std::size_t bytes) {
 // other's.
 bool SharedRing::wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                             std::atomic<std::uint32_t>& sleeping) {
-  const auto end = std::chrono::steady_clock::now() + kLooking;
+  const auto start = std::chrono::steady_clock::now();
   while (word.load(std::memory_order_acquire) == value) {
     if (aborted_.load(std::memory_order_relaxed)) {
       return false;
     }
-    if (std::chrono::steady_clock::now() < end) {
+    if (std::chrono::steady_clock::now() < start + kLooking) {
       std::this_thread::yield();  // whoever is waited for may need this core
       continue;
     }
@@ -232,6 +237,12 @@ bool SharedRing::wait_while(const std::atomic<std::uint32_t>& word, std::uint32_
     sleeping.store(0);
     if (word.load() == value) {
       check_peer();
+      if (std::chrono::steady_clock::now() - start > timeout_) {
+        throw std::runtime_error(
+            "timeout: nothing came from the process at the other end of a "
+            "channel for " +
+            std::to_string(timeout_.count()) + " seconds");
+      }
     }
   }
   return !aborted_.load(std::memory_order_relaxed);

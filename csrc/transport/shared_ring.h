@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -20,12 +21,15 @@ class SharedRing {
  public:
   static constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;
 
+  using Timeout = std::chrono::duration<double>;
+
   // The writer's end, with room for `num_slots` messages that have not been read. Null where the
-  // system cannot do it: Linux from 5.3 on can.
-  static std::unique_ptr<SharedRing> create(std::uint32_t num_slots);
+  // system cannot do it: Linux from 5.3 on can. Waiting for the other end throws after `timeout`,
+  // and when its process has ended.
+  static std::unique_ptr<SharedRing> create(std::uint32_t num_slots, Timeout timeout);
   // The reader's end. Null where the writer's memory cannot be reached: another machine, container
   // or user.
-  static std::unique_ptr<SharedRing> open(const std::string& address);
+  static std::unique_ptr<SharedRing> open(const std::string& address, Timeout timeout);
   ~SharedRing();
   SharedRing(const SharedRing&) = delete;
   SharedRing& operator=(const SharedRing&) = delete;
@@ -52,8 +56,8 @@ class SharedRing {
  private:
   struct Shared;  // what lies in the memory
 
-  static std::unique_ptr<SharedRing> map(int file, std::uint32_t num_slots);
-  SharedRing(int file, std::uint32_t num_slots, Shared* shared);
+  static std::unique_ptr<SharedRing> map(int file, std::uint32_t num_slots, Timeout timeout);
+  SharedRing(int file, std::uint32_t num_slots, Shared* shared, Timeout timeout);
   bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                   std::atomic<std::uint32_t>& sleeping);
   void check_peer();
@@ -63,6 +67,7 @@ class SharedRing {
   const int file_;
   int peer_ = -1;  // a descriptor of the other end's process, once it is known
   const std::uint32_t num_slots_;
+  const Timeout timeout_;
   Shared* const shared_;
   std::string address_;
   std::atomic<bool> aborted_ = false;

@@ -3,6 +3,9 @@
 #include "engine/process_group_channel.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/complex.h>
+#include <ATen/ops/conj.h>
+#include <ATen/ops/imag.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
@@ -124,11 +127,11 @@ class ProcessGroupChannelTest : public testing::TestWithParam<bool> {
   void SetUp() override {
     std::shared_ptr<SharedRing> writing, reading;
     if (GetParam()) {
-      writing = SharedRing::create(5);
+      writing = SharedRing::create(5, std::chrono::seconds(60));
       if (!writing) {
         GTEST_SKIP() << "this system has no memory to share";
       }
-      reading = SharedRing::open(writing->address());
+      reading = SharedRing::open(writing->address(), std::chrono::seconds(60));
       ASSERT_TRUE(reading);
     }
     auto mailbox = std::make_shared<Mailbox>();
@@ -184,6 +187,26 @@ TEST_P(ProcessGroupChannelTest, ManyMessagesOfTwoLayoutsArriveInOrder) {
     EXPECT_EQ(received[0].item<float>(), static_cast<float>(i));
   }
   all.get();
+}
+
+TEST_P(ProcessGroupChannelTest, ConjugatesAndNegativesArriveAsTheirValues) {
+  const at::Tensor complex = at::complex(at::ones({3}), at::arange(3, at::kFloat));
+  receiver_->expect(0);
+  auto sent = send(0, message_of({at::conj(complex), at::imag(at::conj(complex))}));
+  const Message received = receiver_->receive();
+  sent.get();
+  EXPECT_TRUE(received.tensors[0].equal(at::conj(complex).resolve_conj()));
+  EXPECT_TRUE(received.tensors[1].equal(-at::arange(3, at::kFloat)));
+}
+
+TEST_P(ProcessGroupChannelTest, AValueThatChangesWhetherItNeedsAGradientIsRefused) {
+  receiver_->expect(0);
+  Message first = message_of({at::ones({3})});
+  first.requires_grad = {true};
+  auto sent = send(0, std::move(first));
+  EXPECT_TRUE(receiver_->receive().requires_grad[0]);
+  sent.get();
+  EXPECT_THROW(sender_->send(0, message_of({at::ones({3})})), ValueError);
 }
 
 TEST_P(ProcessGroupChannelTest, AMissingTensorOfAKnownLayoutTravelsAsZeros) {

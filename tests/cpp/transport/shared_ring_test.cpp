@@ -23,11 +23,11 @@ class SharedRingTest : public testing::Test {
   static constexpr std::uint32_t kSlots = 3;
 
   void SetUp() override {
-    writer_ = SharedRing::create(kSlots);
+    writer_ = SharedRing::create(kSlots, 60s);
     if (!writer_) {
       GTEST_SKIP() << "this system has no memory to share";
     }
-    reader_ = SharedRing::open(writer_->address());
+    reader_ = SharedRing::open(writer_->address(), 60s);
     ASSERT_TRUE(reader_);
   }
 
@@ -108,6 +108,17 @@ TEST_F(SharedRingTest, SlotsAreUsedAgainBeforeFreshOnes) {
   EXPECT_EQ(writer_->used_bytes(), 200);
 }
 
+TEST_F(SharedRingTest, WaitingEndsAfterTheTimeout) {
+  writer_ = SharedRing::create(kSlots, 200ms);
+  reader_ = SharedRing::open(writer_->address(), 200ms);
+  ASSERT_TRUE(reader_);
+  EXPECT_THROW(read(*reader_, 1), std::runtime_error);
+  for (std::uint32_t i = 0; i < kSlots; ++i) {
+    ASSERT_TRUE(write(*writer_, "x"));
+  }
+  EXPECT_THROW(write(*writer_, "x"), std::runtime_error);
+}
+
 TEST_F(SharedRingTest, AbortEndsWaitingOfBothEnds) {
   auto received = std::async(std::launch::async, [&] { return read(*reader_, 1); });
   EXPECT_EQ(received.wait_for(20ms), std::future_status::timeout);
@@ -126,13 +137,13 @@ TEST_F(SharedRingTest, AbortEndsWaitingOfBothEnds) {
 
 TEST_F(SharedRingTest, OnlyTheRightAddressOpens) {
   const std::string address = writer_->address();
-  EXPECT_FALSE(SharedRing::open(""));
-  EXPECT_FALSE(SharedRing::open("1" + address));  // another namespace of processes
+  EXPECT_FALSE(SharedRing::open("", 60s));
+  EXPECT_FALSE(SharedRing::open("1" + address, 60s));  // another namespace of processes
   std::string other_cookie = address;
   other_cookie.back() = other_cookie.back() == '1' ? '2' : '1';
-  EXPECT_FALSE(SharedRing::open(other_cookie));
+  EXPECT_FALSE(SharedRing::open(other_cookie, 60s));
   writer_.reset();
-  EXPECT_FALSE(SharedRing::open(address));
+  EXPECT_FALSE(SharedRing::open(address, 60s));
 }
 
 TEST_F(SharedRingTest, AnEndedProcessIsNoticed) {
@@ -141,7 +152,7 @@ TEST_F(SharedRingTest, AnEndedProcessIsNoticed) {
   ASSERT_EQ(pipe(ready), 0);
   const pid_t child = fork();
   if (child == 0) {
-    const auto ring = SharedRing::open(address);
+    const auto ring = SharedRing::open(address, 60s);
     const char opened = ring ? 'y' : 'n';
     _exit(::write(ready[1], &opened, 1) == 1 ? 0 : 1);
   }
@@ -163,7 +174,7 @@ TEST_F(SharedRingTest, AWriterInAnotherProcessThatEndsIsNoticed) {
   ASSERT_EQ(pipe(addresses), 0);
   const pid_t child = fork();
   if (child == 0) {
-    const auto ring = SharedRing::create(kSlots);
+    const auto ring = SharedRing::create(kSlots, 60s);
     write(*ring, "last words");
     const std::string& address = ring->address();
     const auto length = static_cast<ssize_t>(address.size());
@@ -173,7 +184,7 @@ TEST_F(SharedRingTest, AWriterInAnotherProcessThatEndsIsNoticed) {
   }
   char address[200] = {};
   ASSERT_GT(::read(addresses[0], address, sizeof address - 1), 0);
-  const auto ring = SharedRing::open(address);
+  const auto ring = SharedRing::open(address, 60s);
   ASSERT_TRUE(ring);
   kill(child, SIGKILL);
   EXPECT_EQ(read(*ring, 10), "last words");
