@@ -5,8 +5,8 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/complex.h>
 #include <ATen/ops/conj.h>
-#include <ATen/ops/imag.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/imag.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
