@@ -158,6 +158,12 @@ void bind_core(py::module_& module) {
       .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })
       .def_property_readonly("most_batches_behind",
                              [](const Schedule& self) { return most_batches_behind(self); })
+      .def("to_csv", [](const Schedule& self) { return to_csv(self); })
+      .def(
+          "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
+          py::is_operator())
+      .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
+      .def_property_readonly("is_split", [](const Schedule& self) { return is_split(self); })
       .def("__str__", [](const Schedule& self) { return to_text(self); });
   module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);

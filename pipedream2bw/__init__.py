@@ -13,6 +13,7 @@ from .loss import Loss
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .timeline import Event, Timeline
 
 __version__ = "0.1.0"
@@ -21,7 +22,11 @@ __all__ = [
     "Loss",
     "PipelineModule",
     "PipelineOptimizer",
+    "Schedule",
     "StageMemory",
     "Timeline",
     "draw_timeline",
+    "load_schedule",
+    "make_schedule",
+    "schedule_names",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +23,12 @@ from .loss import Loss
 from .memory import StageMemory
 from .microbatch import join_outputs
 from .modes import Mode, Modes
+from .schedules import Schedule, fingerprint, schedule_for
 from .settings import check_example, check_parameters, check_settings, length_of, stage_devices
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
-_NOT_RUNNABLE = ("2bw_split", "zero_bubble", "zero_bubble_2p")
 _names = itertools.count()
 
 
@@ -59,7 +60,8 @@ class PipelineModule(nn.Module):
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``; with several
-            stages per rank ``"interleaved"``, ``"interleaved_2bw"`` or ``"looped_bfs"``.
+            stages per rank ``"interleaved"``, ``"interleaved_2bw"`` or ``"looped_bfs"``. Or one's
+            own: what :func:`load_schedule` takes.
         stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
@@ -85,7 +87,7 @@ class PipelineModule(nn.Module):
         *,
         num_stages: int | None = None,
         num_microbatches: int,
-        schedule: str = "2bw",
+        schedule: str | os.PathLike[str] | Schedule = "2bw",
         stages_per_rank: int = 1,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
@@ -114,14 +116,7 @@ class PipelineModule(nn.Module):
                 replicated,
             )
             check_example(example_args, example_kwargs)
-            self._schedule = _C.make_schedule(
-                schedule, num_stages, num_microbatches, stages_per_rank
-            )
-            self._schedule.validate()
-            if schedule in _NOT_RUNNABLE:
-                raise ValueError(
-                    f'schedule: "{schedule}": the engine does not run split backwards (I and W)'
-                )
+            self._schedule = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             root = as_root(model)
             check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)
@@ -146,7 +141,7 @@ class PipelineModule(nn.Module):
             "num_stages": num_stages,
             "num_microbatches": num_microbatches,
             "width": width,
-            "schedule": schedule,
+            "schedule": str(schedule) if error else fingerprint(self._schedule),
             "stages_per_rank": stages_per_rank,
             "split": str(split),
             "loss_reduction": loss_reduction,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from .schedules import Schedule
 
 
 def length_of(model: Any) -> int:
@@ -33,8 +36,10 @@ def check_settings(
     _check_whole_number("num_microbatches", num_microbatches)
     _check_whole_number("width", width)
     _check_whole_number("stages_per_rank", stages_per_rank)
-    if not isinstance(schedule, str):
-        raise TypeError(f"schedule: {schedule!r} given, it must be a str")
+    if not isinstance(schedule, (str, os.PathLike, Schedule)):
+        raise TypeError(
+            f"schedule: {schedule!r} given, it must be a name, a text, a path or a Schedule"
+        )
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction: {loss_reduction!r}, known: 'mean', 'sum'")
     if not callable(loss_fn):

@@ -105,6 +105,10 @@ int max_in_flight(const Schedule& schedule, int stage);
 // Blank lines, empty cells and everything after a '#' are ignored.
 std::string to_text(const Schedule& schedule);
 
+// The compute-only CSV of torch.distributed.pipelining: one row per rank, updates left out. Throws
+// ValueError for a schedule that does not drain at every batch: the CSV cannot say so.
+std::string to_csv(const Schedule& schedule);
+
 // Reads to_text's form; from_text(to_text(s)) == s. Also reads the compute-only CSV of
 // torch.distributed.pipelining (one row per rank, "0F0,0F1,,0B0", no header, no updates) as a
 // synchronous schedule: prologue == steady == the rows, each stage's update appended to its rank.

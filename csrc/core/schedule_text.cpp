@@ -7,6 +7,7 @@
 #include <array>
 #include <charconv>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <optional>
@@ -294,6 +295,24 @@ std::string to_text(const Schedule& schedule) {
                         section_text(kSections[0], schedule.ranks, &RankActions::prologue),
                         section_text(kSections[1], schedule.ranks, &RankActions::steady),
                         section_text(kSections[2], schedule.ranks, &RankActions::epilogue));
+}
+
+std::string to_csv(const Schedule& schedule) {
+  std::string text;
+  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    const RankActions& actions = schedule.ranks[rank];
+    PD2_CHECK(actions.prologue == actions.steady && actions.epilogue.empty(), "schedule ",
+              schedule.name, ": rank ", rank, " has ", actions.epilogue.size(),
+              " actions in its epilogue",
+              actions.prologue == actions.steady ? "" : " and another prologue than steady list",
+              ": the CSV holds schedules that drain at every batch only");
+    std::vector<Action> compute;
+    std::ranges::copy_if(actions.steady, std::back_inserter(compute),
+                         [](const Action& each) { return each.kind != ActionKind::kUpdate; });
+    text += joined(compute, [](const Action& each) { return to_string(each); });
+    text += '\n';
+  }
+  return text;
 }
 
 Schedule from_text(std::string_view text) {

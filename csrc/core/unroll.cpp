@@ -56,6 +56,17 @@ std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, in
   return steps;
 }
 
+bool is_split(const Schedule& schedule) {
+  for (const RankActions& rank : schedule.ranks) {
+    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+      for (const Action& action : actions(rank, list)) {
+        if (action.kind == ActionKind::kInputGrad) return true;
+      }
+    }
+  }
+  return false;
+}
+
 std::vector<int> update_order(const Schedule& schedule, int rank) {
   std::vector<int> stages;
   for (const Step& step : unroll(schedule, rank, 0, most_batches_behind(schedule) + 1)) {

@@ -38,6 +38,9 @@ int batch_of(std::int64_t microbatch, int num_microbatches);
 // How many batches the furthest action is behind the batch that is being run.
 int most_batches_behind(const Schedule& schedule);
 
+// Whether some backward is split into I and W.
+bool is_split(const Schedule& schedule);
+
 // The rank's stages in the order in which a batch's updates happen.
 std::vector<int> update_order(const Schedule& schedule, int rank);
 

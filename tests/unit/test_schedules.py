@@ -1,0 +1,169 @@
+"""Schedules of one's own: text, CSV and files, and what torch.distributed.pipelining reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as stock
+
+import pipedream2bw as pd2
+from tests.models import TASKS
+from tests.trajectory import assert_same, by_oracle, by_pipeline, make_pipeline
+
+
+class StageForOrder:
+    """As much of a PipelineStage as torch needs to make its order of actions."""
+
+    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = index, num_stages, num_ranks
+        self.group_rank = index % num_ranks
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.device = torch.device("cpu")
+        self.stage_index_to_group_rank = {i: i % num_ranks for i in range(num_stages)}
+        self.has_backward = True
+        self.submod = self.group = None
+
+
+def compute_only(schedule: pd2.Schedule) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(schedule.to_csv())))
+
+
+def of_torch(order: dict[int, list[Any]]) -> list[list[str]]:
+    rows = ([str(action) for action in order[rank] if action is not None] for rank in sorted(order))
+    return [[name for name in row if "REDUCE" not in name] for row in rows]
+
+
+@pytest.mark.parametrize(("d", "v", "m"), [(4, 2, 4), (4, 2, 6), (6, 3, 4), (6, 2, 6), (8, 2, 8)])
+def test_interleaved_is_torchs_action_by_action(d: int, v: int, m: int) -> None:
+    p = d // v
+    stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
+    theirs = stock.ScheduleInterleaved1F1B(stages, m, loss_fn=lambda a, b: a)  # type: ignore
+    assert compute_only(pd2.make_schedule("interleaved", d, m, v)) == of_torch(
+        theirs.pipeline_order
+    )
+
+
+@pytest.mark.parametrize(("d", "v", "m"), [(4, 2, 4), (6, 3, 2)])
+def test_looped_bfs_does_torchs_actions_with_backwards_in_microbatch_order(
+    d: int, v: int, m: int
+) -> None:
+    p = d // v
+    stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
+    theirs = of_torch(
+        stock.ScheduleLoopedBFS(stages, m, loss_fn=lambda a, b: a).pipeline_order  # type: ignore
+    )
+    for ours, row in zip(
+        compute_only(pd2.make_schedule("looped_bfs", d, m, v)), theirs, strict=True
+    ):
+        assert sorted(ours) == sorted(row)
+        assert [name for name in ours if "F" in name] == [name for name in row if "F" in name]
+
+
+@pytest.mark.parametrize(("d", "m"), [(2, 3), (4, 4), (4, 7)])
+def test_1f1b_is_torchs_action_by_action(d: int, m: int) -> None:
+    theirs = of_torch(stock.Schedule1F1B(StageForOrder(0, d, d), m)._get_pipeline_order())  # type: ignore
+    ours = compute_only(pd2.make_schedule("1f1b", d, m))
+    assert ours[:-1] == theirs[:-1]
+    # torch's order numbers the last rank's forwards from 1; its kinds are right.
+    assert [name[1] for name in ours[-1]] == [name[1] for name in theirs[-1]]
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_torch_loads_our_csv_and_we_load_what_it_dumps(name: str, v: int, tmp_path: Path) -> None:
+    d, m, p = 4, 4, 4 // v
+    ours = pd2.make_schedule(name, d, m, v)
+    path = tmp_path / "ours.csv"
+    path.write_text(ours.to_csv())
+    stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
+    runtime = stock.PipelineScheduleMulti(stages, m, loss_fn=lambda a, b: a)  # type: ignore
+    runtime._load_csv(str(path))
+    assert of_torch(runtime.pipeline_order) == compute_only(ours)
+    dumped = tmp_path / "theirs.csv"
+    runtime._dump_csv(str(dumped))
+    loaded = pd2.load_schedule(dumped)
+    assert compute_only(loaded) == compute_only(ours)
+    assert loaded.placement == ours.placement
+
+
+def test_a_schedule_that_goes_on_has_no_csv() -> None:
+    with pytest.raises(ValueError, match=r"2bw: rank 0 has 2 actions in its epilogue.*drain"):
+        pd2.make_schedule("2bw", 2, 2).to_csv()
+
+
+BY_HAND = """\
+name: one ahead
+stages: 2
+microbatches: 3
+delay: 1
+placement: 0,1
+versions: 2,2
+[prologue]
+0F0,0F1,0F2,0B0
+1F0,1B0,1F1,1B1,1F2,1B2,1U2
+[steady]
+0F0,0B-2,0F1,0B-1,0U-1,0F2,0B0
+1F0,1B0,1F1,1B1,1F2,1B2,1U2
+[epilogue]
+0B1,0B2,0U2
+-
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "path", "schedule"])
+def test_a_schedule_of_ones_own_trains_as_it_says(form: str, tmp_path: Path) -> None:
+    task, m = TASKS["skips"], 3
+    batches = task.batches([2 * m] * 5)
+    given: Any = BY_HAND
+    if form == "path":
+        given = tmp_path / "schedule.txt"
+        given.write_text(BY_HAND)
+    elif form == "schedule":
+        given = pd2.load_schedule(BY_HAND)
+    want = by_oracle(task, batches, m, schedule="2bw")
+    assert_same(by_pipeline(task, batches, 2, m, schedule=given), want)
+    with make_pipeline(task, 2, m, batches[0], schedule=given) as pipe:
+        assert pipe.schedule == "one ahead"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("0F2,0B0\n1F0", "0F2,0B9\n1F0"), r"(?s)microbatch numbers.*found 0B9.*>0B9<"),
+        (("0F1,0F2,0B0\n1F0,1B0", "0F1,0G2,0B0\n1F0,1B0"), r"line 8, column 9: .*\"0G2\""),
+        (("[steady]\n0F0", "[steady]\n5F0"), r"expected a stage from 0 to 1, found 5F0"),
+        (("microbatches: 3", "microbatches: 4"), r"num_microbatches: 3, of the given schedule: 4"),
+        (("versions: 2,2", "versions: 1,2"), r"versions alive never above num_versions"),
+    ],
+)
+def test_a_bad_schedule_is_refused(changed: tuple[str, str], message: str) -> None:
+    assert changed[0] in BY_HAND
+    task = TASKS["skips"]
+    text = BY_HAND.replace(*changed)
+    if "4" in changed[1]:
+        text = str(pd2.make_schedule("2bw", 2, 4))
+    with pytest.raises(ValueError, match=message):
+        make_pipeline(task, 2, 3, task.batches([6])[0], schedule=text)
+
+
+def test_split_backwards_are_not_run_yet_and_say_so() -> None:
+    task = TASKS["skips"]
+    for name in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
+        with pytest.raises(ValueError, match=rf"\"{name}\" has I and W: the engine does not run"):
+            make_pipeline(task, 2, 3, task.batches([6])[0], schedule=name)
+
+
+def test_sizes_that_a_method_forbids_are_refused() -> None:
+    task = TASKS["skips"]
+    for options, message in (
+        ({"schedule": "interleaved", "stages_per_rank": 3}, r"num_stages: 2, stages_per_rank: 3"),
+        ({"schedule": "2bw", "stages_per_rank": 2}, r"stages_per_rank: 2, schedule: 2bw"),
+        ({"schedule": "pipedream"}, r"num_microbatches: 3: pipedream"),
+        ({"schedule": BY_HAND, "stages_per_rank": 2}, r"stages_per_rank: 2, it must be left out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_pipeline(task, 2, 3, task.batches([6])[0], **options)  # type: ignore[arg-type]
