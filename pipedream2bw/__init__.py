@@ -13,6 +13,7 @@ from .loss import Loss
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .simulate import Simulation, simulate
 from .timeline import Event, Timeline
 
 __version__ = "0.1.0"
@@ -21,7 +22,9 @@ __all__ = [
     "Loss",
     "PipelineModule",
     "PipelineOptimizer",
+    "Simulation",
     "StageMemory",
     "Timeline",
     "draw_timeline",
+    "simulate",
 ]

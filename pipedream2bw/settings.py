@@ -27,9 +27,9 @@ def check_settings(
     replicated: Sequence[str],
 ) -> None:
     """Raises ValueError or TypeError that names the setting and its value."""
-    _check_whole_number("num_stages", num_stages)
-    _check_whole_number("num_microbatches", num_microbatches)
-    _check_whole_number("width", width)
+    check_whole_number("num_stages", num_stages)
+    check_whole_number("num_microbatches", num_microbatches)
+    check_whole_number("width", width)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: {schedule!r} given, it must be a str")
     if loss_reduction not in ("mean", "sum"):
@@ -76,7 +76,8 @@ def stage_devices(
     return [torch.device(device) for device in devices]
 
 
-def _check_whole_number(name: str, value: object) -> None:
+def check_whole_number(name: str, value: object) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r} given, it must be an int")
     if value < 1:
