@@ -2,6 +2,7 @@
 #include "core/check.h"
 #include "core/generate.h"
 #include "core/partition.h"
+#include "core/simulate.h"
 #include "core/unroll.h"
 #include "core/validate.h"
 #include "engine/executor.h"
@@ -16,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -144,6 +146,43 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve_group(const std::string& name) {
   return name.empty() ? nullptr : c10d::resolve_process_group(name);
 }
 
+Sends parse_sends(const std::string& name) {
+  for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
+    if (name == to_string(sends)) return sends;
+  }
+  detail::throw_value_error("sends: " + name + ", known: asynchronous, blocking, rendezvous");
+}
+
+// Costs as tuples of the structs' fields in their order.
+py::tuple simulate_for_python(const Schedule& schedule,
+                              const std::vector<std::array<double, 9>>& stages,
+                              const std::vector<std::array<double, 3>>& edges,
+                              const std::string& sends, int num_batches) {
+  Costs costs;
+  for (const auto& [f, i, w, all_reduce, update, activations, weights, gradients, state] : stages) {
+    costs.stages.push_back({f, i, w, all_reduce, update, activations, weights, gradients, state});
+  }
+  for (const auto& [latency, bandwidth, bytes] : edges) {
+    costs.edges.push_back({latency, bandwidth, bytes});
+  }
+  costs.sends = parse_sends(sends);
+  Simulation result;
+  {
+    const py::gil_scoped_release no_gil;
+    result = simulate(schedule, costs, num_batches);
+  }
+  py::list rows;
+  for (const std::vector<SimulatedAction>& actions : result.timeline) {
+    for (const SimulatedAction& action : actions) {
+      rows.append(py::make_tuple(action.stage, std::string(1, static_cast<char>(action.kind)),
+                                 action.batch, action.microbatch, action.version, action.start,
+                                 action.end));
+    }
+  }
+  return py::make_tuple(rows, result.makespan, result.period, result.bubbles, result.most_in_flight,
+                        result.peak_bytes);
+}
+
 void bind_core(py::module_& module) {
   py::class_<Schedule>(module, "Schedule")
       .def_readonly("name", &Schedule::name)
@@ -177,6 +216,8 @@ void bind_core(py::module_& module) {
         return partition(costs, cut_costs, num_stages, can_cut);
       },
       py::arg("costs"), py::arg("cut_costs"), py::arg("num_stages"), py::arg("can_cut"));
+  module.def("simulate", &simulate_for_python, py::arg("schedule"), py::arg("stages"),
+             py::arg("edges"), py::arg("sends"), py::arg("num_batches"));
 }
 
 void bind_optimizer(py::module_& module) {

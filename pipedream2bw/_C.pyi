@@ -38,6 +38,20 @@ def partition(
     num_stages: int,
     can_cut: Sequence[bool],
 ) -> list[int]: ...
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[Sequence[float]],
+    edges: Sequence[Sequence[float]],
+    sends: str,
+    num_batches: int,
+) -> tuple[
+    list[tuple[int, str, int, int, int, float, float]],
+    float,
+    float,
+    list[float],
+    list[int],
+    list[float],
+]: ...
 
 class FusedOptimizer:
     def __init__(

@@ -14,6 +14,7 @@ from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
+from .simulate import Simulation, simulate
 from .timeline import Event, Timeline
 
 __version__ = "0.1.0"
@@ -23,10 +24,12 @@ __all__ = [
     "PipelineModule",
     "PipelineOptimizer",
     "Schedule",
+    "Simulation",
     "StageMemory",
     "Timeline",
     "draw_timeline",
     "load_schedule",
     "make_schedule",
     "schedule_names",
+    "simulate",
 ]

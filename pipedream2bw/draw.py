@@ -10,6 +10,8 @@ from typing import Any
 from .timeline import Event
 
 # One hue per weight version, forward light and backward dark; told apart in greyscale by lightness.
+# Of a backward in two parts the input gradient is dark, the weight gradient, for which nobody
+# waits, between the two.
 _HUES = (
     ("#9ecae1", "#3182bd"),
     ("#fdd0a2", "#e6750c"),
@@ -23,6 +25,7 @@ _ROW_HEIGHT = 0.8
 _INCHES_PER_ROW = 0.5
 _WIDTH_INCHES = 13.0
 _DPI = 130
+_LONG_SECONDS = 10.0  # from here on the axis is in seconds, below in milliseconds
 
 
 def draw_timeline(
@@ -33,8 +36,9 @@ def draw_timeline(
 ) -> None:
     """Writes a picture of executed actions, such as ``Timeline.gather()`` gives.
 
-    Each row is a stage (of a replica), each box an action: a forward (light) or backward (dark)
-    with its batch and microbatch, or an update (black). The colour tells the weight version that
+    Each row is a stage (of a replica), each box an action: a forward (light) or backward (dark; if
+    in two parts the input gradient dark, the weight gradient between) with its batch and
+    microbatch, or an update (black). The colour tells the weight version that
     was read, or made in the case of an update's coloured edge. White is idle.
 
     Args:
@@ -58,6 +62,7 @@ def draw_timeline(
     figure_class, patches = _matplotlib()
     heights = [len(_rows_of(rows)) for rows in panels.values()]
     span = max(max(e.end for e in rows) - rows[0].start for rows in panels.values())
+    unit, scale = ("seconds", 1.0) if span >= _LONG_SECONDS else ("milliseconds", 1e3)
     extra = 0.62 * len(panels) + 0.85  # inches for the axes' own titles, the legend and the time
     figure = figure_class(
         figsize=(_WIDTH_INCHES, _INCHES_PER_ROW * sum(heights) + extra),
@@ -68,15 +73,16 @@ def draw_timeline(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
     ).flatten()
     for axes, (name, rows) in zip(all_axes, panels.items(), strict=True):
-        _draw_panel(axes, rows, span, patches)
+        _draw_panel(axes, rows, span, scale, patches)
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
-    all_axes[-1].set_xlabel("milliseconds")
+    all_axes[-1].set_xlabel(unit)
     if title:
         figure.suptitle(title, fontsize=12)
+    legend = _legend({event.kind for rows in panels.values() for event in rows}, patches)
     figure.legend(
-        handles=_legend(patches),
+        handles=legend,
         loc="outside lower center",
-        ncols=4,
+        ncols=len(legend) if len(legend) <= 4 else 3,  # what the width has room for
         frameon=False,
         fontsize=9,
     )
@@ -100,7 +106,9 @@ def _rows_of(events: Sequence[Event]) -> list[tuple[int, int]]:
     return sorted({(event.replica, event.stage) for event in events})
 
 
-def _draw_panel(axes: Any, events: Sequence[Event], span: float, patches: Any) -> None:
+def _draw_panel(
+    axes: Any, events: Sequence[Event], span: float, scale: float, patches: Any
+) -> None:
     rows = _rows_of(events)
     origin = events[0].start
     characters_per_second = _WIDTH_INCHES / span * 13  # at font size 8
@@ -108,13 +116,13 @@ def _draw_panel(axes: Any, events: Sequence[Event], span: float, patches: Any) -
     for event in sorted(events, key=lambda e: e.kind == "U"):
         y = rows.index((event.replica, event.stage))
         light, dark = _HUES[event.version % len(_HUES)]
-        left, width = 1e3 * (event.start - origin), 1e3 * (event.end - event.start)
+        left, width = scale * (event.start - origin), scale * (event.end - event.start)
         if event.kind == "U":
             # Never thinner than can be seen.
-            width = max(width, 1e3 * span * 0.004)
+            width = max(width, scale * span * 0.004)
             style = {"facecolor": _UPDATE_FACE, "edgecolor": dark, "linewidth": 1.5}
         else:
-            face = light if event.kind == "F" else dark
+            face = _face(event.kind, light, dark)
             style = {"facecolor": face, "edgecolor": "white", "linewidth": 0.7}
         axes.add_patch(patches.Rectangle((left, y - _ROW_HEIGHT / 2), width, _ROW_HEIGHT, **style))
         label = _label(event, (event.end - event.start) * characters_per_second)
@@ -128,7 +136,7 @@ def _draw_panel(axes: Any, events: Sequence[Event], span: float, patches: Any) -
         range(len(rows)),
         [f"replica {r}, stage {s}" if many_replicas else f"stage {s}" for r, s in rows],
     )
-    axes.set_xlim(0, 1e3 * span * 1.004)
+    axes.set_xlim(0, scale * span * 1.004)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
@@ -147,11 +155,27 @@ def _label(event: Event, characters: float) -> str:
     return ""
 
 
-def _legend(patches: Any) -> list[Any]:
-    light, dark = _HUES[0]
+def _face(kind: str, light: str, dark: str) -> str:
+    if kind == "F":
+        return light
+    return _middle(light, dark) if kind == "W" else dark
+
+
+def _middle(a: str, b: str) -> str:
+    """The colour half-way between two of the form "#rrggbb"."""
+    parts = [(int(a[i : i + 2], 16) + int(b[i : i + 2], 16)) // 2 for i in (1, 3, 5)]
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def _legend(kinds: set[str], patches: Any) -> list[Any]:
+    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    handles = [
+        patches.Patch(facecolor=_face(kind, *_HUES[0]), label=f"{kind} batch.microbatch: {name}")
+        for kind, name in names.items()
+        if kind in kinds
+    ]
     return [
-        patches.Patch(facecolor=light, label="F batch.microbatch: forward"),
-        patches.Patch(facecolor=dark, label="B batch.microbatch: backward"),
+        *handles,
         patches.Patch(facecolor=_UPDATE_FACE, label="update"),
         patches.Patch(
             facecolor="white", edgecolor="#888888", label="white: idle; colour: weight version"

@@ -23,7 +23,7 @@ from .loss import Loss
 from .memory import StageMemory
 from .microbatch import join_outputs
 from .modes import Mode, Modes
-from .schedules import Schedule, fingerprint, schedule_for
+from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import check_example, check_parameters, check_settings, length_of, stage_devices
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
@@ -105,11 +105,7 @@ class PipelineModule(nn.Module):
             if num_stages is None:
                 num_stages = length_of(model)
             check_settings(
-                num_stages,
-                num_microbatches,
                 width,
-                schedule,
-                stages_per_rank,
                 loss_fn,
                 loss_reduction,
                 timeout,
@@ -117,6 +113,7 @@ class PipelineModule(nn.Module):
             )
             check_example(example_args, example_kwargs)
             self._schedule = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+            check_runnable(self._schedule)
             root = as_root(model)
             check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import _C
 from ._C import Schedule
+from .settings import check_whole_number
 
 __all__ = ["Schedule", "load_schedule", "make_schedule", "schedule_names"]
 
@@ -43,35 +44,54 @@ def fingerprint(schedule: Schedule) -> str:
 
 def schedule_for(
     given: Schedule | str | os.PathLike[str],
-    num_stages: int,
-    num_microbatches: int,
-    stages_per_rank: int,
+    num_stages: int | None,
+    num_microbatches: int | None,
+    stages_per_rank: int = 1,
 ) -> Schedule:
-    """The schedule for a pipeline of these sizes; a string on one line is a name.
+    """The checked schedule for a pipeline of these sizes; a string on one line is a name.
+
+    A schedule of one's own has its sizes: None is any.
 
     Raises:
-        ValueError: the method's rule, or the schedule's own sizes, forbid these; or the engine does
-            not run it.
+        TypeError: it is none of the kinds that a schedule is given as, or a size is no int.
+        ValueError: the method's rule, or the schedule's own sizes, forbid these.
     """
+    if not isinstance(given, (str, os.PathLike, Schedule)):
+        raise TypeError(
+            f"schedule: {given!r} given, it must be a name, a text, a path or a Schedule"
+        )
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    for name, size in {**sizes, "stages_per_rank": stages_per_rank}.items():
+        if size is not None:
+            check_whole_number(name, size)
     if isinstance(given, str) and "\n" not in given:
+        if num_stages is None or num_microbatches is None:
+            missing = [name for name, size in sizes.items() if size is None]
+            raise ValueError(
+                f"{' and '.join(missing)} missing, schedule: {given!r}: a schedule by name needs "
+                "num_stages and num_microbatches"
+            )
         schedule = make_schedule(given, num_stages, num_microbatches, stages_per_rank)
         schedule.validate()
-    else:
-        schedule = load_schedule(given)
-        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-        for name, size in sizes.items():
-            if size != getattr(schedule, name):
-                raise ValueError(
-                    f"{name}: {size}, of the given schedule: {getattr(schedule, name)}: they must "
-                    "be equal"
-                )
-        if stages_per_rank != 1:
+        return schedule
+    schedule = load_schedule(given)
+    for name, size in sizes.items():
+        if size not in (None, getattr(schedule, name)):
             raise ValueError(
-                f"stages_per_rank: {stages_per_rank}, it must be left out with a schedule of one's "
-                f"own, whose placement is {schedule.placement}"
+                f"{name}: {size}, of the given schedule: {getattr(schedule, name)}: they must be "
+                "equal"
             )
+    if stages_per_rank != 1:
+        raise ValueError(
+            f"stages_per_rank: {stages_per_rank}, it must be left out with a schedule of one's "
+            f"own, whose placement is {schedule.placement}"
+        )
+    return schedule
+
+
+def check_runnable(schedule: Schedule) -> None:
+    """Raises ValueError if the engine does not run it."""
     if schedule.is_split:
         raise ValueError(
             f'schedule: "{schedule.name}" has I and W: the engine does not run split backwards'
         )
-    return schedule

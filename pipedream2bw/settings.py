@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-from .schedules import Schedule
 
 
 def length_of(model: Any) -> int:
@@ -21,25 +18,14 @@ def length_of(model: Any) -> int:
 
 
 def check_settings(
-    num_stages: int,
-    num_microbatches: int,
     width: int,
-    schedule: object,
-    stages_per_rank: int,
     loss_fn: object,
     loss_reduction: str,
     timeout: float,
     replicated: Sequence[str],
 ) -> None:
     """Raises ValueError or TypeError that names the setting and its value."""
-    _check_whole_number("num_stages", num_stages)
-    _check_whole_number("num_microbatches", num_microbatches)
-    _check_whole_number("width", width)
-    _check_whole_number("stages_per_rank", stages_per_rank)
-    if not isinstance(schedule, (str, os.PathLike, Schedule)):
-        raise TypeError(
-            f"schedule: {schedule!r} given, it must be a name, a text, a path or a Schedule"
-        )
+    check_whole_number("width", width)
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction: {loss_reduction!r}, known: 'mean', 'sum'")
     if not callable(loss_fn):
@@ -102,7 +88,8 @@ def stage_devices(
     return [torch.device(device) for device in devices]
 
 
-def _check_whole_number(name: str, value: object) -> None:
+def check_whole_number(name: str, value: object) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r} given, it must be an int")
     if value < 1:

@@ -10,12 +10,12 @@ from .control import Announcement, ControlPlane, Operation
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Event:
-    """One executed action.
+    """One action, executed or simulated.
 
-    ``kind`` is "F", "B" or "U"; ``version`` is the weight version that F and B read and that U
-    made; ``start`` and ``end`` are seconds of the machine's monotonic clock, which all its
-    processes share. A B that sends gradients ends when it does. A U has the batch's last
-    microbatch.
+    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient) or
+    "U"; ``version`` is the weight version that they read and that U made; ``start`` and ``end``
+    are seconds of the machine's monotonic clock, which all its processes share, or of a simulation.
+    An executed B that sends gradients ends when it does. A U has the batch's last microbatch.
     """
 
     stage: int

@@ -105,9 +105,9 @@ void check_shape(const Method& method, const Shape& s) {
     const int least = lag / s.v + 1;
     PD2_CHECK(s.m >= least, "num_microbatches: ", s.m, ", num_stages: ", s.d, ": ", method.name,
               " needs num_microbatches >= ",
-              s.v > 1                          ? detail::concat(least)
+              method.lag == &round_trip        ? "num_stages"
               : method.lag == &long_round_trip ? "2 * num_stages - 1"
-                                               : "num_stages");
+                                               : detail::concat(least));
   }
 }
 

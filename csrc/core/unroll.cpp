@@ -21,6 +21,21 @@ int batch_of(std::int64_t microbatch, int num_microbatches) {
   return static_cast<int>(microbatch / num_microbatches);
 }
 
+std::string place(std::int64_t microbatch, int num_microbatches) {
+  return detail::concat("microbatch ", microbatch % num_microbatches, " of batch ",
+                        batch_of(microbatch, num_microbatches));
+}
+
+std::string describe(const Schedule& schedule, const Step& step) {
+  const Cell& cell = step.cell;
+  const Action& action = actions(schedule.ranks[cell.rank], cell.list).at(cell.index);
+  const int m = schedule.num_microbatches;
+  const std::string what = step.kind == ActionKind::kUpdate
+                               ? detail::concat("batch ", batch_of(step.microbatch, m))
+                               : place(step.microbatch, m);
+  return detail::concat(to_string(action), " (", to_string(cell.list), ", ", what, ")");
+}
+
 int most_batches_behind(const Schedule& schedule) {
   int lowest = 0;
   for (const RankActions& rank : schedule.ranks) {

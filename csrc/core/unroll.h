@@ -6,6 +6,7 @@
 #include "core/schedule.h"
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace pd2 {
@@ -34,6 +35,12 @@ struct Step {
 
 // The batch of a microbatch counted from the start of training.
 int batch_of(std::int64_t microbatch, int num_microbatches);
+
+// For messages: "microbatch 1 of batch 0".
+std::string place(std::int64_t microbatch, int num_microbatches);
+
+// For messages, the action as the grid writes it: "0B-1 (steady, microbatch 3 of batch 0)".
+std::string describe(const Schedule& schedule, const Step& step);
 
 // How many batches the furthest action is behind the batch that is being run.
 int most_batches_behind(const Schedule& schedule);

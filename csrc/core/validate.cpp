@@ -133,20 +133,8 @@ class RunCheck {
     return std::max(batch - schedule_.delay[stage], 0);
   }
 
-  std::string place(std::int64_t microbatch) const {
-    return detail::concat("microbatch ", microbatch % m_, " of batch ", batch(microbatch));
-  }
-
-  // The action as the grid writes it.
-  std::string name(const Step& step) const {
-    return to_string(actions(schedule_.ranks[step.cell.rank], step.cell.list).at(step.cell.index));
-  }
-
-  std::string describe(const Step& step) const {
-    const std::string what = step.kind == kUpdate ? detail::concat("batch ", batch(step.microbatch))
-                                                  : place(step.microbatch);
-    return detail::concat(name(step), " (", to_string(step.cell.list), ", ", what, ")");
-  }
+  std::string place(std::int64_t microbatch) const { return pd2::place(microbatch, m_); }
+  std::string describe(const Step& step) const { return pd2::describe(schedule_, step); }
 
   [[noreturn]] void fail_missing(int stage, ActionKind kind, std::int64_t microbatch) const {
     const bool is_first = batch(microbatch) == run_.first_batch;
@@ -359,9 +347,13 @@ class RunCheck {
 
 }  // namespace
 
-void validate(const Schedule& schedule) {
+void check_form(const Schedule& schedule) {
   check_sizes(schedule);
   check_cells(schedule);
+}
+
+void validate(const Schedule& schedule) {
+  check_form(schedule);
   for (const Run& run : runs(schedule)) RunCheck(schedule, run).check();
 }
 

@@ -28,4 +28,7 @@ namespace pd2 {
 //     B or I of the stage after.
 void validate(const Schedule& schedule);
 
+// Rules 1 to 3 alone, which make it safe to run the lists.
+void check_form(const Schedule& schedule);
+
 }  // namespace pd2

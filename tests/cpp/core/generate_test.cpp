@@ -259,6 +259,8 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
             "the ranks");
   EXPECT_EQ(value_error([] { make_schedule("interleaved_2bw", 8, 4, 2); }),
             "num_microbatches: 4, num_stages: 8: interleaved_2bw needs num_microbatches >= 6");
+  EXPECT_EQ(value_error([] { make_schedule("interleaved_2bw", 4, 4); }),
+            "num_microbatches: 4, num_stages: 4: interleaved_2bw needs num_microbatches >= 7");
   EXPECT_EQ(value_error([] { make_schedule("interleaved", 5, 4, 2); }),
             "num_stages: 5, stages_per_rank: 2: every rank has the same number of stages, so "
             "stages_per_rank must divide num_stages");

@@ -1,0 +1,389 @@
+#include "core/simulate.h"
+
+#include "core/check.h"
+#include "core/grid.h"
+#include "core/unroll.h"
+#include "core/validate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+using enum ActionKind;
+
+using Timeline = std::vector<std::vector<SimulatedAction>>;
+
+void check_cost(const char* what, std::size_t index, double value) {
+  PD2_CHECK(std::isfinite(value) && value >= 0, what, "[", index, "]: ", value,
+            ": a cost must be finite and >= 0");
+}
+
+void check_costs(const Schedule& schedule, const Costs& costs) {
+  const int d = schedule.num_stages;
+  PD2_CHECK(costs.stages.size() == static_cast<std::size_t>(d),
+            "costs of stages: ", costs.stages.size(), ", num_stages: ", d, ": one for each stage");
+  PD2_CHECK(costs.edges.empty() || costs.edges.size() == static_cast<std::size_t>(d - 1),
+            "costs of edges: ", costs.edges.size(), ", num_stages: ", d,
+            ": one for each two neighbours, num_stages - 1, or none");
+  for (std::size_t i = 0; i < costs.stages.size(); ++i) {
+    const StageCosts& stage = costs.stages[i];
+    check_cost("forward", i, stage.forward);
+    check_cost("input_grad", i, stage.input_grad);
+    check_cost("weight_grad", i, stage.weight_grad);
+    check_cost("all_reduce", i, stage.all_reduce);
+    check_cost("update", i, stage.update);
+    check_cost("activation_bytes", i, stage.activation_bytes);
+    check_cost("weight_bytes", i, stage.weight_bytes);
+    check_cost("gradient_bytes", i, stage.gradient_bytes);
+    check_cost("state_bytes", i, stage.state_bytes);
+  }
+  for (std::size_t i = 0; i < costs.edges.size(); ++i) {
+    const EdgeCosts& edge = costs.edges[i];
+    check_cost("latency", i, edge.latency);
+    check_cost("message_bytes", i, edge.message_bytes);
+    PD2_CHECK(edge.bandwidth >= 0, "bandwidth[", i, "]: ", edge.bandwidth,
+              ": a bandwidth must be >= 0 (0: unlimited)");
+  }
+}
+
+double seconds(const StageCosts& stage, ActionKind kind) {
+  switch (kind) {
+    case kForward:
+      return stage.forward;
+    case kBackward:
+      return stage.input_grad + stage.weight_grad;
+    case kInputGrad:
+      return stage.input_grad;
+    case kWeightGrad:
+      return stage.weight_grad;
+    case kUpdate:
+      return stage.all_reduce + stage.update;
+  }
+  return 0;
+}
+
+bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
+
+// What F of a stage gives to the next one, and what B or I gives to the one before.
+struct Message {
+  int sender;  // stages
+  int receiver;
+  std::int64_t microbatch;
+
+  bool is_gradient() const { return receiver < sender; }
+};
+
+// One run. A rank advances until it waits for a message that has not been sent yet (or, with
+// rendezvous, for somebody to receive its own); whoever makes the message's time of arrival known
+// wakes it. Times depend on nothing but other times, so the order in which ranks advance is free,
+// and no queue by time is needed.
+class Execution {
+ public:
+  Execution(const Schedule& schedule, const Costs& costs, int num_batches)
+      : schedule_(schedule),
+        costs_(costs),
+        num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
+        arrival_(2 * schedule.num_stages * num_microbatches_, kUnknown),
+        link_free_(2 * schedule.num_stages, 0),
+        edges_(costs.edges),
+        ranks_(schedule.ranks.size()),
+        timeline_(schedule.ranks.size()) {
+    edges_.resize(schedule.num_stages - 1);
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+      ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
+      timeline_[rank].reserve(ranks_[rank].steps.size());
+      ready_.push_back(rank);
+    }
+  }
+
+  Timeline run() && {
+    while (!ready_.empty()) {
+      const int rank = ready_.back();
+      ready_.pop_back();
+      advance(rank);
+    }
+    check_deadlock();
+    return std::move(timeline_);
+  }
+
+ private:
+  static constexpr double kUnknown = -1;
+  static constexpr std::int64_t kNone = -1;
+
+  struct Rank {
+    std::vector<Step> steps;
+    std::size_t next = 0;
+    double free_at = 0;
+    std::int64_t awaits = kNone;  // the message, as index into arrival_, that it is stuck for
+    std::int64_t offers = kNone;  // the message that it is stuck with until somebody receives it
+  };
+
+  std::optional<Message> input(const Step& step) const {
+    if (step.kind == kForward && step.stage > 0) {
+      return Message{step.stage - 1, step.stage, step.microbatch};
+    }
+    if ((step.kind == kBackward || step.kind == kInputGrad) &&
+        step.stage + 1 < schedule_.num_stages) {
+      return Message{step.stage + 1, step.stage, step.microbatch};
+    }
+    return std::nullopt;
+  }
+
+  std::optional<Message> output(const Step& step) const {
+    if (step.kind == kForward && step.stage + 1 < schedule_.num_stages) {
+      return Message{step.stage, step.stage + 1, step.microbatch};
+    }
+    if ((step.kind == kBackward || step.kind == kInputGrad) && step.stage > 0) {
+      return Message{step.stage, step.stage - 1, step.microbatch};
+    }
+    return std::nullopt;
+  }
+
+  std::int64_t index(const Message& message) const {
+    const int link = 2 * message.receiver + message.is_gradient();
+    return link * num_microbatches_ + message.microbatch;
+  }
+
+  int rank_of(int stage) const { return schedule_.placement[stage]; }
+
+  void advance(int number) {
+    Rank& rank = ranks_[number];
+    while (rank.next < rank.steps.size()) {
+      const Step& step = rank.steps[rank.next];
+      double start = rank.free_at;
+      if (const std::optional<Message> message = input(step)) {
+        const double arrived = arrival(*message);
+        if (arrived == kUnknown) {
+          rank.awaits = index(*message);
+          return;
+        }
+        start = std::max(start, arrived);
+      }
+      rank.free_at = start + seconds(costs_.stages[step.stage], step.kind);
+      record(number, step, start, rank.free_at);
+      ++rank.next;
+      if (const std::optional<Message> message = output(step); message && !send(*message)) return;
+    }
+  }
+
+  // Called by the receiver's rank when it has come to the action that needs the message.
+  double arrival(const Message& message) {
+    const std::int64_t slot = index(message);
+    const int sender = rank_of(message.sender);
+    if (arrival_[slot] == kUnknown && ranks_[sender].offers == slot) {
+      transfer(message);
+      ranks_[sender].offers = kNone;
+      ready_.push_back(sender);
+    }
+    return arrival_[slot];
+  }
+
+  // False if the sender is stuck until the receiver waits for the message.
+  bool send(const Message& message) {
+    Rank& sender = ranks_[rank_of(message.sender)];
+    Rank& receiver = ranks_[rank_of(message.receiver)];
+    const std::int64_t slot = index(message);
+    const bool is_awaited = receiver.awaits == slot;
+    if (&sender == &receiver) {
+      arrival_[slot] = sender.free_at;
+      return true;
+    }
+    if (costs_.sends == Sends::kRendezvous && !is_awaited) {
+      sender.offers = slot;
+      return false;
+    }
+    transfer(message);
+    if (is_awaited) {
+      receiver.awaits = kNone;
+      ready_.push_back(rank_of(message.receiver));
+    }
+    return true;
+  }
+
+  void transfer(const Message& message) {
+    Rank& sender = ranks_[rank_of(message.sender)];
+    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver)];
+    double& link_free = link_free_[2 * message.receiver + message.is_gradient()];
+    double leaves = std::max(sender.free_at, link_free);
+    if (costs_.sends == Sends::kRendezvous) {
+      leaves = std::max(leaves, ranks_[rank_of(message.receiver)].free_at);
+    }
+    link_free = leaves + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+    const double arrives = link_free + edge.latency;
+    arrival_[index(message)] = arrives;
+    if (costs_.sends != Sends::kAsynchronous) sender.free_at = arrives;
+  }
+
+  void record(int rank, const Step& step, double start, double end) {
+    const int m = schedule_.num_microbatches;
+    const int batch = batch_of(step.microbatch, m);
+    const bool is_update = step.kind == kUpdate;
+    timeline_[rank].push_back(
+        {.stage = step.stage,
+         .kind = step.kind,
+         .batch = batch,
+         .microbatch = is_update ? m - 1 : static_cast<int>(step.microbatch % m),
+         .version = is_update ? batch + 1 : std::max(batch - schedule_.delay[step.stage], 0),
+         .start = start,
+         .end = end});
+  }
+
+  void check_deadlock() const {
+    std::vector<Mark> marks;
+    std::string stuck;
+    for (std::size_t number = 0; number < ranks_.size(); ++number) {
+      const Rank& rank = ranks_[number];
+      const bool is_sending = rank.offers != kNone;
+      if (!is_sending && rank.next == rank.steps.size()) continue;
+      const Step& step = rank.steps[is_sending ? rank.next - 1 : rank.next];
+      marks.push_back({step.cell});
+      stuck += detail::concat("\n  rank ", number, is_sending ? " waits after " : " waits in ",
+                              describe(schedule_, step));
+      stuck += is_sending
+                   ? detail::concat(" until stage ", output(step)->receiver, " receives")
+                   : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
+                                    " of stage ", input(step)->sender);
+    }
+    PD2_CHECK(marks.empty(), "schedule ", schedule_.name, ": deadlock with ",
+              to_string(costs_.sends), " sends: expected every rank to finish, found ",
+              marks.size(), " of ", ranks_.size(), " waiting:", stuck, "\n",
+              grid(schedule_, marks));
+  }
+
+  const Schedule& schedule_;
+  const Costs& costs_;
+  const std::int64_t num_microbatches_;  // of the run
+  std::vector<double> arrival_;          // by receiving stage, direction and microbatch
+  std::vector<double> link_free_;        // by receiving stage and direction
+  std::vector<EdgeCosts> edges_;
+  std::vector<Rank> ranks_;
+  std::vector<int> ready_;
+  Timeline timeline_;
+};
+
+// The two batches whose ends are compared, in a run of num_batches.
+struct Window {
+  int first;
+  int last;
+};
+
+Window steady_window(int num_batches, int batches_behind) {
+  const int last = num_batches - 1 - batches_behind;
+  return {last / 2, last};
+}
+
+// The shortest run whose window begins after all stages are filled. Where messages take time, the
+// steady state may repeat only every so many microbatches as there are in flight, hence a window of
+// many times that.
+int least_batches_to_measure(const Schedule& schedule, int batches_behind) {
+  const auto num_ranks = static_cast<int>(schedule.ranks.size());
+  const int many = 16 * num_ranks / schedule.num_microbatches;
+  const int window = std::max({2, batches_behind + 2, many});
+  return 2 * window + batches_behind;
+}
+
+double measure_period(const Timeline& timeline, Window window) {
+  double slowest = 0;
+  for (const std::vector<SimulatedAction>& actions : timeline) {
+    double first_end = 0;
+    double last_end = 0;
+    for (const SimulatedAction& action : actions) {
+      if (action.batch == window.first) first_end = action.end;
+      if (action.batch == window.last) last_end = action.end;
+    }
+    slowest = std::max(slowest, (last_end - first_end) / (window.last - window.first));
+  }
+  return slowest;
+}
+
+double seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) {
+  double sum = 0;
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    if (schedule.placement[stage] != rank) continue;
+    const StageCosts& cost = costs.stages[stage];
+    sum += schedule.num_microbatches * (seconds(cost, kForward) + seconds(cost, kBackward)) +
+           seconds(cost, kUpdate);
+  }
+  return sum;
+}
+
+std::vector<int> count_in_flight(int num_stages, const Timeline& timeline) {
+  std::vector<int> in_flight(num_stages, 0);
+  std::vector<int> most(num_stages, 0);
+  for (const std::vector<SimulatedAction>& actions : timeline) {
+    for (const SimulatedAction& action : actions) {
+      int& count = in_flight[action.stage];
+      count += (action.kind == kForward) - ends_flight(action.kind);
+      most[action.stage] = std::max(most[action.stage], count);
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+const char* to_string(Sends sends) {
+  constexpr const char* kNames[] = {"asynchronous", "blocking", "rendezvous"};
+  return kNames[static_cast<int>(sends)];
+}
+
+std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
+                                         const std::vector<SimulatedAction>& actions, int rank) {
+  MemoryStep now;
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    if (schedule.placement[stage] != rank) continue;
+    const StageCosts& cost = costs.stages[stage];
+    now.bytes +=
+        schedule.num_versions[stage] * cost.weight_bytes + cost.gradient_bytes + cost.state_bytes;
+  }
+  std::vector<MemoryStep> steps = {now};
+  for (const SimulatedAction& action : actions) {
+    const double bytes = costs.stages[action.stage].activation_bytes;
+    if (action.kind == kForward) {
+      now = {action.start, now.bytes + bytes};
+    } else if (ends_flight(action.kind)) {
+      now = {action.end, now.bytes - bytes};
+    } else {
+      continue;
+    }
+    steps.push_back(now);
+  }
+  return steps;
+}
+
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
+  check_form(schedule);
+  check_costs(schedule, costs);
+  PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
+
+  Simulation result;
+  result.timeline = Execution(schedule, costs, num_batches).run();
+  for (const std::vector<SimulatedAction>& actions : result.timeline) {
+    if (!actions.empty()) result.makespan = std::max(result.makespan, actions.back().end);
+  }
+  const int behind = most_batches_behind(schedule);
+  const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
+  const Window window = steady_window(enough, behind);
+  result.period = enough == num_batches
+                      ? measure_period(result.timeline, window)
+                      : measure_period(Execution(schedule, costs, enough).run(), window);
+  for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
+    const double work = seconds_of_batch(schedule, costs, rank);
+    result.bubbles.push_back(result.period > 0 ? 1 - work / result.period : 0);
+    double peak = 0;
+    for (const MemoryStep& step : memory_over_time(schedule, costs, result.timeline[rank], rank)) {
+      peak = std::max(peak, step.bytes);
+    }
+    result.peak_bytes.push_back(peak);
+  }
+  result.most_in_flight = count_in_flight(schedule.num_stages, result.timeline);
+  return result;
+}
+
+}  // namespace pd2

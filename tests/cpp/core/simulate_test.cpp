@@ -1,0 +1,288 @@
+// What is known in closed form: periods, bubbles and memory of every schedule of equal stages.
+
+#include "core/simulate.h"
+
+#include "core/generate.h"
+#include "made_schedules.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace pd2 {
+namespace {
+
+// In multiples of a quarter, so that sums are exact and equal times compare equal.
+constexpr double kF = 1;
+constexpr double kI = 1.25;
+constexpr double kW = 0.75;
+constexpr double kB = kI + kW;
+
+Costs equal_stages(int d, double f = kF, double i = kI, double w = kW) {
+  Costs costs;
+  costs.stages.assign(d, {.forward = f, .input_grad = i, .weight_grad = w});
+  return costs;
+}
+
+Costs with_edges(Costs costs, EdgeCosts edge) {
+  costs.edges.assign(costs.stages.size() - 1, edge);
+  return costs;
+}
+
+double period(const Schedule& schedule, const Costs& costs) {
+  return simulate(schedule, costs, 8).period;
+}
+
+void expect_period(const Schedule& schedule, double expected) {
+  const int d = schedule.num_stages;
+  const auto p = static_cast<int>(schedule.ranks.size());
+  const Simulation simulation = simulate(schedule, equal_stages(d), 4);
+  EXPECT_DOUBLE_EQ(simulation.period, expected)
+      << schedule.name << " d " << d << " m " << schedule.num_microbatches << " p " << p;
+  const double work = schedule.num_microbatches * (kF + kB) * d / p;
+  for (const double bubble : simulation.bubbles) EXPECT_NEAR(bubble, 1 - work / expected, 1e-12);
+}
+
+TEST(Simulate, SchedulesWithoutAFlushHaveNoBubbles) {
+  for (const Schedule& schedule : testing::made_schedules(8, 16)) {
+    const bool is_flushed = schedule.delay[0] == 0 && schedule.num_stages > 1;
+    if (is_flushed) continue;
+    const int v = schedule.num_stages / static_cast<int>(schedule.ranks.size());
+    expect_period(schedule, v * schedule.num_microbatches * (kF + kB));
+  }
+}
+
+TEST(Simulate, AFlushCostsDepthMinusOneMicrobatches) {
+  for (int d = 1; d <= 8; ++d) {
+    for (int m = 1; m <= 17; ++m) {
+      expect_period(make_schedule("1f1b", d, m), (m + d - 1) * (kF + kB));
+      expect_period(make_schedule("gpipe", d, m), (m + d - 1) * (kF + kB));
+    }
+  }
+}
+
+// arXiv 2104.04473, section 2.2: the stages of a rank are shorter, the flush costs p - 1 of them.
+TEST(Simulate, InterleavingDividesTheBubbleByTheStagesPerRank) {
+  for (int p = 1; p <= 5; ++p) {
+    for (int v = 1; v <= 4; ++v) {
+      for (int m = p; m <= 4 * p; m += p) {
+        const double expected = (v * m + p - 1) * (kF + kB);
+        expect_period(make_schedule("interleaved", p * v, m, v), expected);
+        expect_period(make_schedule("looped_bfs", p * v, m, v), expected);
+      }
+    }
+  }
+}
+
+// arXiv 2401.10241, table 2; its lists are drawn for W no longer than F and I.
+TEST(Simulate, ZeroBubbleFillsTheFlushWithWeightGradients) {
+  for (int d = 1; d <= 8; ++d) {
+    for (int m = d; m <= 2 * d + 1; ++m) {
+      const Schedule schedule = make_schedule("zero_bubble", d, m);
+      EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 1, 1, 1)), 3 * m + (d - 1));
+      EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 2, 2, 1)), 5 * m + (d - 1) * (2 + 2 - 1));
+    }
+  }
+}
+
+TEST(Simulate, ZeroBubbleOfTwiceTheMemoryHasNone) {
+  for (int d = 1; d <= 8; ++d) {
+    for (int m = 2 * d - 1; m <= 3 * d; ++m) {
+      const Schedule schedule = make_schedule("zero_bubble_2p", d, m);
+      EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 1, 1, 1)), 3 * m) << d << " " << m;
+    }
+  }
+}
+
+// Stage i has d - i in flight, which go to the last stage and back over d - 1 - i edges: stage 0
+// loses most, 2c (d - 1) / d per microbatch.
+TEST(Simulate, EveryHopOfPlainTwoBwIsExposed) {
+  for (const int d : {2, 4, 8, 16}) {
+    for (const int m : {d, 2 * d + 3}) {
+      const double c = 0.1 * (kF + kB);
+      const double expected = m * (kF + kB + 2 * c * (d - 1) / d);
+      const Costs costs = with_edges(equal_stages(d), {.latency = c});
+      EXPECT_NEAR(period(make_schedule("2bw", d, m), costs), expected, 0.01 * expected) << d;
+    }
+  }
+}
+
+TEST(Simulate, EagerTwoBwHidesHopsOfHalfAMicrobatch) {
+  for (const int d : {2, 4, 8, 16}) {
+    const Schedule schedule = make_schedule("2bw_eager", d, 2 * d - 1);
+    const double work = schedule.num_microbatches * (kF + kB);
+    const auto with_hops = [&](double c) { return with_edges(equal_stages(d), {.latency = c}); };
+    EXPECT_NEAR(period(schedule, with_hops(0.1 * (kF + kB))), work, 1e-9);
+    EXPECT_NEAR(period(schedule, with_hops(0.5 * (kF + kB))), work, 1e-9);
+    EXPECT_GT(period(schedule, with_hops(0.6 * (kF + kB))), 1.03 * work);
+  }
+}
+
+TEST(Simulate, SplitTwoBwHidesHopsOfHalfAWeightGradient) {
+  for (const int d : {2, 4, 8, 16}) {
+    const Schedule schedule = make_schedule("2bw_split", d, d);
+    const double work = schedule.num_microbatches * (kF + kB);
+    const auto with_hops = [&](double c) { return with_edges(equal_stages(d), {.latency = c}); };
+    EXPECT_NEAR(period(schedule, with_hops(0.1 * (kF + kB))), work, 1e-9);
+    EXPECT_NEAR(period(schedule, with_hops(0.5 * kW)), work, 1e-9);
+    EXPECT_GT(period(schedule, with_hops(1.5 * kW)), 1.03 * work);
+  }
+}
+
+TEST(Simulate, TheSlowestStageGivesThePace) {
+  const int d = 6;
+  for (int slowest = 0; slowest < d; ++slowest) {
+    Costs costs = equal_stages(d);
+    costs.stages[slowest].forward = 1.5;
+    costs.stages[slowest].weight_grad = 1.25;
+    costs.stages[(slowest + 2) % d].forward = 0.5;
+    const Schedule schedule = make_schedule("2bw_eager", d, 16);
+    const Simulation simulation = simulate(schedule, costs, 4);
+    EXPECT_DOUBLE_EQ(simulation.period, 16 * 4.0) << slowest;
+    for (int stage = 0; stage < d; ++stage) {
+      const StageCosts& cost = costs.stages[stage];
+      const double share = (cost.forward + cost.input_grad + cost.weight_grad) / 4.0;
+      EXPECT_NEAR(simulation.bubbles[stage], 1 - share, 1e-12);
+    }
+  }
+}
+
+TEST(Simulate, UpdatesAndAllReducesAreWork) {
+  Costs costs = equal_stages(4);
+  for (StageCosts& stage : costs.stages) stage.update = 0.5;
+  const Schedule schedule = make_schedule("2bw_eager", 4, 8);
+  EXPECT_DOUBLE_EQ(period(schedule, costs), 8 * (kF + kB) + 0.5);
+  costs.stages[2].all_reduce = 0.25;
+  EXPECT_DOUBLE_EQ(period(schedule, costs), 8 * (kF + kB) + 0.75);
+}
+
+TEST(Simulate, ALinkBoundsThePeriodFromBelow) {
+  const int d = 4;
+  const int m = 8;
+  for (const std::string& name : schedule_names()) {
+    if (name == "pipedream") continue;
+    const Schedule schedule = make_schedule(name, d, m);
+    Costs costs = with_edges(equal_stages(d), {});
+    costs.edges[1] = {.bandwidth = 100, .message_bytes = 1000};  // 10 seconds a message
+    EXPECT_GE(period(schedule, costs), 10.0 * m) << name;
+    for (const double free : {0.0, std::numeric_limits<double>::infinity()}) {
+      costs.edges[1].bandwidth = free;
+      EXPECT_EQ(period(schedule, costs), period(schedule, equal_stages(d))) << name;
+    }
+  }
+  // Eager 2bw has enough in flight for this link to never rest; latency does not occupy it.
+  Costs costs = with_edges(equal_stages(8), {});
+  costs.edges[0] = {.latency = 1, .bandwidth = 100, .message_bytes = 1000};
+  EXPECT_DOUBLE_EQ(period(make_schedule("2bw_eager", 8, 15), costs), 10.0 * 15);
+}
+
+TEST(Simulate, AnEdgeWithinARankIsFree) {
+  const EdgeCosts slow = {.latency = 100, .bandwidth = 1, .message_bytes = 1000};
+  for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
+    Costs costs = with_edges(equal_stages(4), slow);
+    costs.sends = sends;
+    const Schedule schedule = make_schedule("looped_bfs", 4, 3, 4);  // all stages on one rank
+    EXPECT_DOUBLE_EQ(simulate(schedule, costs, 2).makespan, 2 * 4 * 3 * (kF + kB));
+  }
+}
+
+TEST(Simulate, PipedreamUpdatesAfterEveryMicrobatch) {
+  for (int d = 1; d <= 16; ++d) {
+    EXPECT_DOUBLE_EQ(period(make_schedule("pipedream", d, 1), equal_stages(d)), kF + kB) << d;
+  }
+}
+
+// The table of arXiv 2006.09503, section 3.3: 2bw holds two versions and at most d microbatches,
+// gpipe one and m, 1f1b one and at most min(d, m), pipedream's stage 0 d versions and d
+// microbatches.
+TEST(Simulate, PeakMemoryIsThePapers) {
+  const double weights = 1000;
+  const double gradients = 500;
+  const double state = 2000;
+  const double activations = 7;
+  const auto peak = [&](const std::string& name, int d, int m) {
+    Costs costs = equal_stages(d);
+    for (StageCosts& stage : costs.stages) {
+      stage.weight_bytes = weights;
+      stage.gradient_bytes = gradients;
+      stage.state_bytes = state;
+      stage.activation_bytes = activations;
+    }
+    std::vector<double> bytes = simulate(make_schedule(name, d, m), costs, 4 + d).peak_bytes;
+    for (double& rank : bytes) rank -= gradients + state;
+    return bytes;
+  };
+  for (int d = 1; d <= 6; ++d) {
+    for (int i = 0; i < d; ++i) {
+      EXPECT_EQ(peak("pipedream", d, 1)[i], (d - i) * weights + (d - i) * activations);
+    }
+    for (int m = 1; m <= 2 * d; ++m) {
+      for (int i = 0; i < d; ++i) {
+        EXPECT_EQ(peak("gpipe", d, m)[i], weights + m * activations);
+        EXPECT_EQ(peak("1f1b", d, m)[i], weights + std::min(d - i, m) * activations);
+        if (m < d) continue;
+        EXPECT_EQ(peak("2bw", d, m)[i], 2 * weights + (d - i) * activations);
+        EXPECT_EQ(peak("zero_bubble", d, m)[i], weights + d * activations);
+      }
+    }
+  }
+}
+
+TEST(Simulate, MemoryRisesAtAForwardsStartAndFallsAtABackwardsEnd) {
+  Costs costs = equal_stages(1, 1, 2, 3);
+  costs.stages[0].activation_bytes = 10;
+  costs.stages[0].weight_bytes = 100;
+  const Schedule whole = make_schedule("2bw", 1, 1);
+  const Schedule split = make_schedule("2bw_split", 1, 1);
+  for (const Schedule& schedule : {whole, split}) {
+    const Simulation simulation = simulate(schedule, costs, 2);
+    const std::vector<MemoryStep> steps =
+        memory_over_time(schedule, costs, simulation.timeline[0], 0);
+    const std::vector<std::pair<double, double>> expected = {
+        {0, 200}, {0, 210}, {6, 200}, {6, 210}, {12, 200}};
+    ASSERT_EQ(steps.size(), expected.size());
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      EXPECT_EQ(std::pair(steps[i].time, steps[i].bytes), expected[i]) << i;
+    }
+    EXPECT_EQ(simulation.peak_bytes, std::vector<double>{210});
+  }
+}
+
+TEST(Simulate, WhatIsInFlightDoesNotDependOnTime) {
+  for (const Schedule& schedule : testing::made_schedules(6, 12)) {
+    const int d = schedule.num_stages;
+    const Simulation simulation = simulate(schedule, equal_stages(d), d + 3);
+    for (int stage = 0; stage < d; ++stage) {
+      EXPECT_EQ(simulation.most_in_flight[stage], max_in_flight(schedule, stage)) << schedule.name;
+    }
+  }
+}
+
+TEST(Simulate, ShortRunsReportTheSamePeriod) {
+  for (const Schedule& schedule : testing::made_schedules(5, 10)) {
+    const Costs costs = equal_stages(schedule.num_stages);
+    const double expected = period(schedule, costs);
+    EXPECT_DOUBLE_EQ(simulate(schedule, costs, 1).period, expected) << schedule.name;
+    EXPECT_DOUBLE_EQ(simulate(schedule, costs, 30).period, expected) << schedule.name;
+  }
+}
+
+TEST(Simulate, LargeSchedules) {
+  for (const int v : {1, 4}) {
+    const Schedule schedule = make_schedule("interleaved", 64 * v, 512, v);
+    const Simulation simulation = simulate(schedule, equal_stages(64 * v), 4);
+    EXPECT_DOUBLE_EQ(simulation.period, (512 * v + 63) * (kF + kB));
+  }
+}
+
+TEST(Simulate, StagesThatTakeNoTimeHaveNoPeriod) {
+  const Simulation simulation = simulate(make_schedule("2bw", 3, 4), equal_stages(3, 0, 0, 0), 4);
+  EXPECT_EQ(simulation.makespan, 0);
+  EXPECT_EQ(simulation.period, 0);
+  EXPECT_EQ(simulation.bubbles, (std::vector<double>{0, 0, 0}));
+}
+
+}  // namespace
+}  // namespace pd2
