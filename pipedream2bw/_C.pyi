@@ -1,4 +1,4 @@
-"""The engine (csrc/bindings.cpp)."""
+"""The engine (csrc/bindings)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

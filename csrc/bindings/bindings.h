@@ -1,0 +1,15 @@
+// What knows Python: this folder, and nothing else.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace pd2 {
+
+void bind_core(py::module_& module);
+void bind_optimizer(py::module_& module);
+void bind_stage(py::module_& module);
+void bind_channels(py::module_& module);
+void bind_losses(py::module_& module);
+void bind_executor(py::module_& module);
+
+}  // namespace pd2

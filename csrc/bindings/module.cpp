@@ -1,0 +1,12 @@
+// The extension module (pipedream2bw/_C.pyi).
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The engine of pipedream2bw.";
+  pd2::bind_core(module);
+  pd2::bind_optimizer(module);
+  pd2::bind_stage(module);
+  pd2::bind_channels(module);
+  pd2::bind_losses(module);
+  pd2::bind_executor(module);
+}
