@@ -44,6 +44,8 @@ class Figure:
 
     @property
     def target(self) -> str:
+        if self.at_least is not None and self.at_most is not None:
+            return f"{self.at_least:g} to {self.at_most:g}"
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.at_most is None else f"<= {self.at_most:g}"
@@ -54,13 +56,13 @@ def print_table(figures: list[Figure], *, judged: bool) -> None:
     first = max(len(figure.setting) for figure in figures)
     second = max(len(figure.measure) for figure in figures)
     head = f"{'setting':{first}}  {'measure':{second}}{'median':>9}{'min':>9}{'max':>9}{'ideal':>8}"
-    print(head + (f"{'target':>9}" if judged else ""))
+    print(head + (f"{'target':>14}" if judged else ""))
     for figure in figures:
         columns = (figure.median, min(figure.values), max(figure.values))
         ideal = "" if figure.ideal is None else f"{figure.ideal:.4g}"
         line = f"{figure.setting:{first}}  {figure.measure:{second}}"
         line += "".join(f"{value:9.3f}" for value in columns) + f"{ideal:>8}"
-        print(line + (f"{figure.target:>9}  {figure.verdict}" if judged else ""), flush=True)
+        print(line + (f"{figure.target:>14}  {figure.verdict}" if judged else ""), flush=True)
 
 
 def machine() -> dict[str, Any]:

@@ -59,7 +59,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, workload: Workload, num_stages: int, num_microbatches: int, schedule: str
+        self,
+        workload: Workload,
+        num_stages: int,
+        num_microbatches: int,
+        schedule: str,
+        stages_per_rank: int = 1,
     ) -> None:
         x, target = workload.batch(num_microbatches)
         self.pipe = pd2.PipelineModule(
@@ -67,6 +72,7 @@ class Pipeline:
             mse_loss,
             num_microbatches=num_microbatches,
             schedule=schedule,
+            stages_per_rank=stages_per_rank,
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(

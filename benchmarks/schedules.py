@@ -1,0 +1,134 @@
+"""Step time of every schedule that the engine runs, against what the simulator predicts.
+
+One process per rank, stages that sleep (F 5 ms, B 10 ms), free messages in the prediction. With
+several stages a rank every stage takes as long.
+
+    python benchmarks/schedules.py [--rounds 5] [--smoke] [--json PATH]
+
+All schedules of one number of ranks live in one set of processes and take turns there. Figures are
+the medians of measured over predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from measuring.ranks import run_on_ranks
+from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.stages import Workload
+from measuring.trainers import MIN_STEPS, Pipeline, Trainer, alternate, steps_lasting
+
+import pipedream2bw as pd2
+
+WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=5e-3, backward_seconds=10e-3)
+SMOKE_WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=1e-3, backward_seconds=2e-3)
+NUM_RANKS = (4, 8)
+TOLERANCE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    schedule: str
+    num_microbatches: int
+    num_stages: int
+    stages_per_rank: int = 1
+
+    @property
+    def label(self) -> str:
+        chunks = f", v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        return f"{self.schedule}, m={self.num_microbatches}{chunks}"
+
+    def predicted(self, workload: Workload) -> float:
+        """Seconds per batch."""
+        return pd2.simulate(
+            self.schedule,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            stages_per_rank=self.stages_per_rank,
+            forward=workload.forward_seconds,
+            backward=workload.backward_seconds,
+        ).period
+
+
+def cases(p: int) -> list[Case]:
+    """All schedules on ``p`` ranks."""
+    return [
+        Case("2bw", p, p),
+        Case("2bw_eager", 2 * p, p),
+        Case("pipedream", 1, p),
+        Case("1f1b", p, p),
+        Case("gpipe", p, p),
+        Case("interleaved_2bw", 2 * p, 2 * p, 2),
+        Case("interleaved", p, 2 * p, 2),
+        Case("looped_bfs", p, 2 * p, 2),
+    ]
+
+
+def measure(
+    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float
+) -> dict[str, list[float]] | None:
+    """Runs on every rank; the last one returns the seconds per step of each round."""
+    trainers: dict[str, Trainer] = {}
+    steps: dict[str, int] = {}
+    for case in cases(world_size):
+        pipeline = Pipeline(
+            workload,
+            case.num_stages,
+            case.num_microbatches,
+            case.schedule,
+            stages_per_rank=case.stages_per_rank,
+        )
+        # As many steps on every rank; a stage may be as many batches behind as there are stages.
+        warm = pipeline.train(MIN_STEPS + world_size)
+        count = torch.tensor(steps_lasting(seconds, warm) if warm.losses else 0)
+        dist.broadcast(count, src=world_size - 1)
+        steps[case.label] = max(int(count), MIN_STEPS + world_size)
+        trainers[case.label] = pipeline
+    blocks = alternate(trainers, steps, rounds, dist.barrier)
+    for trainer in trainers.values():
+        assert isinstance(trainer, Pipeline)
+        trainer.close()
+    if rank != world_size - 1:
+        return None
+    return {
+        label: [block.steady_seconds_per_step for block in rounds_of]
+        for label, rounds_of in blocks.items()
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], rounds=5).parse_args()
+    rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.0)
+    workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
+    where = machine()
+    print(describe(where), flush=True)
+    figures: list[Figure] = []
+    times: list[Figure] = []
+    for p in (2,) if options.smoke else NUM_RANKS:
+        measured = run_on_ranks(p, measure, workload, rounds, seconds)[-1]
+        assert measured is not None
+        for case in cases(p):
+            predicted = case.predicted(workload)
+            taken = measured[case.label]
+            setting = f"{p} ranks"
+            times.append(
+                Figure(setting, f"{case.label}: ms a step", [1e3 * value for value in taken])
+            )
+            figures.append(
+                Figure(
+                    setting,
+                    f"{case.label}: measured over predicted {1e3 * predicted:.1f} ms",
+                    [value / predicted for value in taken],
+                    at_least=1 - TOLERANCE,
+                    at_most=1 + TOLERANCE,
+                )
+            )
+    print_table(times, judged=False)
+    print_table(figures, judged=not options.smoke)
+    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Draws schedules.png: every schedule on four ranks, simulated.
+
+    python docs/images/schedules.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pipedream2bw as pd2
+
+RANKS = 4
+# Name, microbatches, stages per rank.
+CASES = (
+    ("2bw", 4, 1),
+    ("2bw_eager", 8, 1),
+    ("2bw_split", 4, 1),
+    ("interleaved_2bw", 8, 2),
+    ("pipedream", 1, 1),
+    ("1f1b", 4, 1),
+    ("gpipe", 4, 1),
+    ("interleaved", 4, 2),
+    ("looped_bfs", 4, 2),
+    ("zero_bubble", 8, 1),
+    ("zero_bubble_2p", 8, 1),
+)
+
+
+def main() -> None:
+    panels = {}
+    for name, m, v in CASES:
+        simulation = pd2.simulate(
+            name,
+            num_stages=RANKS * v,
+            num_microbatches=m,
+            stages_per_rank=v,
+            # A rank's work on a microbatch is the same however many stages it has.
+            forward=1e-3 / v,
+            backward=2e-3 / v,
+            update=0.3e-3 / v,
+            num_batches=max(2, 12 // m),
+        )
+        chunks = f", {v} stages a rank" if v > 1 else ""
+        idle = max(0.0, *simulation.bubbles)
+        panels[f"{name}: m = {m}{chunks}, idle {idle:.0%}"] = simulation.events
+    pd2.draw_timeline(panels, Path(__file__).with_name("schedules.png"))
+
+
+if __name__ == "__main__":
+    main()
