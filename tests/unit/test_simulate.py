@@ -92,9 +92,13 @@ def test_events_are_all_actions_with_their_versions() -> None:
     assert {event.kind for event in events} == {"F", "B", "U"}
 
 
-def test_a_text_is_simulated_like_its_name() -> None:
+def test_a_schedule_of_ones_own_is_simulated_like_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.txt"
+    path.write_text(ONE_F_ONE_B)
     named = pd2.simulate("1f1b", num_stages=2, num_microbatches=2, latency=0.5)
     assert pd2.simulate(ONE_F_ONE_B, latency=0.5) == named
+    assert pd2.simulate(path, latency=0.5) == named
+    assert pd2.simulate(pd2.load_schedule(path), latency=0.5) == named
     assert pd2.simulate(ONE_F_ONE_B, num_stages=2, num_microbatches=2, latency=0.5) == named
 
 
@@ -155,7 +159,7 @@ def test_the_result_cannot_be_changed() -> None:
         ),
         (
             {"schedule": ONE_F_ONE_B, "num_stages": 2, "num_microbatches": 2, "stages_per_rank": 2},
-            r"stages_per_rank: 2, it must be left out.*placement is \[0, 1\]",
+            r"stages_per_rank: 2, it must be left out .* placement is \[0, 1\]",
         ),
         (
             {"schedule": ONE_F_ONE_B.replace("0F1,0B0,", "0B0,"), "num_stages": None},
