@@ -100,6 +100,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         error: Exception | None = None
+        made: Schedule | None = None
         model_device = torch.device("cpu")
         try:
             if num_stages is None:
@@ -112,8 +113,9 @@ class PipelineModule(nn.Module):
                 replicated,
             )
             check_example(example_args, example_kwargs)
-            self._schedule = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
-            check_runnable(self._schedule)
+            made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+            check_runnable(made)
+            self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)
@@ -138,7 +140,6 @@ class PipelineModule(nn.Module):
             "num_stages": num_stages,
             "num_microbatches": num_microbatches,
             "width": width,
-            "schedule": str(schedule) if error else fingerprint(self._schedule),
             "stages_per_rank": stages_per_rank,
             "split": str(split),
             "loss_reduction": loss_reduction,
@@ -147,6 +148,8 @@ class PipelineModule(nn.Module):
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
         }
+        if made is not None:  # or a rank's error says more than that its schedule is another
+            settings["schedule"] = fingerprint(made)
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
