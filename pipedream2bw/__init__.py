@@ -15,7 +15,9 @@ from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, simulate
+from .text_picture import draw_text
 from .timeline import Event, Timeline
+from .trace import read_events, write_events, write_trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,9 +29,13 @@ __all__ = [
     "Simulation",
     "StageMemory",
     "Timeline",
+    "draw_text",
     "draw_timeline",
     "load_schedule",
     "make_schedule",
+    "read_events",
     "schedule_names",
     "simulate",
+    "write_events",
+    "write_trace",
 ]

@@ -7,6 +7,14 @@ from collections.abc import Iterable
 
 from .control import Announcement, ControlPlane, Operation
 
+KIND_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "update",
+}
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Event:

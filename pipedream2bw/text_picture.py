@@ -1,0 +1,191 @@
+"""Draws a run as text: one row for each stage, time to the right in equal columns.
+
+    stage 0 |F0F1....B0==f0B1=Uf1b0==..b1==u
+    stage 1 |..F0B0==F1B1=Uf0b0==f1b1==U....
+
+A column shows what the stage did at the column's middle, so lengths are proportional to durations
+and an action's columns begin where those of the action before it end.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from .timeline import KIND_NAMES, Event
+
+# What fills an action's columns after its label.
+_FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+_IDLE = "."
+_DEFAULT_WIDTH = 100
+_LEAST_COLUMNS = 10
+_TOLERANCE = 1e-6  # of a duration or a column: clocks and sums are rounded
+
+
+def draw_text(events: Sequence[Event], *, width: int | None = None) -> str:
+    """Executed or simulated actions as text, such as ``Timeline.gather()`` gives them.
+
+    Each row is a stage (of a replica). An action is its kind and microbatch; the letters of every
+    second batch are small. If no batch has more than one microbatch the number is the batch's. An
+    action too short for its number is the letter alone; one shorter than a column is shown where it
+    hides no other action's label, an update in any case. A legend below tells the letters that
+    occur, the time of a column and how many actions found no column.
+
+    Args:
+        events: the actions, in any order.
+        width: characters of the longest line; the terminal's if not given, 100 if there is none.
+
+    Returns:
+        The lines, without a newline at the end.
+
+    Raises:
+        ValueError: no events, or a width that leaves no room beside the rows' names.
+    """
+    if not events:
+        raise ValueError(
+            "events: 0, a picture needs at least 1; only rank 0 gets events from Timeline.gather()"
+        )
+    if width is None:
+        width = shutil.get_terminal_size((_DEFAULT_WIDTH, 1)).columns
+    names = _row_names(events)
+    margin = max(map(len, names.values())) + 2
+    columns = width - margin
+    if columns < _LEAST_COLUMNS:
+        raise ValueError(
+            f"width: {width}, the rows' names: {margin} characters: the picture needs a width of "
+            f"at least {margin + _LEAST_COLUMNS}"
+        )
+    origin = min(event.start for event in events)
+    per_second = _columns_per_second(events, columns - 1)
+    # One column more than the run takes: for the updates that end it.
+    span = max(event.end for event in events) - origin
+    columns = min(columns, math.ceil(span * per_second - _TOLERANCE) + 1)
+    number_batches = len({event.microbatch for event in events}) == 1
+    lines = []
+    num_hidden = 0
+    for row, name in names.items():
+        actions = sorted(
+            (event for event in events if (event.replica, event.stage) == row),
+            key=lambda event: (event.start, event.end),
+        )
+        labels = [_label(event, number_batches) for event in actions]
+        owners = _owners(actions, labels, origin, per_second, columns)
+        num_hidden += len(set(range(len(actions))) - set(owners))
+        lines.append(f"{name:<{margin - 2}} |{_rendered(actions, labels, owners)}")
+    legend = _legend({event.kind for event in events}, number_batches, per_second, num_hidden)
+    return "\n".join([*lines, *textwrap.wrap(legend, width)])
+
+
+def _row_names(events: Sequence[Event]) -> dict[tuple[int, int], str]:
+    rows = sorted({(event.replica, event.stage) for event in events})
+    if len({replica for replica, _ in rows}) == 1:
+        return {(replica, stage): f"stage {stage}" for replica, stage in rows}
+    return {(replica, stage): f"replica {replica} stage {stage}" for replica, stage in rows}
+
+
+def _label(event: Event, number_batches: bool) -> str:
+    kind = event.kind if event.batch % 2 == 0 else event.kind.lower()
+    if event.kind == "U":
+        return kind
+    return f"{kind}{event.batch if number_batches else event.microbatch}"
+
+
+def _columns_per_second(events: Sequence[Event], columns: int) -> float:
+    """As many as fit, rounded down if that gives like actions like lengths."""
+    span = max(event.end for event in events) - min(event.start for event in events)
+    if span <= 0:
+        return 1.0
+    durations = [event.end - event.start for event in events if event.end > event.start]
+    # Simulated durations are often multiples of one. Then a whole number of columns for that one
+    # avoids a pattern of actions that are now n, now n + 1 columns long.
+    unit = min(durations)
+    fit = math.floor(columns * unit / span * (1 + _TOLERANCE))
+    if fit >= 1 and all(
+        math.isclose(d / unit, round(d / unit), rel_tol=_TOLERANCE) for d in durations
+    ):
+        return fit / unit
+    return columns / span
+
+
+def _owners(
+    actions: Sequence[Event],
+    labels: Sequence[str],
+    origin: float,
+    per_second: float,
+    columns: int,
+) -> list[int | None]:
+    """Of each column the number of the action that it shows, None where the stage is idle."""
+
+    def first_column(seconds: float) -> int:
+        """The first one whose middle is not before this time."""
+        return math.ceil((seconds - origin) * per_second - 0.5 - _TOLERANCE)
+
+    owners: list[int | None] = [None] * columns
+    short = []
+    for number, action in enumerate(actions):
+        begin, end = first_column(action.start), min(first_column(action.end), columns)
+        owners[begin:end] = [number] * (end - begin)
+        if begin >= end:
+            short.append((number, begin))
+
+    def price(column: int, taker: Event) -> float:
+        """What is lost if an action takes this column: nothing, filling, a number, a letter."""
+        owner = owners[column]
+        if owner is None:
+            return 0
+        left = owners.count(owner) - 1
+        if left >= len(labels[owner]):
+            return 1
+        # Updates tell where a batch ends and are always short.
+        if taker.kind != "U" or actions[owner].kind == "U":
+            return math.inf
+        return 2 if left > 0 else 3
+
+    last = -1
+    for number, begin in short:
+        within = math.floor((actions[number].start - origin) * per_second + _TOLERANCE)
+        # Of two idle columns the one that it lies in, else rather the end of the action before.
+        choices = [
+            (price(column, actions[number]), owners[column] is None and column != within, column)
+            for column in (begin - 1, begin)
+            if last < column < columns
+        ]
+        if choices and min(choices)[0] < math.inf:
+            last = min(choices)[2]
+            owners[last] = number
+    return owners
+
+
+def _rendered(actions: Sequence[Event], labels: Sequence[str], owners: Sequence[int | None]) -> str:
+    text = ""
+    for column, owner in enumerate(owners):
+        if owner is None:
+            text += _IDLE
+            continue
+        label = labels[owner]
+        if owners.count(owner) < len(label):
+            label = label[0]  # a part of a number would be another number
+        position = column - owners.index(owner)
+        fill = _FILL.get(actions[owner].kind, label)
+        text += label[position] if position < len(label) else fill
+    return text
+
+
+def _legend(kinds: set[str], number_batches: bool, per_second: float, num_hidden: int) -> str:
+    parts = [f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds]
+    parts.append("number: batch" if number_batches else "number: microbatch")
+    parts.append("small letters: every second batch")
+    parts.append(f"{_IDLE} idle")
+    parts.append(f"a column: {_duration(1 / per_second)}")
+    if num_hidden:
+        parts.append(f"actions too short to be seen: {num_hidden}")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} us"
