@@ -148,7 +148,9 @@ class PipelineModule(nn.Module):
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
         }
-        if made is not None:  # or a rank's error says more than that its schedule is another
+        if isinstance(schedule, str) and "\n" not in schedule:
+            settings["schedule"] = schedule
+        elif made is not None:  # the same file may differ between machines
             settings["schedule"] = fingerprint(made)
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
