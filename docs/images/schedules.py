@@ -1,6 +1,6 @@
 """Draws schedules.png: every schedule on four ranks, simulated.
 
-    python docs/images/schedules.py
+python docs/images/schedules.py
 """
 
 from __future__ import annotations
