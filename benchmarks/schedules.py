@@ -79,6 +79,8 @@ def measure(
             case.num_microbatches,
             case.schedule,
             stages_per_rank=case.stages_per_rank,
+            # A batch of one microbatch is at the last stage only when d - 1 more have begun.
+            batches_late=world_size if case.num_microbatches == 1 else 1,
         )
         # As many steps on every rank; a stage may be as many batches behind as there are stages.
         warm = pipeline.train(MIN_STEPS + world_size)

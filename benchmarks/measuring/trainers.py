@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -55,7 +56,7 @@ class Trainer(Protocol):
 class Pipeline:
     """pipedream2bw: stage threads if there is no process group, else one stage per rank.
 
-    Every loss is read one batch late, in the process of the last stage.
+    Every loss is read ``batches_late`` batches late, in the process of the last stage.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Pipeline:
         num_microbatches: int,
         schedule: str,
         stages_per_rank: int = 1,
+        batches_late: int = 1,
     ) -> None:
+        self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
         self.pipe = pd2.PipelineModule(
             [workload.stage(index) for index in range(num_stages)],
@@ -83,16 +86,16 @@ class Pipeline:
 
     def train(self, steps: int) -> Block:
         block = Block(time.perf_counter(), 0.0, [], [])
-        previous: pd2.Loss | None = None
+        unread: collections.deque[pd2.Loss] = collections.deque()
         for _ in range(steps):
             loss = self.pipe.train_step(*self.args, target=self.target)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if previous is not None:
-                self._read(previous, block)
-            previous = loss
-        assert previous is not None
-        self._read(previous, block)
+            unread.append(loss)
+            if len(unread) > self.batches_late:
+                self._read(unread.popleft(), block)
+        while unread:
+            self._read(unread.popleft(), block)
         self.pipe.flush()
         block.ended = time.perf_counter()
         return block

@@ -27,6 +27,7 @@ CASES = (
 
 
 def main() -> None:
+    """Simulates and draws."""
     panels = {}
     for name, m, v in CASES:
         simulation = pd2.simulate(
