@@ -1,0 +1,223 @@
+"""The command line, run in process and once as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipedream2bw as pd2
+from pipedream2bw.__main__ import main
+
+SMALL = ["--stages", "2", "--microbatches", "2"]
+
+
+def small_run(forward: float = 1.0) -> list[pd2.Event]:
+    """What ``draw --schedule 2bw`` with the sizes above simulates."""
+    run = pd2.simulate("2bw", num_stages=2, num_microbatches=2, forward=forward, num_batches=3)
+    return run.events
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a bad input gets."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("pipedream2bw")
+    return captured.err
+
+
+def test_a_schedule_by_name_is_drawn_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "draw", "--schedule", "2bw", *SMALL, "--width", "80")
+    assert out == pd2.draw_text(small_run(), width=80) + "\n"
+
+
+def test_times_and_sizes_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(
+        capsys,
+        *("draw", "--schedule", "interleaved_2bw", "--stages", "4", "--microbatches", "6"),
+        *("--stages-per-rank", "2", "--batches", "2", "--forward", "2", "--backward", "5"),
+        *("--width", "300"),
+    )
+    run = pd2.simulate(
+        "interleaved_2bw",
+        num_stages=4,
+        num_microbatches=6,
+        stages_per_rank=2,
+        num_batches=2,
+        forward=2.0,
+        backward=5.0,
+    )
+    assert out == pd2.draw_text(run.events, width=300) + "\n"
+
+
+def test_a_schedule_file_is_drawn_as_its_schedule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schedule.txt"
+    path.write_text(str(pd2.make_schedule("2bw", 2, 2)), encoding="utf-8")
+    by_name = printed(capsys, "draw", "--schedule", "2bw", *SMALL, "--width", "80")
+    assert printed(capsys, "draw", "--schedule-file", str(path), "--width", "80") == by_name
+    assert printed(capsys, "draw", "--schedule-file", str(path), *SMALL, "--width", "80") == by_name
+
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    by_name = printed(capsys, "draw", "--schedule", "1f1b", *SMALL, "--width", "80")
+    assert printed(capsys, "draw", "--schedule-file", str(path), "--width", "80") == by_name
+
+
+def test_recorded_events_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events = small_run(forward=0.7)
+    pd2.write_events(events, tmp_path / "run.json")
+    out = printed(capsys, "draw", "--events", str(tmp_path / "run.json"), "--width", "70")
+    assert out == pd2.draw_text(events, width=70) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "beginning"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_pictures_are_written_by_suffix(
+    suffix: str, beginning: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"picture{suffix}"
+    assert printed(capsys, "draw", "--schedule", "2bw", *SMALL, "-o", str(path)) == ""
+    assert path.read_bytes().startswith(beginning)
+
+
+def test_traces_and_texts_are_written_by_suffix(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, text = tmp_path / "run.json", tmp_path / "run.txt"
+    assert printed(capsys, "draw", "--schedule", "2bw", *SMALL, "-o", str(trace)) == ""
+    pd2.write_trace(small_run(), tmp_path / "expected.json")
+    assert json.loads(trace.read_text()) == json.loads((tmp_path / "expected.json").read_text())
+
+    wide = ("--width", "70", "-o", str(text))
+    assert printed(capsys, "draw", "--schedule", "2bw", *SMALL, *wide) == ""
+    assert text.read_text(encoding="utf-8") == pd2.draw_text(small_run(), width=70) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "arguments are required"),
+        ("paint", "invalid choice: 'paint'"),
+        ("draw", "--schedule --schedule-file --events is required"),
+        ("draw --schedule 3bw --stages 2 --microbatches 2", 'schedule: "3bw": the known schedules'),
+        ("draw --schedule 2bw --stages 2", "num_microbatches missing, schedule: '2bw'"),
+        (
+            "draw --schedule 2bw --stages 4 --microbatches 2",
+            "num_microbatches: 2, num_stages: 4: 2bw needs num_microbatches >= num_stages",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches x",
+            "--microbatches: invalid int value: 'x",
+        ),
+        ("draw --schedule 2bw --stages 0 --microbatches 2", "num_stages: 0, it must be at least 1"),
+        (
+            "draw --schedule looped_bfs --stages 4 --microbatches 2 --stages-per-rank 0",
+            "stages_per_rank: 0, it must be at least 1",
+        ),
+        ("draw --schedule 2bw --stages 2 --microbatches 2 --batches 0", "num_batches: 0, it must"),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --forward -1",
+            "forward[0]: -1: a cost must be",
+        ),
+        ("draw --schedule 2bw --stages 2 --microbatches 2 --backward nan", "nan: a cost must be"),
+        ("draw --schedule 2bw --stages 2 --microbatches 2 --width 9", "width: 9, the rows' names"),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 -o run.gif",
+            "-o: run.gif, suffix: '.gif': it must be one of .png,",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 -o run.png --width 100",
+            "--width: 100, -o: run.png: only text",
+        ),
+        ("draw --schedule 2bw --events run.json", "--events: not allowed with argument --schedule"),
+        ("draw --events run.json --stages 4", "--stages: 4, --events: run.json: a recorded run"),
+        (
+            "draw --events run.json --stages-per-rank 1",
+            "--stages-per-rank: 1, --events: run.json: a recorded run",
+        ),
+        ("draw --events missing.json", "missing.json"),
+        ("draw --events bad", "bad: not JSON"),
+        ("draw --events empty.json", "events: 0, a picture needs at least 1"),
+        ("draw --events empty.json -o x.json", "events: 0, a trace needs at least 1"),
+        ("draw --events empty.json -o x.png", "events: none to draw"),
+        ("draw --schedule-file missing", "missing"),
+        (
+            "draw --schedule-file bad",
+            'line 1, column 1: expected an action like 2F0, found "hello"',
+        ),
+        ("draw --schedule-file illegal", "every action exactly once"),
+        ("draw --schedule-file good --stages 3", "num_stages: 3, of the given schedule: 1"),
+        ("draw --schedule-file good -o missing/x.txt", "missing/x.txt"),
+        ("schedules --stages 3", "unrecognized arguments: --stages 3"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_writes_nothing(
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad").write_text("hello", encoding="utf-8")
+    Path("illegal").write_text("0F0,0B0,0B0\n", encoding="utf-8")
+    Path("good").write_text("0F0,0B0", encoding="utf-8")
+    pd2.write_events([], "empty.json")
+    before = sorted(Path.cwd().iterdir())
+    assert message in refused(capsys, *arguments.split())
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+def test_the_list_has_every_schedule_with_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split(maxsplit=1) for line in printed(capsys, "schedules").splitlines()]
+    rules = dict(lines)
+    assert list(rules) == pd2.schedule_names()
+    assert rules["2bw"] == "needs num_microbatches >= num_stages; stages_per_rank 1"
+    assert "2 * num_stages - 1" in rules["2bw_eager"]
+    assert "num_microbatches must be 1" in rules["pipedream"]
+    assert "a multiple of the ranks; needs num_microbatches >= 7" in rules["interleaved_2bw"]
+    assert rules["gpipe"] == "any num_microbatches; stages_per_rank 1"
+    assert rules["looped_bfs"] == "any num_microbatches; any stages_per_rank"
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipedream2bw", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(pd2.__file__).parent.parent,
+        env={**os.environ, "COLUMNS": "60"},
+        timeout=120,
+    )
+
+
+def test_the_module_runs_as_a_process() -> None:
+    drawn = run_module("draw", "--schedule", "2bw", *SMALL)
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    assert drawn.stdout == pd2.draw_text(small_run(), width=60) + "\n"
+    bad = run_module("draw", "--schedule", "2bw", "--stages", "2", "--microbatches", "1")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == (
+        "pipedream2bw: num_microbatches: 1, num_stages: 2: 2bw needs num_microbatches >= "
+        "num_stages\n"
+    )
