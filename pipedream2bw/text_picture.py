@@ -125,7 +125,7 @@ def _owners(
     owners: list[int | None] = [None] * columns
     short = []
     for number, action in enumerate(actions):
-        begin, end = first_column(action.start), min(first_column(action.end), columns)
+        begin, end = first_column(action.start), first_column(action.end)
         owners[begin:end] = [number] * (end - begin)
         if begin >= end:
             short.append((number, begin))
@@ -150,7 +150,7 @@ def _owners(
         choices = [
             (price(column, actions[number]), owners[column] is None and column != within, column)
             for column in (begin - 1, begin)
-            if last < column < columns
+            if column > last
         ]
         if choices and min(choices)[0] < math.inf:
             last = min(choices)[2]

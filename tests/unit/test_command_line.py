@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,3 +222,11 @@ def test_the_module_runs_as_a_process() -> None:
         "pipedream2bw: num_microbatches: 1, num_stages: 2: 2bw needs num_microbatches >= "
         "num_stages\n"
     )
+
+
+def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ pipedream2bw (.*?)\n(.*?)```", readme, re.S)
+    assert len(blocks) == 1
+    for command, picture in blocks:
+        assert printed(capsys, *command.split(), "--width", "100") == picture
