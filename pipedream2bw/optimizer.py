@@ -87,13 +87,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 lambda stage, batch: stage.executor.submit_fused_update(stage.index, batch, options)
             )
         else:
-            groups = self._take_changed_options()
+            current = _options_of(self.param_groups)
+            groups = _changes(current, self._options)
             # What waits in the engine must not hold the pipeline, so no reference to `self`.
             self._pipe._submit_updates(
                 lambda stage, batch: stage.executor.submit_update(
                     stage.index, batch, functools.partial(self._steppers[stage.index].step, groups)
                 )
             )
+            self._options = current
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and starts each batch's anew."""
@@ -131,19 +133,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         how = "one fused pass" if self._kind else "its own step on a copy of the weights"
         return f"PipelineOptimizer({how})\n{self._wrapped!r}"
 
-    def _take_changed_options(self) -> list[dict[str, Any]]:
-        """What the user changed in each group since the last step.
-
-        Only that: the stages' optimizers may keep counters of their own in their groups.
-        """
-        current = _options_of(self.param_groups)
-        changed = [
-            {key: value for key, value in new.items() if key not in old or _differ(value, old[key])}
-            for new, old in zip(current, self._options, strict=True)
-        ]
-        self._options = current
-        return changed
-
     def _read_counters(self) -> None:
         """Takes over what a stage's optimizer changed in its groups; the pipeline is drained."""
         for stepper in list(self._steppers.values())[:1]:
@@ -151,7 +140,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 self.param_groups, stepper.options(), self._options, strict=True
             ):
                 for key, value in theirs.items():
-                    if key not in seen or not _differ(group[key], seen[key]):
+                    by_user = key in seen and _differ(group[key], seen[key])
+                    if not by_user and (key not in seen or _differ(value, seen[key])):
                         group[key], seen[key] = value, copy.deepcopy(value)
 
     def _read_state(
@@ -195,8 +185,10 @@ class _StageStepper:
         self._part = object.__new__(type(optimizer))
         self._part.__dict__.update(optimizer.__dict__)
         self._part.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in self._index]}
-            for group in optimizer.param_groups
+            {**options, "params": [p for p in group["params"] if id(p) in self._index]}
+            for group, options in zip(
+                optimizer.param_groups, _options_of(optimizer.param_groups), strict=True
+            )
         ]
         self._part.state = optimizer.state
 
@@ -225,6 +217,17 @@ def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in groups
+    ]
+
+
+def _changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the user changed in each group.
+
+    Only that is told to the stages: their optimizers may keep counters in their groups.
+    """
+    return [
+        {key: value for key, value in new.items() if key not in old or _differ(value, old[key])}
+        for new, old in zip(current, before, strict=True)
     ]
 
 

@@ -95,3 +95,8 @@ def check_runnable(schedule: Schedule) -> None:
         raise ValueError(
             f'schedule: "{schedule.name}" has I and W: the engine does not run split backwards'
         )
+    if schedule.has_late_forwards:
+        raise ValueError(
+            f'schedule: "{schedule.name}" has forwards of microbatches < 0: the engine runs a '
+            "batch's forwards in the batch's own list, or its loss would wait for the next batch"
+        )

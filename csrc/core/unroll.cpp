@@ -71,15 +71,29 @@ std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, in
   return steps;
 }
 
-bool is_split(const Schedule& schedule) {
+namespace {
+
+template <typename Predicate>
+bool any_action(const Schedule& schedule, Predicate predicate) {
   for (const RankActions& rank : schedule.ranks) {
     for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-      for (const Action& action : actions(rank, list)) {
-        if (action.kind == ActionKind::kInputGrad) return true;
-      }
+      if (std::ranges::any_of(actions(rank, list), predicate)) return true;
     }
   }
   return false;
+}
+
+}  // namespace
+
+bool is_split(const Schedule& schedule) {
+  return any_action(schedule,
+                    [](const Action& each) { return each.kind == ActionKind::kInputGrad; });
+}
+
+bool has_late_forwards(const Schedule& schedule) {
+  return any_action(schedule, [](const Action& each) {
+    return each.kind == ActionKind::kForward && each.microbatch < 0;
+  });
 }
 
 std::vector<int> update_order(const Schedule& schedule, int rank) {

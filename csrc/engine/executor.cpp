@@ -250,9 +250,9 @@ void Executor::drain() {
 
 void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
-  // Stage by stage: whatever the placement, what a stage waits for is under way.
-  for (const auto& worker : workers_) {
-    for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
+  // Microbatch by microbatch: a channel holds only so many messages that nobody has received.
+  for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
+    for (const auto& worker : workers_) {
       doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
       worker->evaluate(run, microbatch);
     }

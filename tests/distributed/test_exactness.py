@@ -79,7 +79,22 @@ def train_everything(rank: int, world_size: int) -> None:
     check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
     for schedule in ("interleaved", "interleaved_2bw", "looped_bfs") if d <= 3 else ():
         check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)
+    if d == 2:
+        evaluation_of_many_microbatches_with_several_stages_a_rank()
     one_process_gathers_what_all_hold(d)
+
+
+def evaluation_of_many_microbatches_with_several_stages_a_rank() -> None:
+    """More microbatches than a channel holds messages."""
+    task, m = TASKS["skips"], 16
+    (batch,) = task.batches([2 * m])
+    options: Any = {"schedule": "interleaved_2bw", "stages_per_rank": 2}
+    with make_pipeline(task, 4, m, batch, **options) as pipe, torch.no_grad():
+        output = pipe(*batch.args)
+    if output is not None:
+        model = task.model()
+        parts = batch.args[0].tensor_split(m)
+        assert torch.equal(output, torch.cat([model(part) for part in parts]))
 
 
 def one_process_gathers_what_all_hold(d: int) -> None:

@@ -219,6 +219,30 @@ def test_an_optimizer_keeps_its_attributes_and_what_it_counts_in_its_groups(make
     assert {**saved, "params": None} == {**state["param_groups"][0], "params": None}
 
 
+def rmsprop_ends(rate: Any, batches: int, refused_step: bool = False) -> dict[str, torch.Tensor]:
+    with pipeline(layers()) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.RMSprop(pipe.parameters(), lr=rate))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+        for _ in range(batches):
+            train(pipe, optimizer, 1)
+            scheduler.step()
+            if refused_step:
+                with pytest.raises(ValueError, match="exactly one call must follow"):
+                    optimizer.step()
+        return copy.deepcopy(dict(pipe.state_dict()))
+
+
+def test_a_rate_that_is_a_tensor_is_the_one_at_the_call_of_step() -> None:
+    want, got = rmsprop_ends(0.1, 3), rmsprop_ends(torch.tensor(0.1), 3)
+    for name in want:
+        assert torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_a_refused_step_swallows_no_change_of_options() -> None:
+    want, got = rmsprop_ends(0.1, 3), rmsprop_ends(0.1, 3, refused_step=True)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_another_optimizer_leaves_the_updates_of_the_former_to_it() -> None:
     ends = []
     for flush in (True, False):
