@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 import torch.distributed as dist
-from measuring.ranks import run_on_ranks
+from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
 from measuring.trainers import (
@@ -115,7 +114,7 @@ def measure(
                 pipeline.close()
         for name in [name for name in trainers if name not in steps]:
             warm = trainers[name].train(MIN_STEPS)
-            steps[name] = _last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
+            steps[name] = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
             first[name] = checked[0] if checked else 0.0
     blocks = alternate(trainers, steps, rounds, dist.barrier)
     for trainer in trainers.values():
@@ -131,12 +130,6 @@ def measure(
         steps,
         alone,
     )
-
-
-def _last_ranks_value(value: int) -> int:
-    held = torch.tensor(value)
-    dist.broadcast(held, src=dist.get_world_size() - 1)
-    return int(held)
 
 
 def figures_of(setting: Setting, measured: Measured) -> list[Figure]:

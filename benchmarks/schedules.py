@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 import torch.distributed as dist
-from measuring.ranks import run_on_ranks
+from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
 from measuring.trainers import MIN_STEPS, Pipeline, Trainer, alternate, steps_lasting
@@ -84,9 +83,8 @@ def measure(
         )
         # As many steps on every rank; a stage may be as many batches behind as there are stages.
         warm = pipeline.train(MIN_STEPS + world_size)
-        count = torch.tensor(steps_lasting(seconds, warm) if warm.losses else 0)
-        dist.broadcast(count, src=world_size - 1)
-        steps[case.label] = max(int(count), MIN_STEPS + world_size)
+        count = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
+        steps[case.label] = max(count, MIN_STEPS + world_size)
         trainers[case.label] = pipeline
     blocks = alternate(trainers, steps, rounds, dist.barrier)
     for trainer in trainers.values():

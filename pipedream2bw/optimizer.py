@@ -121,9 +121,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._wrapped.load_state_dict(state_dict)
         self.param_groups = self._wrapped.param_groups
         self.state = self._wrapped.state
+        self._options = _options_of(self.param_groups)
         for stage in self._pipe._stages:
             if self._kind is None:
-                self._options = _options_of(self.param_groups)
                 self._steppers[stage.index] = _StageStepper(self._wrapped, stage.state)
                 continue
             for i, handle in enumerate(stage.state.handles):

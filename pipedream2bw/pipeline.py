@@ -584,9 +584,10 @@ class PipelineModule(nn.Module):
     def _mode_in_use(self) -> Mode:
         """The capture for the current mode; made when first used, on all ranks together."""
         if self._mode_of_last_batch != self.training:
-            self._drain()  # the modes' stages may be wired differently
+            # The modes' stages may be wired differently; and torch.fx, if this mode has yet to be
+            # captured, traces by replacing nn.Module's call for all threads.
+            self._drain()
         if self.training not in self._modes:
-            self._drain()  # torch.fx traces by replacing nn.Module's call for all threads
             others = self._stages.others
             error: Exception | None = None
             try:

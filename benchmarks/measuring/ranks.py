@@ -45,6 +45,13 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
+def last_ranks_value(value: int) -> int:
+    """``value`` as the last rank, which has the losses, gave it. Every rank calls it."""
+    held = torch.tensor(value)
+    dist.broadcast(held, src=dist.get_world_size() - 1)
+    return int(held)
+
+
 def _run_rank(
     rank: int,
     world_size: int,
