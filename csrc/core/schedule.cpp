@@ -9,6 +9,20 @@ namespace pd2 {
 
 using enum ActionKind;
 
+namespace {
+
+template <typename Predicate>
+bool any_action(const Schedule& schedule, Predicate predicate) {
+  for (const RankActions& rank : schedule.ranks) {
+    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+      if (std::ranges::any_of(actions(rank, list), predicate)) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 std::string to_string(const Action& action) {
   return detail::concat(action.stage, static_cast<char>(action.kind), action.microbatch);
 }
@@ -28,6 +42,15 @@ int max_in_flight(const Schedule& schedule, int stage) {
     most = std::max(most, in_flight);
   }
   return most;
+}
+
+bool is_split(const Schedule& schedule) {
+  return any_action(schedule, [](const Action& each) { return each.kind == kInputGrad; });
+}
+
+bool has_late_forwards(const Schedule& schedule) {
+  return any_action(
+      schedule, [](const Action& each) { return each.kind == kForward && each.microbatch < 0; });
 }
 
 }  // namespace pd2

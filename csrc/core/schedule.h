@@ -87,6 +87,12 @@ struct Schedule {
 // Throws ValueError if there is no such stage.
 int max_in_flight(const Schedule& schedule, int stage);
 
+// Whether some backward is split into I and W.
+bool is_split(const Schedule& schedule);
+
+// Whether some forward is of a batch before the one that is being run.
+bool has_late_forwards(const Schedule& schedule);
+
 // The text form: `key: value` lines, then the sections [prologue], [steady], [epilogue] with one
 // row per rank of comma-separated actions ("-": a rank that does nothing there):
 //

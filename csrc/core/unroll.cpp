@@ -71,31 +71,6 @@ std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, in
   return steps;
 }
 
-namespace {
-
-template <typename Predicate>
-bool any_action(const Schedule& schedule, Predicate predicate) {
-  for (const RankActions& rank : schedule.ranks) {
-    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-      if (std::ranges::any_of(actions(rank, list), predicate)) return true;
-    }
-  }
-  return false;
-}
-
-}  // namespace
-
-bool is_split(const Schedule& schedule) {
-  return any_action(schedule,
-                    [](const Action& each) { return each.kind == ActionKind::kInputGrad; });
-}
-
-bool has_late_forwards(const Schedule& schedule) {
-  return any_action(schedule, [](const Action& each) {
-    return each.kind == ActionKind::kForward && each.microbatch < 0;
-  });
-}
-
 std::vector<int> update_order(const Schedule& schedule, int rank) {
   std::vector<int> stages;
   for (const Step& step : unroll(schedule, rank, 0, most_batches_behind(schedule) + 1)) {

@@ -45,12 +45,6 @@ std::string describe(const Schedule& schedule, const Step& step);
 // How many batches the furthest action is behind the batch that is being run.
 int most_batches_behind(const Schedule& schedule);
 
-// Whether some backward is split into I and W.
-bool is_split(const Schedule& schedule);
-
-// Whether some forward is of a batch before the one that is being run.
-bool has_late_forwards(const Schedule& schedule);
-
 // The rank's stages in the order in which a batch's updates happen.
 std::vector<int> update_order(const Schedule& schedule, int rank);
 
