@@ -119,7 +119,7 @@ def _event(row: Any, where: str) -> Event:
     if not isinstance(row, list) or len(row) != len(_FIELDS):
         raise ValueError(f"{where}: {_short(row)}, expected: the {len(_FIELDS)} values {_FIELDS}")
     event = Event(*row)
-    for name in ("stage", "replica", "batch", "microbatch", "version"):
+    for name in ("stage", "replica", "batch", "microbatch", "version", "rank"):
         value = getattr(event, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{where}: {name}: {_short(value)}, expected: a whole number >= 0")
