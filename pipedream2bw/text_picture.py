@@ -34,11 +34,12 @@ _TOLERANCE = 1e-6  # of a duration or a column: clocks and sums are rounded
 def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = "seconds") -> str:
     """Executed or simulated actions as text, such as ``Timeline.gather()`` gives them.
 
-    Each row is a stage (of a replica), the stages of a rank together. An action is its kind and microbatch; the letters of every
-    second batch are small. If no batch has more than one microbatch the number is the batch's. An
-    action too short for its number is the letter alone; one shorter than a column is shown where it
-    hides no other action's label, an update in any case. A legend below tells the letters that
-    occur, the time of a column and how many actions found no column.
+    Each row is a stage (of a replica), the stages of a rank together. An action is its kind and
+    microbatch; the letters of every second batch are small. If no batch has more than one
+    microbatch the number is the batch's. An action too short for its number is the letter alone;
+    one shorter than a column is shown where it hides no other action's label, an update in any
+    case. A legend below tells the letters that occur, the time of a column and how many actions
+    found no column.
 
     Args:
         events: the actions, in any order.
@@ -89,12 +90,9 @@ def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = 
     lines = [
         f"{name:<{margin - 2}} |{picture}" for name, picture in zip(names, pictures, strict=True)
     ]
+    kinds = {event.kind for event in events}
     legend = [
-        *(
-            f"{kind} {name}"
-            for kind, name in KIND_NAMES.items()
-            if kind in {e.kind for e in events}
-        ),
+        *(f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds),
         "number: batch" if by_batch else "number: microbatch",
         "small letters: every second batch",
         f"{_IDLE} idle",

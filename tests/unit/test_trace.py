@@ -16,8 +16,8 @@ from pipedream2bw import Event
 COUNTS = st.integers(0, 10**6)
 TIMES = st.floats(0, 1e9)
 EVENTS = st.builds(
-    lambda stage, replica, kind, batch, microbatch, version, times: Event(
-        stage, replica, kind, batch, microbatch, version, min(times), max(times)
+    lambda stage, replica, kind, batch, microbatch, version, times, rank: Event(
+        stage, replica, kind, batch, microbatch, version, min(times), max(times), rank
     ),
     COUNTS,
     COUNTS,
@@ -26,6 +26,7 @@ EVENTS = st.builds(
     COUNTS,
     COUNTS,
     st.tuples(TIMES, TIMES),
+    COUNTS,
 )
 
 
@@ -112,11 +113,8 @@ def test_a_time_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
         ("events", [[0, 0, "X", 0, 0, 0, 0, 1, 0]], "kind: 'X', expected: one of F, B, I, W, U"),
         ("events", [[0, 0, ["F"], 0, 0, 0, 0, 1, 0]], r"kind: \['F'\], expected: one of"),
         ("events", [[-1, 0, "F", 0, 0, 0, 0, 1, 0]], "stage: -1, expected: a whole number >= 0"),
-        (
-            "events",
-            [[0, 0, "F", True, 0, 0, 0, 1, 0]],
-            "batch: True, expected: a whole number >= 0",
-        ),
+        ("events", [[0, 0, "F", True, 0, 0, 0, 1, 0]], "batch: True, expected: a whole number"),
+        ("events", [[0, 0, "F", 0, 0, 0, 0, 1, "a"]], "rank: 'a', expected: a whole number >= 0"),
         ("events", [[0, 0, "F", 0, 0, 0, "a", 1, 0]], "start: 'a', expected: seconds"),
         ("events", [[0, 0, "F", 0, 0, 0, 0, float("inf"), 0]], "end: inf, expected: seconds"),
         ("events", [[0, 0, "F", 0, 0, 0, 2.0, 1.0, 0]], "start: 2.0, end: 1.0: start <= end"),
