@@ -91,10 +91,6 @@ def schedule_for(
 
 def check_runnable(schedule: Schedule) -> None:
     """Raises ValueError if the engine does not run it."""
-    if schedule.is_split:
-        raise ValueError(
-            f'schedule: "{schedule.name}" has I and W: the engine does not run split backwards'
-        )
     if schedule.has_late_forwards:
         raise ValueError(
             f'schedule: "{schedule.name}" has forwards of microbatches < 0: the engine runs a '
