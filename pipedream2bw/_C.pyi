@@ -167,7 +167,7 @@ class Executor:
         replica: int,
         num_replicas: int,
         num_threads: int,
-        stages: Sequence[tuple[int, Stage, Forward]],
+        stages: Sequence[tuple[int, Stage, Forward, bool]],
         fault: Fault,
         losses: LossBoard,
     ) -> None: ...

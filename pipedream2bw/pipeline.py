@@ -24,7 +24,14 @@ from .memory import StageMemory
 from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
-from .settings import check_example, check_parameters, check_settings, length_of, stage_devices
+from .settings import (
+    check_example,
+    check_parameters,
+    check_settings,
+    length_of,
+    stage_devices,
+    stages_to_recompute,
+)
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
@@ -72,6 +79,12 @@ class PipelineModule(nn.Module):
         devices: in one process, the device of each stage; the model's own if None.
         replicated: names of arguments that every microbatch gets whole; other tensors are split
             along dimension 0.
+        recompute: True: every stage keeps of a microbatch in flight only what it received, and
+            runs its forward again before the backward, while the gradient is still under way
+            (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
+            ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage.
+            Hooks run twice, and so does Python code with effects of its own. The stages may not
+            contain torch.utils.checkpoint around what draws random numbers.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -95,6 +108,7 @@ class PipelineModule(nn.Module):
         width: int = 1,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
+        recompute: bool | str | Sequence[bool] = False,
         loss_reduction: str = "mean",
         timeout: float = 1800.0,
     ) -> None:
@@ -115,6 +129,7 @@ class PipelineModule(nn.Module):
             check_example(example_args, example_kwargs)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             check_runnable(made)
+            self._recompute = stages_to_recompute(recompute, made)
             self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
@@ -142,6 +157,7 @@ class PipelineModule(nn.Module):
             "width": width,
             "stages_per_rank": stages_per_rank,
             "split": str(split),
+            "recompute": str(recompute),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "timeout": timeout,
@@ -184,6 +200,7 @@ class PipelineModule(nn.Module):
             self._control,
             self._fault,
             loss_fn,
+            self._recompute,
             timeout,
         )
         self._losses_are_means = loss_reduction == "mean"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._C import Schedule
+
 
 def length_of(model: Any) -> int:
     """The number of stages of a list of modules, for which num_stages may be left out."""
@@ -86,6 +88,28 @@ def stage_devices(
             f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
         )
     return [torch.device(device) for device in devices]
+
+
+def stages_to_recompute(recompute: object, schedule: Schedule) -> list[bool]:
+    """Whether each stage recomputes its activations.
+
+    Raises:
+        TypeError, ValueError: it is neither a bool, "auto" nor one bool for each stage.
+    """
+    d = schedule.num_stages
+    if isinstance(recompute, bool):
+        return [recompute] * d
+    if recompute == "auto":
+        return [schedule.max_in_flight(stage) > 1 for stage in range(d)]
+    if isinstance(recompute, str):
+        raise ValueError(f"recompute: {recompute!r}, known: True, False, 'auto', a bool per stage")
+    if not isinstance(recompute, Sequence) or not all(isinstance(b, bool) for b in recompute):
+        raise TypeError(
+            f"recompute: {recompute!r} given, it must be a bool, 'auto' or one bool for each stage"
+        )
+    if len(recompute) != d:
+        raise ValueError(f"recompute: {len(recompute)} given, num_stages: {d}: one for each stage")
+    return list(recompute)
 
 
 def check_whole_number(name: str, value: object) -> None:

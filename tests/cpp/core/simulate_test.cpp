@@ -250,6 +250,31 @@ TEST(Simulate, MemoryRisesAtAForwardsStartAndFallsAtABackwardsEnd) {
   }
 }
 
+TEST(Simulate, ARecomputedForwardRunsWhileTheGradientIsUnderWay) {
+  Costs costs = equal_stages(2, 1, 1, 1);
+  for (StageCosts& stage : costs.stages) {
+    stage.recompute = 1;
+    stage.activation_bytes = 100;
+    stage.input_bytes = 10;
+  }
+  for (const Sends sends : {Sends::kRendezvous, Sends::kAsynchronous}) {
+    costs.sends = sends;
+    const Simulation simulation = simulate(make_schedule("gpipe", 2, 1), costs, 1);
+    // Rank 0: F 0-1, R 1-2, B 5-7. Rank 1: F 1-2, R 2-3, B 3-5.
+    EXPECT_EQ(simulation.makespan, 7);
+    const SimulatedAction& again = simulation.timeline[0][1];
+    EXPECT_EQ(again.kind, ActionKind::kRecompute);
+    EXPECT_EQ(again.start, 1);
+    EXPECT_EQ(again.end, 2);
+  }
+  EXPECT_EQ(period(make_schedule("2bw", 2, 4), costs), 4 * (1 + 1 + 2));
+  EXPECT_EQ(period(make_schedule("1f1b", 2, 4), costs), 5 * (1 + 2) + 4);
+  // Two inputs in flight on rank 0, and the activations of the one that is recomputed.
+  const Simulation simulation = simulate(make_schedule("2bw", 2, 4), costs, 4);
+  EXPECT_EQ(simulation.peak_bytes[0], 2 * 10 + 100);
+  EXPECT_EQ(simulation.peak_bytes[1], 10 + 100);
+}
+
 TEST(Simulate, WhatIsInFlightDoesNotDependOnTime) {
   for (const Schedule& schedule : testing::made_schedules(6, 12)) {
     const int d = schedule.num_stages;

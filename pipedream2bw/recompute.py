@@ -1,0 +1,149 @@
+"""Running a forward a second time, on what it read the first time.
+
+Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only if
+the second forward finds the inputs and buffers as the first did, and draws the same random numbers.
+The engine sees to those of the CPU; a device's generator is set back here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
+"""The dictionaries and names under which modules hold buffers."""
+
+# Held by forwards that may draw from a device's generator: threads share it.
+_drawing = threading.RLock()
+
+
+class Replayer:
+    """Makes forwards of one layout repeatable.
+
+    The first one tells which inputs and buffers they write to. Only those are copied for the later
+    ones.
+
+    Args:
+        device: of the stage.
+        buffer_places: of the buffers that the forwards may use.
+    """
+
+    def __init__(self, device: torch.device, buffer_places: BufferPlaces) -> None:
+        self._generator = None if device.type == "cpu" else _Generator(device)
+        self._buffer_places = buffer_places
+        self._written_inputs: list[int] | None = None  # None: nothing is known yet
+        self._written_buffers: list[int] = []
+
+    @contextlib.contextmanager
+    def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[Replay]:
+        """Around a first forward on ``inputs``; gives what the second one needs."""
+        places = self._buffer_places()
+        buffers = [holder[leaf] for holder, leaf in places]
+        is_known = self._written_inputs is not None
+        input_indices = self._written_inputs if is_known else range(len(inputs))
+        buffer_indices = self._written_buffers if is_known else range(len(buffers))
+        assert input_indices is not None
+        replay = Replay(list(inputs), self._generator)
+        for index in input_indices:
+            replay.inputs[index] = _copy(inputs[index])
+        replay.buffers = [(*places[i], _copy(buffers[i])) for i in buffer_indices]
+        counts = [tensor._version for tensor in (*inputs, *buffers)]
+        with _drawing if self._generator else contextlib.nullcontext():
+            if self._generator:
+                replay.drawn_from = self._generator.state()
+            yield replay
+            if self._generator:
+                replay.drawn_to = self._generator.state()
+        if is_known:
+            return
+        changed = [t._version != n for t, n in zip((*inputs, *buffers), counts, strict=True)]
+        self._written_inputs = [i for i in range(len(inputs)) if changed[i]]
+        # BatchNorm's operator writes without counting; and a module's buffers change together.
+        writers = {
+            id(holder)
+            for (holder, leaf, copied), buffer, is_changed in zip(
+                replay.buffers, buffers, changed[len(inputs) :], strict=True
+            )
+            if is_changed or holder[leaf] is not buffer or not torch.equal(buffer, copied)
+        }
+        self._written_buffers = [i for i, (holder, _) in enumerate(places) if id(holder) in writers]
+        replay.inputs = [
+            replay.inputs[i] if i in self._written_inputs else tensor
+            for i, tensor in enumerate(inputs)
+        ]
+        replay.buffers = [replay.buffers[i] for i in self._written_buffers]
+
+
+class Replay:
+    """What one forward read that will not be there any more when it is run again."""
+
+    def __init__(self, inputs: list[torch.Tensor], generator: _Generator | None) -> None:
+        self.inputs = inputs
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._generator = generator
+        self.drawn_from: torch.Tensor | None = None  # states of a device's generator
+        self.drawn_to: torch.Tensor | None = None
+
+    def nbytes(self) -> int:
+        """Bytes held for the second forward, the inputs apart."""
+        return sum(copied.nbytes for _, _, copied in self.buffers)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the second forward, which uses ``inputs``. Leaves everything as it was.
+
+        Raises:
+            RuntimeError: another thread drew from the device's generator during the forwards.
+        """
+        now = [holder[leaf] for holder, leaf, _ in self.buffers]
+        try:
+            for holder, leaf, copied in self.buffers:
+                holder[leaf] = copied
+            with contextlib.nullcontext() if self._generator is None else self._drawn_again():
+                yield
+        finally:
+            for (holder, leaf, _), tensor in zip(self.buffers, now, strict=True):
+                holder[leaf] = tensor
+
+    @contextlib.contextmanager
+    def _drawn_again(self) -> Iterator[None]:
+        assert self._generator is not None
+        assert self.drawn_from is not None
+        assert self.drawn_to is not None
+        with _drawing:
+            before = self._generator.state()
+            try:
+                self._generator.set(self.drawn_from)
+                yield
+                reached = self._generator.state()
+            finally:
+                self._generator.set(before)
+        if not torch.equal(reached, self.drawn_from) and not torch.equal(reached, self.drawn_to):
+            raise RuntimeError(
+                "recompute: a forward cannot be run again as it was: another thread drew random "
+                "numbers from the device's default generator meanwhile; give what runs beside the "
+                "pipeline a torch.Generator of its own"
+            )
+
+
+class _Generator:
+    """A device's default generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    def state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def set(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
