@@ -30,7 +30,7 @@ from .settings import (
     check_settings,
     length_of,
     stage_devices,
-    stages_to_recompute,
+    what_to_recompute,
 )
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
@@ -82,9 +82,11 @@ class PipelineModule(nn.Module):
         recompute: True: every stage keeps of a microbatch in flight only what it received, and
             runs its forward again before the backward, while the gradient is still under way
             (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
-            ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage.
-            Hooks run twice, and so does Python code with effects of its own. The stages may not
-            contain torch.utils.checkpoint around what draws random numbers.
+            ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
+            or names of modules: of each of these only the inputs are kept, and it runs again when
+            its gradient arrives.
+            Hooks run twice, and so does Python code with effects of its own. Inside there may be no
+            torch.utils.checkpoint around what draws random numbers.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -108,7 +110,7 @@ class PipelineModule(nn.Module):
         width: int = 1,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
-        recompute: bool | str | Sequence[bool] = False,
+        recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         loss_reduction: str = "mean",
         timeout: float = 1800.0,
     ) -> None:
@@ -129,7 +131,7 @@ class PipelineModule(nn.Module):
             check_example(example_args, example_kwargs)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             check_runnable(made)
-            self._recompute = stages_to_recompute(recompute, made)
+            self._recompute, blocks = what_to_recompute(recompute, made)
             self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
@@ -140,6 +142,7 @@ class PipelineModule(nn.Module):
                 (tuple(example_args), dict(example_kwargs or {})),
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
+                blocks,
             )
         except Exception as raised:
             error = raised

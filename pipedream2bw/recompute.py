@@ -13,6 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from . import _C
+from .saved_bytes import count_as_saved
 
 BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
 """The dictionaries and names under which modules hold buffers."""
@@ -37,6 +42,11 @@ class Replayer:
         self._buffer_places = buffer_places
         self._written_inputs: list[int] | None = None  # None: nothing is known yet
         self._written_buffers: list[int] = []
+
+    @property
+    def writes_to_inputs(self) -> bool:
+        """Whether the forwards so far did."""
+        return bool(self._written_inputs)
 
     @contextlib.contextmanager
     def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[Replay]:
@@ -143,6 +153,90 @@ class _Generator:
 
     def set(self, state: torch.Tensor) -> None:
         self._module.set_rng_state(state, self._device)
+
+
+class Block:
+    """A part of a stage that keeps its inputs only, and is run again when its gradient arrives.
+
+    torch.utils.checkpoint with random numbers and buffers as :class:`Replayer` has them.
+    """
+
+    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
+        self._name = name
+        modules = list(root.get_submodule(name).modules())
+        self._replayer = Replayer(
+            device,
+            lambda: [
+                (module._buffers, leaf)
+                for module in modules
+                for leaf, buffer in module._buffers.items()
+                if buffer is not None
+            ],
+        )
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """``function(*inputs)``.
+
+        Raises:
+            ValueError: the block writes to its inputs.
+        """
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            count_as_saved(tensor)
+        passes = _Passes(self._replayer, tensors)
+        outputs = checkpoint(
+            function,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (passes.first(), _EachTime(passes.again)),
+        )
+        if self._replayer.writes_to_inputs:
+            raise ValueError(
+                f"recompute: block {self._name} writes to its inputs in place: it cannot be run "
+                "again on them; recompute whole stages (recompute=True) instead"
+            )
+        return outputs
+
+
+class _Passes:
+    """Around both forwards of one call of a block."""
+
+    def __init__(self, replayer: Replayer, inputs: Sequence[torch.Tensor]) -> None:
+        self._replayer = replayer
+        self._inputs = inputs
+        self._seed = _C.draw_seed()
+        self._replay: Replay | None = None
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        with _C.PrivateGenerator(self._seed), self._replayer.first(self._inputs) as replay:
+            yield
+        self._replay = replay
+        replay.inputs = []
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        assert self._replay is not None
+        with _C.PrivateGenerator(self._seed), self._replay.again():
+            yield
+
+
+class _EachTime:
+    """A context manager that may be entered again: a backward in two halves runs a block twice."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

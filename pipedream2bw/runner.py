@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .codegen import StageFunction
 from .recompute import BufferPlaces, Replay, Replayer
+from .saved_bytes import SavedBytes
 from .stage import StageProgram
 
 Structured = tuple[bytes, list[torch.Tensor]]
@@ -174,7 +175,7 @@ class StageRunner:
                 not_counted = self._state_pointers() | _storages(given.values)
                 if self.recompute:
                     not_counted |= _storages(tensor for _, part in inbound for tensor in part)
-                saved = around.enter_context(_SavedBytes(not_counted))
+                saved = around.enter_context(SavedBytes(not_counted))
             result = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
             self._bytes_kept[layout] = saved.total
@@ -266,29 +267,3 @@ class _IsTensor:
 
 def _storages(values: Iterable[Any]) -> set[int]:
     return {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
-
-
-class _SavedBytes:
-    """Counts the bytes that autograd saves: each storage once, weights and buffers not at all."""
-
-    def __init__(self, not_counted: set[int]) -> None:
-        self._not_counted = not_counted
-        self._storages: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
-
-    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._not_counted:
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(self._storages.values())
-
-    def __enter__(self) -> _SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)

@@ -90,26 +90,33 @@ def stage_devices(
     return [torch.device(device) for device in devices]
 
 
-def stages_to_recompute(recompute: object, schedule: Schedule) -> list[bool]:
-    """Whether each stage recomputes its activations.
+def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool], tuple[str, ...]]:
+    """Whether each stage recomputes its activations, and the blocks that do so by themselves.
 
     Raises:
-        TypeError, ValueError: it is neither a bool, "auto" nor one bool for each stage.
+        TypeError, ValueError: it is neither a bool, "auto", one bool for each stage nor names.
     """
     d = schedule.num_stages
     if isinstance(recompute, bool):
-        return [recompute] * d
+        return [recompute] * d, ()
     if recompute == "auto":
-        return [schedule.max_in_flight(stage) > 1 for stage in range(d)]
+        return [schedule.max_in_flight(stage) > 1 for stage in range(d)], ()
     if isinstance(recompute, str):
-        raise ValueError(f"recompute: {recompute!r}, known: True, False, 'auto', a bool per stage")
-    if not isinstance(recompute, Sequence) or not all(isinstance(b, bool) for b in recompute):
-        raise TypeError(
-            f"recompute: {recompute!r} given, it must be a bool, 'auto' or one bool for each stage"
+        raise ValueError(
+            f"recompute: {recompute!r}, known: True, False, 'auto'; names of modules are given as "
+            "a list"
         )
-    if len(recompute) != d:
-        raise ValueError(f"recompute: {len(recompute)} given, num_stages: {d}: one for each stage")
-    return list(recompute)
+    items: list[Any] = list(recompute) if isinstance(recompute, Sequence) else [None]
+    if items and all(isinstance(item, str) for item in items):
+        return [False] * d, tuple(items)
+    if not all(isinstance(item, bool) for item in items):
+        raise TypeError(
+            f"recompute: {recompute!r} given, it must be a bool, 'auto', one bool for each stage "
+            "or names of modules"
+        )
+    if len(items) != d:
+        raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
+    return items, ()
 
 
 def check_whole_number(name: str, value: object) -> None:

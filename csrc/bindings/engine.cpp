@@ -5,6 +5,7 @@
 #include "engine/fused_optimizer.h"
 #include "engine/local_channel.h"
 #include "engine/loss_board.h"
+#include "engine/private_generator.h"
 #include "engine/process_group_channel.h"
 #include "engine/stage.h"
 
@@ -260,6 +261,23 @@ void bind_channels(py::module_& module) {
            }),
            py::arg("group"), py::arg("peer"), py::arg("device"), py::arg("posted_ahead"),
            py::arg("ring"));
+}
+
+void bind_generator(py::module_& module) {
+  module.def("draw_seed", &draw_seed);
+  struct Entered {
+    std::optional<std::uint64_t> seed;
+    std::optional<PrivateGenerator> generator;
+  };
+  py::class_<Entered>(module, "PrivateGenerator")
+      .def(py::init([](std::optional<std::uint64_t> seed) {
+             auto made = std::make_unique<Entered>();
+             made->seed = seed;
+             return made;
+           }),
+           py::arg("seed"))
+      .def("__enter__", [](Entered& self) { self.generator.emplace(self.seed); })
+      .def("__exit__", [](Entered& self, const py::args&) { self.generator.reset(); });
 }
 
 void bind_losses(py::module_& module) {

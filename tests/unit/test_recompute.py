@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipedream2bw as pd2
+from pipedream2bw.capture import as_root
 from pipedream2bw.recompute import Replayer
 from tests.models import TASKS, WIDTH
 from tests.oracle import Batch, run_oracle
@@ -288,3 +289,98 @@ def test_a_setting_that_means_nothing_is_refused(recompute: Any, error: Any, mes
             example_args=(torch.randn(2, 2),),
             recompute=recompute,
         )
+
+
+def blocks_of(name: str) -> list[str]:
+    """The modules right below the root or below a list of modules."""
+    return [
+        path
+        for path, module in as_root(TASKS[name].model()).named_modules()
+        if path.rpartition(".")[0] in ("", "layers", "blocks", "rest")
+        and not isinstance(module, nn.ModuleList)
+        and path
+        and not path.endswith("never")
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "zero_bubble"])
+@pytest.mark.parametrize("name", TASKS)
+def test_recomputed_blocks_equal_the_definition(name: str, schedule: str) -> None:
+    for d in TASKS[name].depths[-2:]:
+        blocks = blocks_of(name)
+        check_task(
+            TASKS[name], d, 2 * d, rows=[4 * d] * 4, schedule=schedule, recompute=blocks[::2]
+        )
+
+
+def test_a_recomputed_block_draws_the_same_numbers_and_keeps_its_inputs_only() -> None:
+    torch.manual_seed(0)
+    rows, width = 8, 32
+    kept = {}
+    for recompute in (False, ["0"]):
+        block = nn.Sequential(nn.Linear(width, width, bias=False), nn.Dropout(0.5), Attention())
+        block.double()
+        before = block[0].weight.detach().clone()
+        x = torch.randn(4 * rows, width, dtype=torch.float64)
+        with pd2.PipelineModule(
+            [block, nn.Identity()],
+            total,
+            num_microbatches=4,
+            example_args=(x,),
+            recompute=recompute,
+            loss_reduction="sum",
+            timeout=60.0,
+        ) as pipe:
+            optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=1.0))
+            loss = pipe.train_step(x)
+            optimizer.step()
+            after = next(iter(pipe.state_dict().values()))
+            assert torch.sum(before * (before - after)).item() == pytest.approx(loss.item())
+            kept[not recompute] = pipe.memory_report()[0].activations
+    assert kept[True] > 0
+    assert kept[False] == 0  # the block's input is the user's
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("2.none", r"recompute: '2.none' is no module of the model"),
+        ("1.0", r"recompute: no layer of the captured model is in '1.0': it computes nothing"),
+    ],
+)
+def test_a_block_that_is_not_there_is_refused(block: str, message: str) -> None:
+    class Refers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("0", nn.Linear(2, 2))
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(x)
+            return y
+
+    with pytest.raises(ValueError, match=message):
+        pd2.PipelineModule(
+            [nn.Linear(2, 2), Refers()],
+            F.mse_loss,
+            num_microbatches=2,
+            example_args=(torch.randn(2, 2),),
+            recompute=[block],
+        )
+
+
+def test_a_block_that_writes_to_its_input_is_refused() -> None:
+    x = torch.randn(4, WIDTH)
+    pipe = pd2.PipelineModule(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), WritesInput(), nn.Linear(WIDTH, WIDTH)),
+        F.mse_loss,
+        num_stages=2,
+        split=["2"],
+        num_microbatches=2,
+        example_args=(x,),
+        recompute=["1"],
+        timeout=60.0,
+    )
+    with pytest.raises(RuntimeError, match=r"block 1 writes to its inputs in place"):
+        pipe.train_step(x, target=x)
+        pipe.flush()
