@@ -8,7 +8,7 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
-from .draw import draw_timeline
+from .draw import Picture, draw_timeline
 from .loss import Loss
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Event",
     "Loss",
+    "Picture",
     "PipelineModule",
     "PipelineOptimizer",
     "Schedule",

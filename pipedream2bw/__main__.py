@@ -91,7 +91,7 @@ def _draw(given: argparse.Namespace) -> None:
     write(_events(given))
 
 
-def _writer(given: argparse.Namespace) -> Callable[[list[Event]], None]:
+def _writer(given: argparse.Namespace) -> Callable[[list[Event]], object]:
     path: Path | None = given.output
     suffix = None if path is None else path.suffix
     if given.width is not None and suffix not in (None, ".txt"):

@@ -462,7 +462,7 @@ class PipelineModule(nn.Module):
     def timeline(self) -> Iterator[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
         self._check_open()
-        timeline = Timeline(self._control)
+        timeline = Timeline(self._control, self._schedule.placement)
         self._stages.record(True)
         try:
             yield timeline

@@ -141,7 +141,7 @@ def simulate(
         made, list(stages), list(edges), sends, num_batches
     )
     return Simulation(
-        events=[Event(row[0], 0, *row[1:]) for row in rows],
+        events=[Event(row[0], 0, *row[1:], rank=made.placement[row[0]]) for row in rows],
         makespan=makespan,
         period=period,
         bubbles=bubbles,

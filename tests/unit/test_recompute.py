@@ -341,6 +341,22 @@ def test_a_recomputed_block_draws_the_same_numbers_and_keeps_its_inputs_only() -
     assert kept[False] == 0  # the block's input is the user's
 
 
+def test_a_blocks_input_counts_as_held() -> None:
+    x = torch.randn(4, WIDTH)
+    with pd2.PipelineModule(
+        [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Sigmoid())],
+        total,
+        num_microbatches=2,
+        example_args=(x,),
+        recompute=["1"],
+        loss_reduction="sum",
+        timeout=60.0,
+    ) as pipe:
+        pipe.train_step(x)
+        pipe.flush()
+        assert pipe.memory_report()[1].activations == 2 * WIDTH * 4
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

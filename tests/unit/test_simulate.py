@@ -109,6 +109,9 @@ def test_several_stages_of_a_rank_take_turns() -> None:
     assert len(simulation.bubbles) == len(simulation.peak_bytes) == 4
     assert simulation.bubbles == pytest.approx([3 / (2 * 8 + 3)] * 4)
     assert len(simulation.most_in_flight) == 8
+    assert {(event.stage, event.rank) for event in simulation.events} == {
+        (stage, stage % 4) for stage in range(8)
+    }
 
 
 def test_sends_that_wait_for_their_receiver_deadlock_1f1b() -> None:
@@ -195,10 +198,10 @@ def test_a_simulation_can_be_drawn_with_its_split_backwards(tmp_path: Path) -> N
     path = tmp_path / "timeline.svg"
     pd2.draw_timeline(simulation.events, path)
     svg = path.read_text(encoding="utf-8")
-    assert {"stage 0", "stage 2", "seconds", "W batch.microbatch: weight gradient"} <= set(
+    assert {"stage 0", "stage 2", "seconds", "W: weight gradient"} <= set(
         re.findall(r"<!-- (.*?) -->", svg)
     )
     first_batch = [event for event in simulation.events if event.batch == 0]
-    pd2.draw_timeline(first_batch, path)  # one version: three shades and the updates'
+    pd2.draw_timeline(first_batch, path)  # one version: three shades
     fills = re.findall(r"fill: (#\w+)", path.read_text(encoding="utf-8"))
     assert sum(fills.count(fill) >= 12 for fill in set(fills) - {"#ffffff", "#000000"}) == 3
