@@ -48,6 +48,18 @@ def test_interleaved_is_torchs_action_by_action(d: int, v: int, m: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("d", "v", "m"), [(4, 1, 8), (4, 2, 2), (4, 2, 4), (4, 2, 6), (6, 3, 4), (6, 2, 6), (8, 2, 8)]
+)
+def test_interleaved_zero_bubble_is_torchs_action_by_action(d: int, v: int, m: int) -> None:
+    p = d // v
+    stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
+    theirs = stock.ScheduleInterleavedZeroBubble(stages, m, loss_fn=lambda a, b: a)  # type: ignore
+    assert compute_only(pd2.make_schedule("interleaved_zero_bubble", d, m, v)) == of_torch(
+        theirs.pipeline_order
+    )
+
+
 @pytest.mark.parametrize(("d", "v", "m"), [(4, 2, 4), (6, 3, 2)])
 def test_looped_bfs_does_torchs_actions_with_backwards_in_microbatch_order(
     d: int, v: int, m: int
