@@ -67,8 +67,8 @@ class PipelineModule(nn.Module):
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``; with several
-            stages per rank ``"interleaved"``, ``"interleaved_2bw"`` or ``"looped_bfs"``. Or one's
-            own: what :func:`load_schedule` takes.
+            stages per rank ``"interleaved"``, ``"interleaved_2bw"``, ``"looped_bfs"`` or
+            ``"interleaved_zero_bubble"``. Or one's own: what :func:`load_schedule` takes.
         stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,

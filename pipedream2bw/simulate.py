@@ -80,7 +80,8 @@ def simulate(
     Args:
         schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
             "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
-            "zero_bubble_2p"), or one's own: what :func:`load_schedule` takes.
+            "zero_bubble_2p", "interleaved_zero_bubble"), or one's own: what :func:`load_schedule`
+            takes.
         num_stages: stages; a schedule of one's own has its own, which this must equal if given.
         num_microbatches: microbatches of a batch; likewise.
         stages_per_rank: for schedules by name that allow more than one.

@@ -87,6 +87,20 @@ TEST(Simulate, ZeroBubbleFillsTheFlushWithWeightGradients) {
   }
 }
 
+TEST(Simulate, InterleavingDividesWhatZeroBubbleLeavesByTheStagesPerRank) {
+  for (int p = 1; p <= 4; ++p) {
+    for (int v = 1; v <= 3; ++v) {
+      for (int m = p; m <= 3 * p; m += p) {
+        const int d = p * v;
+        const Schedule schedule = make_schedule("interleaved_zero_bubble", d, m, v);
+        EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 1, 1, 1)), 3 * v * m + (p - 1));
+        EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 2, 2, 1)),
+                         5 * v * m + (p - 1) * (2 + 2 - 1));
+      }
+    }
+  }
+}
+
 TEST(Simulate, ZeroBubbleOfTwiceTheMemoryHasNone) {
   for (int d = 1; d <= 8; ++d) {
     for (int m = 2 * d - 1; m <= 3 * d; ++m) {
