@@ -50,9 +50,11 @@ def simulate(
     backward: PerStage | None = None,
     input_grad: PerStage | None = None,
     weight_grad: PerStage | None = None,
+    recompute: PerStage = 0.0,
     update: PerStage = 0.0,
     all_reduce: PerStage = 0.0,
     activation_bytes: PerStage = 0.0,
+    input_bytes: PerStage = 0.0,
     weight_bytes: PerStage = 0.0,
     gradient_bytes: PerStage = 0.0,
     state_bytes: PerStage = 0.0,
@@ -78,7 +80,8 @@ def simulate(
     Args:
         schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
             "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
-            "zero_bubble_2p"), or one's own: what :func:`load_schedule` takes.
+            "zero_bubble_2p", "interleaved_zero_bubble"), or one's own: what :func:`load_schedule`
+            takes.
         num_stages: stages; a schedule of one's own has its own, which this must equal if given.
         num_microbatches: microbatches of a batch; likewise.
         stages_per_rank: for schedules by name that allow more than one.
@@ -87,9 +90,12 @@ def simulate(
         input_grad: instead of ``backward``, together with ``weight_grad``: seconds of the part
             that the previous stage waits for.
         weight_grad: seconds of the other part.
+        recompute: seconds of running a forward again before its backward, while that one's message
+            may be under way; 0: activations are kept instead.
         update: seconds of an optimizer step.
         all_reduce: seconds that replicas take to add up a batch's gradients, before each update.
-        activation_bytes: kept for each microbatch in flight.
+        activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
+        input_bytes: with ``recompute``, kept for each microbatch in flight.
         weight_bytes: one version of the weights.
         gradient_bytes: the gradients.
         state_bytes: the optimizer's state.
@@ -116,9 +122,11 @@ def simulate(
         _values("forward", forward, d),
         input_grads,
         weight_grads,
+        _values("recompute", recompute, d),
         _values("all_reduce", all_reduce, d),
         _values("update", update, d),
         _values("activation_bytes", activation_bytes, d),
+        _values("input_bytes", input_bytes, d),
         _values("weight_bytes", weight_bytes, d),
         _values("gradient_bytes", gradient_bytes, d),
         _values("state_bytes", state_bytes, d),

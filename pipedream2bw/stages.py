@@ -50,6 +50,7 @@ class LocalStages:
         control: ControlPlane,
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        recompute: Sequence[bool],
         timeout: float,
     ) -> None:
         d = schedule.num_stages
@@ -73,7 +74,15 @@ class LocalStages:
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
         runners = {
-            state.index: StageRunner(state.index, d, loss_fn, state.storage_pointers)
+            state.index: StageRunner(
+                state.index,
+                d,
+                loss_fn,
+                state.device,
+                state.storage_pointers,
+                state.buffer_places,
+                recompute=recompute[state.index],
+            )
             for state in states
         }
         state_of = {state.index: state for state in states}
@@ -90,7 +99,12 @@ class LocalStages:
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
                 stages=[
-                    (stage, state_of[stage].engine, runners[stage].forward_while_alive())
+                    (
+                        stage,
+                        state_of[stage].engine,
+                        runners[stage].forward_while_alive(),
+                        recompute[stage],
+                    )
                     for stage in grid.stages_of(rank)
                 ],
                 fault=fault,

@@ -12,6 +12,7 @@ KIND_NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "R": "recomputed forward",
     "U": "update",
 }
 
@@ -20,10 +21,11 @@ KIND_NAMES = {
 class Event:
     """One action, executed or simulated.
 
-    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient) or
-    "U"; ``version`` is the weight version that they read and that U made; ``start`` and ``end``
-    are seconds of the machine's monotonic clock, which all its processes share, or of a simulation.
-    An executed B that sends gradients ends when it does. A U has the batch's last microbatch.
+    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient), "U",
+    or "R" for a forward that is run again before its backward; ``version`` is the weight version
+    that they read and that U made; ``start`` and ``end`` are seconds of the machine's monotonic
+    clock, which all its processes share, or of a simulation. An executed B that sends gradients
+    ends when it does. A U has the batch's last microbatch.
     ``rank`` is the schedule's rank that has the stage; the stage's own number if not given.
     """
 

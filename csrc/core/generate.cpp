@@ -68,6 +68,7 @@ constexpr std::array kMethods = {
     Method{"looped_bfs", kFlushed, false, true, kBreadth, whole_batch, none},
     Method{"zero_bubble", kFlushed, true, false, kDepth, round_trip, filling},
     Method{"zero_bubble_2p", kFlushed, true, false, kDepth, long_round_trip, long_filling},
+    Method{"interleaved_zero_bubble", kFlushed, true, true, kDepth, round_trip, filling},
 };
 
 const Method& find_method(std::string_view name) {
@@ -90,7 +91,8 @@ void check_shape(const Method& method, const Shape& s) {
             ": every rank has the same number of stages, so stages_per_rank must divide "
             "num_stages");
   PD2_CHECK(s.v == 1 || method.has_chunks, "stages_per_rank: ", s.v, ", schedule: ", method.name,
-            ": only interleaved_2bw, interleaved and looped_bfs take more than 1");
+            ": only interleaved_2bw, interleaved, looped_bfs and interleaved_zero_bubble take more "
+            "than 1");
   if (method.weights == Weights::kStashed) {
     PD2_CHECK(s.m == 1, "num_microbatches: ", s.m, ": ", method.name,
               " updates after every microbatch, so num_microbatches must be 1");

@@ -26,6 +26,7 @@ namespace pd2 {
 //   looped_bfs       m >= 1        gpipe over v chunks a rank (arXiv 2211.05953)
 //   zero_bubble      m >= 1        ZB-H1 (arXiv 2401.10241): W late, 1f1b's memory
 //   zero_bubble_2p   m >= 1        ZB-H2: twice 1f1b's memory
+//   interleaved_zero_bubble  p divides m    zero_bubble over v chunks a rank
 //
 // The first four: delay 1, two weight versions. pipedream: delay d - 1 - i, d - i versions. The
 // others: delay 0, one version. Only the interleaved ones and looped_bfs take v > 1.

@@ -23,6 +23,7 @@ CASES = (
     ("looped_bfs", 4, 2),
     ("zero_bubble", 8, 1),
     ("zero_bubble_2p", 8, 1),
+    ("interleaved_zero_bubble", 8, 2),
 )
 
 

@@ -24,6 +24,7 @@ SHAPES = [
     ("looped_bfs", 3, 2),
     ("zero_bubble", 5, 1),
     ("zero_bubble_2p", 5, 1),
+    ("interleaved_zero_bubble", 4, 2),
 ]
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 
