@@ -32,7 +32,16 @@ _SENDS = ("asynchronous", "blocking", "rendezvous")
 # Options that say what is simulated, by their names in the namespace.
 _SIMULATED = (
     *("stages", "microbatches", "stages_per_rank", "batches"),
-    *("forward", "backward", "input_grad", "weight_grad", "update", "latency", "sends"),
+    *(
+        "forward",
+        "backward",
+        "input_grad",
+        "weight_grad",
+        "recompute",
+        "update",
+        "latency",
+        "sends",
+    ),
 )
 
 
@@ -111,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         "for (I; half the backward if not given)",
     )
     times.add_argument("--weight-grad", type=float, metavar="TIME", help="of the other part (W)")
+    times.add_argument(
+        "--recompute",
+        type=float,
+        metavar="TIME",
+        help="of a forward that is run again before its backward (R), default: none is",
+    )
     times.add_argument("--update", type=float, metavar="TIME", help="of an update, default: 0")
     times.add_argument(
         "--latency",
@@ -229,6 +244,7 @@ def _events(given: argparse.Namespace) -> list[Event]:
         backward=backward,
         input_grad=given.input_grad,
         weight_grad=given.weight_grad,
+        recompute=0.0 if given.recompute is None else given.recompute,
         update=0.0 if given.update is None else given.update,
         latency=0.0 if given.latency is None else given.latency,
         sends=given.sends or _SENDS[0],

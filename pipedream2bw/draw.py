@@ -24,7 +24,8 @@ _HUES = (
 )
 _GREY = ("#d0d0d0", "#808080")  # the legend's
 _BLACK = "#111111"
-_LABELS_IN_BLACK = "FI"
+_LABELS_IN_BLACK = "FIR"
+_HATCHES = {"R": "////"}  # white, over a forward's shade
 _FONT_SIZE = 8.0
 _SMALL_FONT_SIZE = 5.5
 _DIGIT_POINTS = 5.2  # at _FONT_SIZE
@@ -66,8 +67,9 @@ def draw_timeline(
     Each row is a rank (of a replica), each box an action: a forward (light) or backward (dark), in
     two parts an input gradient (between the two) and a weight gradient (darker), with its
     microbatch, or its batch and microbatch where there is room; if batches have only one
-    microbatch, with its batch. The colour tells the weight version that is read. A black line is an
-    update, its mark in the colour of the version that it makes. White is idle.
+    microbatch, with its batch. A recomputed forward is hatched. The colour tells the weight version
+    that is read. A black line is an update, its mark in the colour of the version that it makes.
+    White is idle.
 
     Of a rank with several stages the boxes of the first are highest, of the last lowest, and a
     small number below a box's own is the stage.
@@ -193,7 +195,13 @@ class _Panel:
         face = _face(event.kind, _HUES[event.version % len(_HUES)])
         self._axes.add_patch(
             self._matplotlib.patches.Rectangle(
-                (left, top), width, height, facecolor=face, edgecolor="white", linewidth=0.7
+                (left, top),
+                width,
+                height,
+                facecolor=face,
+                edgecolor="white",
+                linewidth=0.7,
+                hatch=_HATCHES.get(event.kind),
             )
         )
         label = self._label(event)
@@ -276,7 +284,13 @@ def _time_unit(unit: str, span: float) -> tuple[str, float]:
 
 def _face(kind: str, hue: tuple[str, str]) -> str:
     light, dark = hue
-    shades = {"F": light, "B": dark, "I": _mixed(light, dark, 0.6), "W": _mixed(dark, _BLACK, 0.5)}
+    shades = {
+        "F": light,
+        "R": light,
+        "B": dark,
+        "I": _mixed(light, dark, 0.6),
+        "W": _mixed(dark, _BLACK, 0.5),
+    }
     return shades[kind]
 
 
@@ -298,7 +312,13 @@ def _legend(panels: Sequence[Sequence[Event]], matplotlib: _Matplotlib) -> list[
     patch = matplotlib.patches.Patch
     kinds = {event.kind for event in events}
     handles = [
-        patch(facecolor=_face(kind, _GREY), label=f"{kind}: {name}")
+        patch(
+            facecolor=_face(kind, _GREY),
+            edgecolor="white",
+            linewidth=0,
+            hatch=_HATCHES.get(kind),
+            label=f"{kind}: {name}",
+        )
         for kind, name in KIND_NAMES.items()
         if kind in kinds and kind != "U"
     ]

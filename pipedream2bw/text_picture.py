@@ -23,7 +23,7 @@ from .rows import Row, number_batches, row_of, stages_of_rows
 from .timeline import KIND_NAMES, Event
 
 # What fills an action's columns after its label.
-_FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+_FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}
 _IDLE = "."
 _ELSEWHERE = " "  # the rank is not idle, but the stage is
 _DEFAULT_WIDTH = 100

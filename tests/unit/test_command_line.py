@@ -53,11 +53,12 @@ def test_times_and_sizes_reach_the_simulation(capsys: pytest.CaptureFixture[str]
         capsys,
         *("draw", "--schedule", "interleaved_2bw", "--stages", "4", "--microbatches", "6"),
         *("--stages-per-rank", "2", "--batches", "2", "--forward", "2", "--backward", "5"),
-        *("--latency", "0.25", "--update", "1.5", "--sends", "blocking"),
+        *("--latency", "0.25", "--update", "1.5", "--recompute", "3", "--sends", "blocking"),
         *("--width", "300"),
     )
     sizes: dict[str, Any] = {"num_stages": 4, "num_microbatches": 6, "stages_per_rank": 2}
-    times: dict[str, Any] = {"forward": 2.0, "backward": 5.0, "latency": 0.25, "update": 1.5}
+    times: dict[str, Any] = {"forward": 2.0, "backward": 5.0, "recompute": 3.0}
+    times |= {"latency": 0.25, "update": 1.5}
     run = pd2.simulate("interleaved_2bw", **sizes, **times, sends="blocking", num_batches=2)
     assert out == pd2.draw_text(run.events, width=300) + "\n"
 

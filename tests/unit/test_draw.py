@@ -126,11 +126,22 @@ def test_a_box_too_short_for_its_label_has_none(tmp_path: Path) -> None:
     assert texts.count("1") == 0
 
 
+def test_a_recomputed_forward_is_hatched_and_a_forward_is_not(tmp_path: Path) -> None:
+    events = pd2.simulate("2bw", num_stages=2, num_microbatches=2, recompute=1.0).events
+    assert {"R", "F"} < {event.kind for event in events}
+    for kinds, expected in (("FBU", False), ("FBUR", True)):
+        path = tmp_path / f"{kinds}.svg"
+        _, texts = drawn([event for event in events if event.kind in kinds], path)
+        assert ("R: recomputed forward" in texts) == expected
+        assert ("<pattern" in path.read_text(encoding="utf-8")) == expected
+
+
 # Those with several stages a rank, numbers of two digits, batches of one microbatch, and I and W.
 SHAPES = [
     ("2bw", 8, 16, 1),
     ("zero_bubble", 4, 12, 1),
     ("interleaved", 8, 4, 2),
+    ("interleaved_zero_bubble", 8, 8, 2),
     ("interleaved_2bw", 12, 8, 3),
     ("pipedream", 4, 1, 1),
 ]

@@ -26,7 +26,7 @@ SHAPES = [
     ("zero_bubble_2p", 5, 1),
     ("interleaved_zero_bubble", 4, 2),
 ]
-FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}
 
 
 def rows_of(picture: str) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_the_picture_of_a_small_run() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.sampled_from("FBIW"), st.integers(1, 5)), min_size=1),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from("FBIWR"), st.integers(1, 5)), min_size=1),
     st.floats(1e-5, 1e3),
     st.floats(-1e4, 1e4),
 )
