@@ -229,7 +229,7 @@ def test_a_time_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
         ("events", {}, "events: {}, expected: a list"),
         ("events", [3], r"events\[0\]: 3, expected: the 9 values"),
         ("events", [[0, 0, "F", 0, 0, 0, 0.0]], r"events\[0\]: .* the 9 values"),
-        ("events", [[0, 0, "X", 0, 0, 0, 0, 1, 0]], "kind: 'X', expected: one of F, B, I, W, U"),
+        ("events", [[0, 0, "X", 0, 0, 0, 0, 1, 0]], "kind: 'X', expected: one of F, B, I, W, R, U"),
         ("events", [[0, 0, ["F"], 0, 0, 0, 0, 1, 0]], r"kind: \['F'\], expected: one of"),
         ("events", [[-1, 0, "F", 0, 0, 0, 0, 1, 0]], "stage: -1, expected: a whole number >= 0"),
         ("events", [[0, 0, "F", True, 0, 0, 0, 1, 0]], "batch: True, expected: a whole number"),
