@@ -14,7 +14,7 @@ from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
-from .simulate import Simulation, simulate
+from .simulate import Simulation, find_deadlock, simulate
 from .text_picture import draw_text
 from .timeline import Event, Timeline
 from .trace import read_events, write_events, write_trace
@@ -32,6 +32,7 @@ __all__ = [
     "Timeline",
     "draw_text",
     "draw_timeline",
+    "find_deadlock",
     "load_schedule",
     "make_schedule",
     "read_events",

@@ -151,6 +151,42 @@ def simulate(
     )
 
 
+def find_deadlock(
+    schedule: Schedule | str | os.PathLike[str],
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int = 1,
+    sends: str = "rendezvous",
+) -> str | None:
+    """Whether a schedule's ranks would wait for each other for ever, were their sends to block.
+
+    This package's sends never wait for their receivers. Others may: with
+    ``torch.distributed.send``, and ``batch_isend_irecv`` where each operation is waited for, a rank
+    may go on only when the message is received. Costs make no difference.
+
+    Args:
+        schedule: as in :func:`simulate`, and so are the sizes.
+        sends: "rendezvous", or one of the others, with which no legal schedule deadlocks.
+
+    Returns:
+        None if every rank finishes; else what each rank that doesn't waits for, and the grid of
+        actions with theirs marked.
+
+    Raises:
+        ValueError: an unknown or illegal schedule, or unknown sends.
+    """
+    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+    simulate(made)  # what it refuses now is no deadlock
+    try:
+        simulate(made, sends=sends)
+    except ValueError as error:
+        if f"deadlock with {sends} sends" not in str(error):
+            raise
+        return str(error)
+    return None
+
+
 def _halves(
     backward: PerStage | None,
     input_grad: PerStage | None,
