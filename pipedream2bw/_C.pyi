@@ -174,6 +174,7 @@ class Executor:
         replica: int,
         num_replicas: int,
         num_threads: int,
+        seed: int,
         stages: Sequence[tuple[int, Stage, Forward, bool]],
         fault: Fault,
         losses: LossBoard,

@@ -89,6 +89,7 @@ class LocalStages:
         self._stages: list[LocalStage] = []
         self._executors: list[_C.Executor] = []
         self._in_update_order: list[LocalStage] = []
+        seed = _C.draw_seed()
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             executor = _C.Executor(
@@ -98,6 +99,7 @@ class LocalStages:
                 num_replicas=grid.width,
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
+                seed=seed,
                 stages=[
                     (
                         stage,

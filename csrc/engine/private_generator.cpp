@@ -77,6 +77,14 @@ std::uint64_t draw_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
+std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value) {
+  // SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+  std::uint64_t z = seed + 0x9e3779b97f4a7c15u * (value + 1);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
 PrivateGenerator::PrivateGenerator(std::optional<std::uint64_t> seed)
     : generator_(seed ? std::make_unique<at::Generator>(at::detail::createCPUGenerator(*seed))
                       : nullptr),

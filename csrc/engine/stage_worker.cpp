@@ -149,7 +149,6 @@ void StageWorker::forward(const Run& run, int microbatch) {
   call.slot = stage_->versions().slot(in_flight.version);
   std::int64_t bytes = 0;
   if (options_.recompute) {
-    call.seed = draw_seed();
     in_flight.call = call;
     in_flight.call.again = true;
     for (Message& message : in_flight.call.inbound) {
@@ -178,8 +177,11 @@ void StageWorker::forward(const Run& run, int microbatch) {
 
 ForwardResult StageWorker::call_forward(ForwardCall call) const {
   std::optional<PrivateGenerator> generator;
-  if (call.seed) {
-    generator.emplace(call.seed);
+  if (options_.recompute) {
+    // The same for any schedule, and however threads and processes take turns.
+    std::uint64_t seed = mix_seed(options_.seed, options_.stage);
+    seed = mix_seed(mix_seed(seed, call.run), call.microbatch);
+    generator.emplace(seed);
   }
   return options_.forward(std::move(call));
 }

@@ -51,7 +51,6 @@ struct ForwardCall {
   int slot = 0;  // which weight buffer
   std::vector<Message> inbound;
   bool again = false;  // a training forward that has been called before: see recompute
-  std::optional<std::uint64_t> seed;  // with recompute: of the random numbers
 };
 struct ForwardResult {
   std::vector<Message> outbound;  // by edge of the wiring
@@ -93,6 +92,7 @@ struct StageWorkerOptions {
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
+  std::uint64_t seed = 0;  // of the random numbers of forwards that are called again
   Forward forward;
   // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
   std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;

@@ -80,6 +80,8 @@ def train_everything(rank: int, world_size: int) -> None:
     check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
     for schedule in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
         check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule)
+    for schedule in ("2bw", "zero_bubble"):
+        check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule, recompute=True)
     several = ("interleaved", "interleaved_2bw", "looped_bfs", "interleaved_zero_bubble")
     for schedule in several if d <= 3 else ():
         check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)

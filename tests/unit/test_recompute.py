@@ -88,6 +88,32 @@ def test_the_second_forward_draws_the_numbers_of_the_first(
             assert torch.sum(old * (old - new)).item() == pytest.approx(loss.item(), rel=1e-9)
 
 
+def test_random_numbers_depend_on_the_seed_alone() -> None:
+    def losses(seed: int, schedule: str) -> list[float]:
+        torch.manual_seed(seed)
+        x = torch.ones(8, WIDTH)
+        with pd2.PipelineModule(
+            homogeneous(nn.Dropout(0.5)),
+            total,
+            num_microbatches=4,
+            schedule=schedule,
+            example_args=(x,),
+            recompute=True,
+            timeout=60.0,
+        ) as pipe:
+            optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.0))
+            found = []
+            for _ in range(3):
+                found.append(pipe.train_step(x))
+                optimizer.step()
+            return [loss.item() for loss in found]
+
+    want = losses(1, "2bw")
+    assert len(set(want)) == 3
+    assert losses(1, "gpipe") == want
+    assert losses(2, "2bw") != want
+
+
 class WritesInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
