@@ -266,16 +266,13 @@ void Executor::evaluate(const Run& run) {
 }
 
 void Executor::log(const ExecutedAction& action) {
-  const std::lock_guard lock(mutex_);
-  if (recording_) {
+  if (recording_.load(std::memory_order_relaxed)) {
+    const std::lock_guard lock(mutex_);
     record_.push_back(action);
   }
 }
 
-void Executor::record(bool on) {
-  const std::lock_guard lock(mutex_);
-  recording_ = on;
-}
+void Executor::record(bool on) { recording_ = on; }
 
 std::vector<ExecutedAction> Executor::take_record() {
   const std::lock_guard lock(mutex_);

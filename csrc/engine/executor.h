@@ -5,6 +5,7 @@
 #include "engine/fault.h"
 #include "engine/stage_worker.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -108,7 +109,7 @@ class Executor {
   Ticket last_ticket_ = 0, last_executed_ = 0;
   bool looping_ = false;
   bool closed_ = false;
-  bool recording_ = false;
+  std::atomic<bool> recording_ = false;
   std::vector<ExecutedAction> record_;
   std::thread thread_;
 };
