@@ -10,13 +10,6 @@ namespace {
 
 constexpr int kLossTag = 7;
 
-// Nobody waits for a loss as urgently as the next stage waits for this one's executor, which may
-// share its core.
-void give_way_to_executors() {
-  name_this_thread("pd2 losses");
-  lower_priority_of_this_thread();
-}
-
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -29,12 +22,12 @@ LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::Proc
   readers_.erase(last_stage_rank_);
   if (!group_ || group_->getRank() == last_stage_rank_) {
     thread_ = std::thread([this] {
-      give_way_to_executors();
+      name_this_thread("pd2 losses");
       send_losses();
     });
   } else {
     thread_ = std::thread([this] {
-      give_way_to_executors();
+      name_this_thread("pd2 losses");
       receive_losses();
     });
   }
