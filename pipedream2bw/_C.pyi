@@ -123,6 +123,9 @@ class SharedRing:
     @property
     def address(self) -> str: ...
 
+class DelayedSender(Sender):
+    def __init__(self, sender: Sender, shortest: float, longest: float, seed: int) -> None: ...
+
 class ProcessGroupSender(Sender):
     def __init__(
         self,

@@ -166,6 +166,9 @@ class ControlPlane:
         # while whoever frees the group holds it and waits for that thread.
         deadline = time.monotonic() + self._timeout
         while True:
+            # Asked before: work that completes between a slice's end and the question has not
+            # failed.
+            was_completed = work.is_completed()
             try:
                 work.wait(_WAIT_SLICE)
                 return
@@ -173,7 +176,7 @@ class ControlPlane:
                 why = str(error)
             if self._fault.cause is not None:
                 raise RuntimeError(self._fault.cause)
-            if work.is_completed():
+            if was_completed:
                 break
             if time.monotonic() > deadline:
                 why = f"timeout after {self._timeout} s"

@@ -100,6 +100,81 @@ class SleepingStage(nn.Module):
         return y
 
 
+class _Clock:
+    """When the next part of a microbatch's backward begins, if something is running it already."""
+
+    def __init__(self) -> None:
+        self.begins: float | None = None
+
+
+class _BackwardBegins(torch.autograd.Function):
+    """The same values; starts the clock when their gradient comes."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, clock: _Clock
+    ) -> torch.Tensor:
+        ctx.clock = clock
+        return x.clone()  # torch detaches a stage's output in place, which a view would not allow
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        ctx.clock.begins = time.perf_counter()
+        return gradient, None
+
+
+class _SlowGradient(torch.autograd.Function):
+    """The same values; their gradient takes the given time, counted from the clock."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, clock: _Clock, seconds: float, is_last: bool
+    ) -> torch.Tensor:
+        ctx.clock, ctx.seconds, ctx.is_last = clock, seconds, is_last
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        begins = ctx.clock.begins
+        end = (time.perf_counter() if begins is None else begins) + ctx.seconds
+        ctx.clock.begins = None if ctx.is_last else end
+        _sleep_until(end)
+        return gradient, None, None, None
+
+
+class SleepingHalves(nn.Module):
+    """Sleeps for the input's gradient and for the weight's separately, so that W can be deferred.
+
+    A whole backward does the weight's part first, as a linear layer at a stage's beginning would
+    have it: no gradient leaves before both are done. The times include what the stage itself
+    computes.
+    """
+
+    def __init__(
+        self, width: int, forward_seconds: float, input_seconds: float, weight_seconds: float
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(width))
+        self.forward_seconds = forward_seconds
+        self.input_seconds, self.weight_seconds = input_seconds, weight_seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        end = time.perf_counter() + self.forward_seconds
+        clock = _Clock()
+        if not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # the first stage does as much as the others
+        x = _SlowGradient.apply(x, clock, self.input_seconds, True)
+        # Made later, hence run earlier by autograd.
+        weight = _SlowGradient.apply(self.weight, clock, self.weight_seconds, False)
+        y: torch.Tensor = _BackwardBegins.apply(x @ weight, clock)
+        _sleep_until(end)
+        return y
+
+
 class Scale(nn.Module):
     """Almost no work: one multiplication."""
 
@@ -115,7 +190,9 @@ class Scale(nn.Module):
 class Workload:
     """What the stages of a pipeline compute and on what: all equal, with the same seed each time.
 
-    ``kind``: "transformer" (``layers`` blocks a stage), "sleep" or "scale".
+    ``kind``: "transformer" (``layers`` blocks a stage), "sleep" or "scale". With
+    ``weight_seconds``, a part of ``backward_seconds``, a stage sleeps for its weight's gradient
+    apart from its input's.
     """
 
     kind: str
@@ -125,6 +202,17 @@ class Workload:
     sequence: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+
+    def chunk(self, stages_per_rank: int) -> Workload:
+        """Of stages which are one of so many parts of these."""
+        return dataclasses.replace(
+            self,
+            layers=max(1, self.layers // stages_per_rank),
+            forward_seconds=self.forward_seconds / stages_per_rank,
+            backward_seconds=self.backward_seconds / stages_per_rank,
+            weight_seconds=self.weight_seconds / stages_per_rank,
+        )
 
     def stage(self, index: int) -> nn.Module:
         torch.manual_seed(index)
@@ -133,6 +221,11 @@ class Workload:
                 TransformerBlock(self.hidden, max(1, self.hidden // 64)) for _ in range(self.layers)
             ]
             return nn.Sequential(*blocks)
+        if self.weight_seconds > 0:
+            input_seconds = self.backward_seconds - self.weight_seconds
+            return SleepingHalves(
+                self.hidden, self.forward_seconds, input_seconds, self.weight_seconds
+            )
         if self.kind == "sleep":
             return SleepingStage(self.hidden, self.forward_seconds, self.backward_seconds)
         return Scale(self.hidden)

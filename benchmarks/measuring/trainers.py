@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from measuring.stages import Workload, mse_loss
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import pipedream2bw as pd2
 
@@ -64,7 +65,7 @@ class Pipeline:
         workload: Workload,
         num_stages: int,
         num_microbatches: int,
-        schedule: str,
+        schedule: str | pd2.Schedule,
         stages_per_rank: int = 1,
         batches_late: int = 1,
     ) -> None:
@@ -110,25 +111,44 @@ class Pipeline:
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining's 1F1B, one stage per rank.
+    """One of torch.distributed.pipelining's schedules.
 
     Set up as fast as it goes: no outputs kept, the microbatch's loss scaled instead of all
     gradients afterwards, AdamW in one fused pass.
     """
 
     def __init__(
-        self, workload: Workload, rank: int, num_stages: int, num_microbatches: int
+        self,
+        workload: Workload,
+        rank: int,
+        num_stages: int,
+        num_microbatches: int,
+        schedule: str = "1F1B",
+        stages_per_rank: int = 1,
     ) -> None:
         def scaled_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(output, target) / num_microbatches
 
-        module = workload.stage(rank)
-        stage = PipelineStage(module, rank, num_stages, torch.device("cpu"))
-        self.schedule = Schedule1F1B(stage, num_microbatches, scaled_loss, scale_grads=False)
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+        num_ranks = num_stages // stages_per_rank
+        indices = list(range(rank, num_stages, num_ranks))
+        if schedule.startswith("ZBV"):
+            indices = [rank, num_stages - 1 - rank]
+        modules = nn.ModuleList([workload.stage(index) for index in indices])
+        self.stages = [
+            PipelineStage(module, index, num_stages, torch.device("cpu"))
+            for index, module in zip(indices, modules, strict=True)
+        ]
+        kind = get_schedule_class(schedule)
+        self.schedule = kind(
+            self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages,
+            num_microbatches,
+            scaled_loss,
+            scale_grads=False,
+        )
+        self.optimizer = torch.optim.AdamW(modules.parameters(), lr=LEARNING_RATE, fused=True)
         x, target = workload.batch(num_microbatches)
         self.args = (x,) if rank == 0 else ()
-        self.target = target if rank == num_stages - 1 else None
+        self.target = target if num_stages - 1 in indices else None
 
     def train(self, steps: int) -> Block:
         block = Block(time.perf_counter(), 0.0, [], [])
@@ -173,12 +193,13 @@ class Unsplit:
 def check_losses(what: str, schedule: str, actual: Sequence[float], stock: Sequence[float]) -> None:
     """Compares a pipeline's first losses on one fixed batch with those of synchronous training.
 
-    2bw's first batches use the weights W(0), W(0), W(1); a flushing schedule's W(0), W(1), W(2).
+    The first batches of 2bw, under any of its names, use the weights W(0), W(0), W(1); a flushing
+    schedule's W(0), W(1), W(2).
 
     Raises:
         SystemExit: they differ by more than ``TOLERANCE`` relative to the loss.
     """
-    expected = [stock[0], stock[0], stock[1]] if schedule == "2bw" else stock[:3]
+    expected = [stock[0], stock[0], stock[1]] if "2bw" in schedule else stock[:3]
     for step, (ours, theirs) in enumerate(zip(actual[:3], expected, strict=True)):
         if not abs(ours - theirs) <= TOLERANCE * abs(theirs):
             raise SystemExit(

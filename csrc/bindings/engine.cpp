@@ -1,6 +1,7 @@
 // The engine, as Python sees it.
 #include "bindings/bindings.h"
 #include "core/check.h"
+#include "engine/delayed_sender.h"
 #include "engine/executor.h"
 #include "engine/fused_optimizer.h"
 #include "engine/local_channel.h"
@@ -38,6 +39,15 @@ void wait_interruptibly(WaitFor wait_for) {
       throw py::error_already_set();
     }
   }
+}
+
+// For what ends a thread of its own, which may be waiting for the interpreter when Python drops the
+// last reference.
+template <typename T>
+void delete_without_gil(T* object) {
+  const py::gil_scoped_acquire gil;
+  const py::gil_scoped_release no_gil;
+  delete object;
 }
 
 // The text of an exception with the Python traceback, if there is one.
@@ -226,6 +236,15 @@ void bind_channels(py::module_& module) {
   py::class_<LocalChannel, Sender, Receiver, std::shared_ptr<LocalChannel>>(
       module, "LocalChannel", py::multiple_inheritance())
       .def(py::init<c10::Device>(), py::arg("destination"));
+  py::class_<DelayedSender, Sender, std::shared_ptr<DelayedSender>>(module, "DelayedSender")
+      .def(py::init([](std::shared_ptr<Sender> sender, double shortest, double longest,
+                       std::uint64_t seed) {
+             return std::shared_ptr<DelayedSender>(
+                 new DelayedSender(std::move(sender), DelayedSender::Seconds(shortest),
+                                   DelayedSender::Seconds(longest), seed),
+                 delete_without_gil<DelayedSender>);
+           }),
+           py::arg("sender"), py::arg("shortest"), py::arg("longest"), py::arg("seed"));
   const auto ring_or_none = [](std::unique_ptr<SharedRing> ring) {
     return std::shared_ptr<SharedRing>(std::move(ring));  // None if there is none
   };
@@ -356,16 +375,10 @@ void bind_executor(py::module_& module) {
                    const py::gil_scoped_release no_gil;
                    loop();
                  };
-                 // Its thread may be waiting for the interpreter when Python drops the last
-                 // reference.
                  const py::gil_scoped_release no_gil;
                  return std::shared_ptr<Executor>(
                      new Executor(std::move(options), std::move(workers), std::move(fault)),
-                     [](Executor* executor) {
-                       const py::gil_scoped_acquire gil;
-                       const py::gil_scoped_release no_gil;
-                       delete executor;
-                     });
+                     delete_without_gil<Executor>);
                }),
            py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
            py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
