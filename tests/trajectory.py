@@ -101,11 +101,12 @@ def by_oracle(
 def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[str, int]:
     """Stage i is d - 1 - i batches late."""
     with make_pipeline(task, num_stages, 1, example, schedule="pipedream") as pipe:
-        return {
-            name: num_stages - 1 - program.index
-            for program in pipe._modes.first.programs
-            for name in program.parameters
-        }
+        return {name: num_stages - 1 - stage for name, stage in stage_of_parameters(pipe).items()}
+
+
+def stage_of_parameters(pipe: pd2.PipelineModule) -> dict[str, int]:
+    programs = pipe._modes.first.programs
+    return {name: program.index for program in programs for name in program.parameters}
 
 
 def copy_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ namespace pd2 {
 //     gradient buffer;
 //  8. batch t's forwards read version max(t - delay, 0): its U is done by then, and from the
 //     oldest version read by a microbatch in flight (or to come) to the newest there are never
-//     more than num_versions;
+//     more than num_versions, which holds just if num_versions > delay;
 //  9. no deadlock with sends that don't block: F waits for F of the stage before, B and I for
 //     B or I of the stage after.
 void validate(const Schedule& schedule);

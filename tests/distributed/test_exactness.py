@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 
 import pipedream2bw as pd2
 from tests.distributed.launch import run_ranks
+from tests.memory_in_flight import assert_as_simulated
 from tests.models import TASKS, Task, whole
 from tests.oracle import Batch, Oracle
+from tests.schedule_sizes import sizes_for
 from tests.stock_orders import of_torch, zbv
 from tests.trajectory import (
     assert_close,
@@ -73,24 +76,31 @@ def train_everything(rank: int, world_size: int) -> None:
             # The gradient of a bias before BatchNorm is rounding alone, which Adam blows up.
             if name != "batch norm":
                 check(TASKS[name], d, d, [2 * d] * 4, adamw, exact=False)
-    for schedule in ("1f1b", "gpipe"):
-        check(TASKS["skips"], d, d - 1, [3 * d] * 4, schedule=schedule)
     check(TASKS["skips"], d, d, [2 * d] * 5, adamw, exact=False)
-    check(TASKS["skips"], d, 2 * d - 1, [4 * d] * 4, schedule="2bw_eager")
-    check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
-    for schedule in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
-        check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule)
-    for schedule in ("2bw", "zero_bubble"):
-        check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule, recompute=True)
-    several = ("interleaved", "interleaved_2bw", "looped_bfs", "interleaved_zero_bubble")
-    for schedule in several if d <= 3 else ():
-        check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)
+    every_schedule(d)
     if d == 2:
         rows = of_torch(zbv(2, 4).pipeline_order)
         zbv_csv = "\n".join(",".join(row) for row in rows)
         check(TASKS["skips"], 4, 4, [8] * 4, schedule=zbv_csv)
         evaluation_of_many_microbatches_with_several_stages_a_rank()
     one_process_gathers_what_all_hold(d)
+
+
+def every_schedule(num_ranks: int) -> None:
+    """One stage a rank, and where the schedule and the model allow it two."""
+    task = TASKS["skips"]
+    for schedule in pd2.schedule_names():
+        of_ranks = [sizes for sizes in sizes_for(schedule, num_ranks) if sizes.stages_per_rank == 1]
+        if 2 * num_ranks in task.depths:
+            more = sizes_for(schedule, 2 * num_ranks)
+            of_ranks += [sizes for sizes in more if sizes.stages_per_rank == 2]
+        for sizes in of_ranks if num_ranks <= 4 else of_ranks[-1:]:
+            d, m, v = dataclasses.astuple(sizes)
+            rows = [2 * m] * (d + 3 if m == 1 else 4)
+            check(task, d, m, rows, schedule=schedule, stages_per_rank=v)
+        check(task, d, m, rows, schedule=schedule, stages_per_rank=v, recompute=True)
+        if num_ranks == 3:
+            assert_as_simulated(schedule, of_ranks[-1])
 
 
 def evaluation_of_many_microbatches_with_several_stages_a_rank() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import pipedream2bw as pd2
 from tests.models import TASKS, WIDTH, Task
 from tests.oracle import Batch, Oracle, run_oracle
+from tests.schedule_sizes import sizes_for
 from tests.trajectory import (
     assert_close,
     assert_same,
@@ -71,28 +72,23 @@ def test_flush_schedules_equal_gradient_accumulation(
         check_task(TASKS[name], num_stages, m, rows=[2 * m] * 4, schedule=schedule)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_eager_2bw_equals_the_definition_of_2bw(num_stages: int) -> None:
-    for m in (2 * num_stages - 1, 2 * num_stages + 2):
-        check_task(TASKS["skips"], num_stages, m, rows=[2 * m] * 5, schedule="2bw_eager")
-
-
-@pytest.mark.parametrize(
-    "schedule", ["interleaved", "interleaved_2bw", "looped_bfs", "interleaved_zero_bubble"]
-)
-@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 2), (2, 2), (3, 2), (2, 3)])
-def test_several_stages_a_rank_equal_the_definition(
-    schedule: str, num_ranks: int, stages_per_rank: int
-) -> None:
-    m = 3 * num_ranks
-    check_task(
-        TASKS["skips"],
-        num_ranks * stages_per_rank,
-        m,
-        rows=[2 * m] * 5,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
-    )
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_stages", range(2, 7))
+@pytest.mark.parametrize("schedule", pd2.schedule_names())
+def test_every_schedule_at_every_depth(schedule: str, num_stages: int, recompute: bool) -> None:
+    for sizes in sizes_for(schedule, num_stages):
+        m = sizes.num_microbatches
+        num_batches = num_stages + 3 if m == 1 else 5
+        rows = [2 * m] * num_batches
+        check_task(
+            TASKS["skips"],
+            num_stages,
+            m,
+            rows,
+            schedule=schedule,
+            stages_per_rank=sizes.stages_per_rank,
+            recompute=recompute,
+        )
 
 
 SPLIT = ["2bw_split", "zero_bubble", "zero_bubble_2p", "interleaved_zero_bubble"]

@@ -38,6 +38,7 @@ class ScheduleExecution {
     std::map<long, bool> activations;    // by microbatch; true: its input gradient is done
     std::vector<long> gradient_sum;      // microbatches that were added up, in order
     std::vector<long> statistics;        // forwards in order, as BatchNorm sees them
+    long num_input_gradients = 0;        // done
     int num_updates = 0;
   };
 
@@ -166,6 +167,8 @@ class ScheduleExecution {
     if (kind != ActionKind::kWeightGrad) {
       if (activation->second) return wrong("input gradient twice");
       activation->second = true;
+      // Of a single stage nothing leaves: there the order is a convention.
+      if (microbatch != stage.num_input_gradients++) return wrong("order of input gradients");
       if (!is_last) {
         if (stage.gradients.front() != microbatch) return wrong("another microbatch's gradient");
         stage.gradients.pop_front();

@@ -2,215 +2,49 @@
 
 #include "core/check.h"
 #include "core/generate.h"
-#include "core/unroll.h"
-#include "engine/local_channel.h"
+#include "scalar_pipeline.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
-
-#include <cmath>
 
 namespace pd2 {
 namespace {
 
-using namespace std::chrono_literals;
-
-// A pipeline of stages that multiply by one scalar weight, without Python. Microbatch j of batch t
-// enters as (t + 1) * (j + 1); the loss is the product over m.
-class ScalarPipeline {
- public:
-  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
-      : schedule_(schedule), fault_(std::make_shared<Fault>()) {
-    const int d = schedule.num_stages;
-    std::vector<std::vector<std::unique_ptr<StageWorker>>> workers(schedule.ranks.size());
-    std::vector<std::shared_ptr<LocalChannel>> down, up;
-    for (int i = 0; i + 1 < d; ++i) {
-      down.push_back(std::make_shared<LocalChannel>(at::kCPU));
-      up.push_back(std::make_shared<LocalChannel>(at::kCPU));
-    }
-    for (int i = 0; i < d; ++i) {
-      const at::Tensor initial = at::full({1}, weights[i], at::kDouble);
-      auto stage =
-          std::make_shared<Stage>(std::vector<at::Tensor>{initial}, std::vector<std::string>{"w"},
-                                  schedule.num_versions[i], nullptr);
-      stage->set_optimizer(OptimizerKind::kSgd, {0});
-      std::vector<at::Tensor> slots;
-      for (int slot = 0; slot < schedule.num_versions[i]; ++slot) {
-        slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
-        stage->attach(0, slots.back());
-      }
-      StageWorkerOptions options;
-      options.stage = i;
-      options.num_microbatches = schedule.num_microbatches;
-      options.delay = schedule.delay[i];
-      options.forward = [this, slots, i, d](ForwardCall call) {
-        return forward(slots, i, d, call);
-      };
-      options.on_loss = [this](std::int64_t, BatchLoss loss) {
-        losses.push_back(loss.sum().item<double>());
-      };
-      auto worker = std::make_unique<StageWorker>(std::move(options), stage);
-      Wiring wiring;
-      if (i > 0) {
-        wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
-      }
-      if (i + 1 < d) {
-        wiring.outbound.push_back({i + 1, down[i], up[i]});
-      }
-      worker->set_wiring(0, std::move(wiring));
-      workers[schedule.placement[i]].push_back(std::move(worker));
-      stages.push_back(stage);
-    }
-    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-      ExecutorOptions options;
-      options.rank = static_cast<int>(rank);
-      options.num_microbatches = schedule.num_microbatches;
-      options.actions = schedule.ranks[rank];
-      options.describe = [](std::exception_ptr error) -> std::string {
-        try {
-          std::rethrow_exception(error);
-        } catch (const std::exception& known) {
-          return known.what();
-        }
-      };
-      executors.push_back(
-          std::make_unique<Executor>(std::move(options), std::move(workers[rank]), fault_));
-      executors.back()->record(true);
-    }
-  }
-
-  void train(std::int64_t batch) {
-    const std::vector<LayoutId> layouts(schedule_.num_microbatches, 0);
-    for (auto& executor : executors) {
-      executor->submit_batch({batch, 0, layouts, {}});
-    }
-  }
-  void step(std::int64_t batch, double lr) {
-    GroupOptions group;
-    group.sgd.lr = lr;
-    for (int rank = 0; rank < static_cast<int>(executors.size()); ++rank) {
-      for (const int i : update_order(schedule_, rank)) {
-        executors[rank]->submit_update(i, batch, [group](Stage& stage) {
-          stage.step({&group, 1});
-        });
-      }
-    }
-  }
-  void drain() {
-    for (auto& executor : executors) {
-      executor->submit_drain();
-    }
-    for (auto& executor : executors) {
-      while (!executor->wait_for(executor->last_ticket(), 100ms)) {
-      }
-    }
-  }
-  double newest(int stage) const {
-    return stages[stage]
-        ->weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
-        .item<double>();
-  }
-
-  std::vector<std::shared_ptr<Stage>> stages;
-  std::vector<std::unique_ptr<Executor>> executors;
-  std::vector<double> losses;
-  std::int64_t fail_at = -1;  // batch whose microbatch 1 fails on stage 1
-
- private:
-  ForwardResult forward(const std::vector<at::Tensor>& slots, int stage, int d, ForwardCall& call) {
-    PD2_CHECK(!(call.run == fail_at && call.microbatch == 1 && stage == 1), "on purpose");
-    const double entering = static_cast<double>((call.run + 1) * (call.microbatch + 1));
-    const at::Tensor input =
-        stage == 0 ? at::full({1}, entering, at::kDouble) : call.inbound[0].tensors[0];
-    const at::Tensor output = input * slots[call.slot];
-    ForwardResult result;
-    result.bytes_kept = 8;
-    if (stage == d - 1) {
-      result.loss = (output / schedule_.num_microbatches).sum();
-    } else {
-      Message message;
-      message.tensors = {output};
-      result.outbound.push_back(std::move(message));
-    }
-    return result;
-  }
-
-  const Schedule schedule_;
-  std::shared_ptr<Fault> fault_;
-};
-
-// The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
-// every stage has its delay.
-void expect_trajectory(const Schedule& schedule, int drain_every) {
-  const int d = schedule.num_stages, m = schedule.num_microbatches;
-  std::vector<double> initial;
-  for (int i = 0; i < d; ++i) {
-    initial.push_back(1 + 0.25 * i);
-  }
-  ScalarPipeline pipeline(schedule, initial);
-  std::vector<std::vector<double>> versions{initial};
-  constexpr double kLr = 1e-3;
-  for (int t = 0; t < 7; ++t) {
-    const auto read = [&](int i) { return versions[std::max(t - schedule.delay[i], 0)][i]; };
-    double inputs = 0;
-    for (int j = 0; j < m; ++j) {
-      inputs += (t + 1.0) * (j + 1.0) / m;
-    }
-    std::vector<double> next = versions.back();
-    for (int i = 0; i < d; ++i) {
-      double gradient = inputs;
-      for (int k = 0; k < d; ++k) {
-        gradient *= k == i ? 1 : read(k);
-      }
-      next[i] -= kLr * gradient;
-    }
-    versions.push_back(next);
-    pipeline.train(t);
-    if (drain_every > 0 && t % drain_every == 0) {
-      pipeline.drain();  // between the backward and the step, too
-    }
-    pipeline.step(t, kLr);
-  }
-  pipeline.drain();
-  ASSERT_EQ(pipeline.losses.size(), 7u);
-  for (int i = 0; i < d; ++i) {
-    EXPECT_NEAR(pipeline.newest(i), versions.back()[i], 1e-9) << "stage " << i;
-    EXPECT_LE(pipeline.stages[i]->versions().most_live_versions(), schedule.num_versions[i]);
-  }
-}
+using testing::expect_trajectory;
+using testing::ScalarPipeline;
 
 TEST(ExecutorTest, EveryScheduleFollowsTheVersionRule) {
   for (const char* name : {"2bw", "2bw_eager", "1f1b", "gpipe"}) {
     for (int d = 1; d <= 4; ++d) {
       for (int m : {2 * d - 1, 2 * d}) {
         SCOPED_TRACE(name + (" d=" + std::to_string(d)) + " m=" + std::to_string(m));
-        expect_trajectory(make_schedule(name, d, m), 0);
+        expect_trajectory(make_schedule(name, d, m), {});
       }
     }
   }
   for (int d = 1; d <= 5; ++d) {
-    expect_trajectory(make_schedule("2bw", d, d), 0);
-    expect_trajectory(make_schedule("pipedream", d, 1), 0);
+    expect_trajectory(make_schedule("2bw", d, d), {});
+    expect_trajectory(make_schedule("pipedream", d, 1), {});
   }
   for (const int p : {1, 2, 3}) {
     for (const int v : {1, 2, 3}) {
-      SCOPED_TRACE(testing::Message() << p << " ranks of " << v << " stages");
-      expect_trajectory(make_schedule("interleaved", p * v, 2 * p, v), 0);
-      expect_trajectory(make_schedule("interleaved_2bw", p * v, 3 * p, v), 0);
-      expect_trajectory(make_schedule("looped_bfs", p * v, p + 1, v), 0);
+      SCOPED_TRACE(::testing::Message() << p << " ranks of " << v << " stages");
+      expect_trajectory(make_schedule("interleaved", p * v, 2 * p, v), {});
+      expect_trajectory(make_schedule("interleaved_2bw", p * v, 3 * p, v), {});
+      expect_trajectory(make_schedule("looped_bfs", p * v, p + 1, v), {});
     }
   }
 }
 
 TEST(ExecutorTest, DrainingAnywhereChangesNothing) {
-  expect_trajectory(make_schedule("2bw", 3, 4), 1);
-  expect_trajectory(make_schedule("2bw", 3, 4), 2);
-  expect_trajectory(make_schedule("2bw_eager", 3, 5), 2);
-  expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), 2);
-  expect_trajectory(make_schedule("pipedream", 3, 1), 1);
-  expect_trajectory(make_schedule("pipedream", 4, 1), 3);
+  for (const testing::Drains drains :
+       {testing::Drains{.before_step = 0b1010101}, testing::Drains{.after_step = 0b0110100},
+        testing::Drains{.before_step = 0b1111111, .after_step = 0b1111111}}) {
+    expect_trajectory(make_schedule("2bw", 3, 4), drains);
+    expect_trajectory(make_schedule("2bw_eager", 3, 5), drains);
+    expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), drains);
+    expect_trajectory(make_schedule("pipedream", 3, 1), drains);
+    expect_trajectory(make_schedule("pipedream", 4, 1), drains);
+  }
 }
 
 TEST(ExecutorTest, ALogNamesTheVersionThatEachMicrobatchRead) {

@@ -1,0 +1,229 @@
+// A pipeline in one process without Python, and what training it must give.
+#pragma once
+
+#include "core/check.h"
+#include "core/unroll.h"
+#include "engine/executor.h"
+#include "engine/local_channel.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace pd2::testing {
+
+using namespace std::chrono_literals;
+
+// A pipeline of stages that multiply by one scalar weight, without Python. Microbatch j of batch t
+// enters as (t + 1) * (j + 1); the loss is the product over m.
+class ScalarPipeline {
+ public:
+  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
+      : schedule_(schedule), fault_(std::make_shared<Fault>()) {
+    const int d = schedule.num_stages;
+    std::vector<std::vector<std::unique_ptr<StageWorker>>> workers(schedule.ranks.size());
+    std::vector<std::shared_ptr<LocalChannel>> down, up;
+    for (int i = 0; i + 1 < d; ++i) {
+      down.push_back(std::make_shared<LocalChannel>(at::kCPU));
+      up.push_back(std::make_shared<LocalChannel>(at::kCPU));
+    }
+    for (int i = 0; i < d; ++i) {
+      const at::Tensor initial = at::full({1}, weights[i], at::kDouble);
+      auto stage =
+          std::make_shared<Stage>(std::vector<at::Tensor>{initial}, std::vector<std::string>{"w"},
+                                  schedule.num_versions[i], nullptr);
+      stage->set_optimizer(OptimizerKind::kSgd, {0});
+      std::vector<at::Tensor> slots;
+      for (int slot = 0; slot < schedule.num_versions[i]; ++slot) {
+        slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
+        stage->attach(0, slots.back());
+      }
+      StageWorkerOptions options;
+      options.stage = i;
+      options.num_microbatches = schedule.num_microbatches;
+      options.delay = schedule.delay[i];
+      options.forward = [this, slots, i, d](ForwardCall call) {
+        return forward(slots, i, d, call);
+      };
+      options.on_loss = [this](std::int64_t, BatchLoss loss) {
+        losses.push_back(loss.sum().item<double>());
+      };
+      auto worker = std::make_unique<StageWorker>(std::move(options), stage);
+      Wiring wiring;
+      if (i > 0) {
+        wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
+      }
+      if (i + 1 < d) {
+        wiring.outbound.push_back({i + 1, down[i], up[i]});
+      }
+      worker->set_wiring(0, std::move(wiring));
+      workers[schedule.placement[i]].push_back(std::move(worker));
+      stages.push_back(stage);
+    }
+    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+      ExecutorOptions options;
+      options.rank = static_cast<int>(rank);
+      options.num_microbatches = schedule.num_microbatches;
+      options.actions = schedule.ranks[rank];
+      options.describe = [](std::exception_ptr error) -> std::string {
+        try {
+          std::rethrow_exception(error);
+        } catch (const std::exception& known) {
+          return known.what();
+        }
+      };
+      executors.push_back(
+          std::make_unique<Executor>(std::move(options), std::move(workers[rank]), fault_));
+      executors.back()->record(true);
+    }
+  }
+
+  // Waits first, as a caller does who keeps no more batches waiting than the schedule needs.
+  void train(std::int64_t batch) {
+    const auto unfinished = static_cast<std::size_t>(std::max(most_batches_behind(schedule_), 1));
+    while (tickets_.size() > unfinished) {
+      wait_for(tickets_.front());
+      tickets_.pop_front();
+    }
+    const std::vector<LayoutId> layouts(schedule_.num_microbatches, 0);
+    tickets_.emplace_back();
+    for (auto& executor : executors) {
+      tickets_.back().push_back(executor->submit_batch({batch, 0, layouts, {}}));
+    }
+  }
+  void step(std::int64_t batch, double lr) {
+    GroupOptions group;
+    group.sgd.lr = lr;
+    for (int rank = 0; rank < static_cast<int>(executors.size()); ++rank) {
+      for (const int i : update_order(schedule_, rank)) {
+        executors[rank]->submit_update(i, batch, [group](Stage& stage) {
+          stage.step({&group, 1});
+        });
+      }
+    }
+  }
+  void drain() {
+    tickets_.clear();
+    std::vector<Executor::Ticket> last;
+    for (auto& executor : executors) {
+      executor->submit_drain();
+      last.push_back(executor->last_ticket());
+    }
+    wait_for(last);
+  }
+  double newest(int stage) const {
+    return stages[stage]
+        ->weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
+        .item<double>();
+  }
+
+  std::vector<std::shared_ptr<Stage>> stages;
+  std::vector<std::unique_ptr<Executor>> executors;
+  std::vector<double> losses;
+  std::int64_t fail_at = -1;  // batch whose microbatch 1 fails on stage 1
+
+ private:
+  void wait_for(const std::vector<Executor::Ticket>& tickets) {
+    for (std::size_t rank = 0; rank < executors.size(); ++rank) {
+      for (int waits = 0; !executors[rank]->wait_for(tickets[rank], 100ms); ++waits) {
+        PD2_CHECK(waits < 300, "rank ", rank, " waits for more than 30 s");
+      }
+    }
+  }
+
+  ForwardResult forward(const std::vector<at::Tensor>& slots, int stage, int d, ForwardCall& call) {
+    PD2_CHECK(!(call.run == fail_at && call.microbatch == 1 && stage == 1), "on purpose");
+    const double entering = static_cast<double>((call.run + 1) * (call.microbatch + 1));
+    const at::Tensor input =
+        stage == 0 ? at::full({1}, entering, at::kDouble) : call.inbound[0].tensors[0];
+    const at::Tensor output = input * slots[call.slot];
+    ForwardResult result;
+    result.bytes_kept = 8;
+    if (stage == d - 1) {
+      result.loss = (output / schedule_.num_microbatches).sum();
+    } else {
+      Message message;
+      message.tensors = {output};
+      result.outbound.push_back(std::move(message));
+    }
+    return result;
+  }
+
+  const Schedule schedule_;
+  std::shared_ptr<Fault> fault_;
+  std::deque<std::vector<Executor::Ticket>> tickets_;  // of the batches since the drain, by rank
+};
+
+// After which batches the pipeline is drained: bit t stands for batch t.
+struct Drains {
+  unsigned before_step = 0;  // between the backward and the step
+  unsigned after_step = 0;
+};
+
+// The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
+// every stage has its delay.
+inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_batches = 7) {
+  const int d = schedule.num_stages, m = schedule.num_microbatches;
+  std::vector<double> initial;
+  for (int i = 0; i < d; ++i) {
+    initial.push_back(1 + 0.25 * i);
+  }
+  ScalarPipeline pipeline(schedule, initial);
+  std::vector<std::vector<double>> versions{initial};
+  std::vector<double> losses;
+  constexpr double kLr = 1e-4;
+  for (int t = 0; t < num_batches; ++t) {
+    const auto read = [&](int i) { return versions[std::max(t - schedule.delay[i], 0)][i]; };
+    double inputs = 0;
+    for (int j = 0; j < m; ++j) {
+      inputs += (t + 1.0) * (j + 1.0) / m;
+    }
+    losses.push_back(inputs);
+    std::vector<double> next = versions.back();
+    for (int i = 0; i < d; ++i) {
+      losses.back() *= read(i);
+      double gradient = inputs;
+      for (int k = 0; k < d; ++k) {
+        gradient *= k == i ? 1 : read(k);
+      }
+      next[i] -= kLr * gradient;
+    }
+    versions.push_back(next);
+    pipeline.train(t);
+    if (drains.before_step >> t & 1) {
+      pipeline.drain();
+    }
+    pipeline.step(t, kLr);
+    if (drains.after_step >> t & 1) {
+      pipeline.drain();
+    }
+  }
+  pipeline.drain();
+  ASSERT_EQ(pipeline.losses.size(), losses.size());
+  for (int t = 0; t < num_batches; ++t) {
+    EXPECT_NEAR(pipeline.losses[t], losses[t], 1e-9 * std::abs(losses[t])) << "batch " << t;
+  }
+  const bool is_filled = drains.before_step == 0 && drains.after_step == 0 &&
+                         num_batches >= most_batches_behind(schedule) + 2;
+  for (int i = 0; i < d; ++i) {
+    const double weight = versions.back()[i];
+    EXPECT_NEAR(pipeline.newest(i), weight, 1e-9 * std::abs(weight)) << "stage " << i;
+    EXPECT_LE(pipeline.stages[i]->versions().most_live_versions(), schedule.num_versions[i]);
+    const StageWorker& worker = pipeline.executors[schedule.placement[i]]->worker(i);
+    const int most = max_in_flight(schedule, i);
+    EXPECT_LE(worker.most_in_flight(), most) << "stage " << i;
+    if (is_filled) {
+      EXPECT_EQ(worker.most_in_flight(), most) << "stage " << i;
+    }
+    EXPECT_EQ(worker.most_bytes_in_flight(), 8 * worker.most_in_flight()) << "stage " << i;
+  }
+}
+
+}  // namespace pd2::testing
