@@ -75,11 +75,11 @@ def schedule_for(
         schedule.validate()
         return schedule
     schedule = load_schedule(given)
+    own_sizes = {"num_stages": schedule.depth, "num_microbatches": schedule.total_microbatches}
     for name, size in sizes.items():
-        if size not in (None, getattr(schedule, name)):
+        if size not in (None, own_sizes[name]):
             raise ValueError(
-                f"{name}: {size}, of the given schedule: {getattr(schedule, name)}: they must be "
-                "equal"
+                f"{name}: {size}, of the given schedule: {own_sizes[name]}: they must be equal"
             )
     if stages_per_rank != 1:
         raise ValueError(
@@ -91,6 +91,11 @@ def schedule_for(
 
 def check_runnable(schedule: Schedule) -> None:
     """Raises ValueError if the engine does not run it."""
+    if schedule.num_pipelines > 1:
+        raise ValueError(
+            f'schedule: "{schedule.name}" has {schedule.num_pipelines} pipelines: the engine runs '
+            "schedules of one"
+        )
     if schedule.is_split:
         raise ValueError(
             f'schedule: "{schedule.name}" has I and W: the engine does not run split backwards'

@@ -25,7 +25,7 @@ void check_cost(const char* what, std::size_t index, double value) {
 }
 
 void check_costs(const Schedule& schedule, const Costs& costs) {
-  const int d = schedule.num_stages;
+  const int d = schedule.depth();
   PD2_CHECK(costs.stages.size() == static_cast<std::size_t>(d),
             "costs of stages: ", costs.stages.size(), ", num_stages: ", d, ": one for each stage");
   PD2_CHECK(costs.edges.empty() || costs.edges.size() == static_cast<std::size_t>(d - 1),
@@ -68,6 +68,11 @@ double seconds(const StageCosts& stage, ActionKind kind) {
   return 0;
 }
 
+// The copies of a stage cost the same.
+const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.stages[stage % schedule.depth()];
+}
+
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
 // What F of a stage gives to the next one, and what B or I gives to the one before.
@@ -89,12 +94,12 @@ class Execution {
       : schedule_(schedule),
         costs_(costs),
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
-        arrival_(2 * schedule.num_stages * num_microbatches_, kUnknown),
+        arrival_(3 * schedule.num_stages * num_microbatches_, kUnknown),
         link_free_(2 * schedule.num_stages, 0),
         edges_(costs.edges),
         ranks_(schedule.ranks.size()),
         timeline_(schedule.ranks.size()) {
-    edges_.resize(schedule.num_stages - 1);
+    edges_.resize(schedule.depth() - 1);
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
       ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
       timeline_[rank].reserve(ranks_[rank].steps.size());
@@ -125,21 +130,20 @@ class Execution {
   };
 
   std::optional<Message> input(const Step& step) const {
-    if (step.kind == kForward && step.stage > 0) {
+    if (step.kind == kForward && !schedule_.is_first(step.stage)) {
       return Message{step.stage - 1, step.stage, step.microbatch};
     }
-    if ((step.kind == kBackward || step.kind == kInputGrad) &&
-        step.stage + 1 < schedule_.num_stages) {
+    if ((step.kind == kBackward || step.kind == kInputGrad) && !schedule_.is_last(step.stage)) {
       return Message{step.stage + 1, step.stage, step.microbatch};
     }
     return std::nullopt;
   }
 
   std::optional<Message> output(const Step& step) const {
-    if (step.kind == kForward && step.stage + 1 < schedule_.num_stages) {
+    if (step.kind == kForward && !schedule_.is_last(step.stage)) {
       return Message{step.stage, step.stage + 1, step.microbatch};
     }
-    if ((step.kind == kBackward || step.kind == kInputGrad) && step.stage > 0) {
+    if ((step.kind == kBackward || step.kind == kInputGrad) && !schedule_.is_first(step.stage)) {
       return Message{step.stage, step.stage - 1, step.microbatch};
     }
     return std::nullopt;
@@ -148,6 +152,12 @@ class Execution {
   std::int64_t index(const Message& message) const {
     const int link = 2 * message.receiver + message.is_gradient();
     return link * num_microbatches_ + message.microbatch;
+  }
+
+  // Where arrival_ keeps the time at which the stage comes to the update of the microbatch's batch.
+  std::int64_t update_index(int stage, std::int64_t microbatch) const {
+    const int m = schedule_.num_microbatches;
+    return (2 * schedule_.num_stages + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
   }
 
   int rank_of(int stage) const { return schedule_.placement[stage]; }
@@ -165,10 +175,30 @@ class Execution {
         }
         start = std::max(start, arrived);
       }
-      rank.free_at = start + seconds(costs_.stages[step.stage], step.kind);
+      if (const std::optional<int> twin = schedule_.twin(step.stage);
+          twin && step.kind == kUpdate) {
+        come_to_update(number, step);
+        const std::int64_t others = update_index(*twin, step.microbatch);
+        if (arrival_[others] == kUnknown) {
+          rank.awaits = others;
+          return;
+        }
+        start = std::max(start, arrival_[others]);
+      }
+      rank.free_at = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
       record(number, step, start, rank.free_at);
       ++rank.next;
       if (const std::optional<Message> message = output(step); message && !send(*message)) return;
+    }
+  }
+
+  void come_to_update(int number, const Step& step) {
+    const std::int64_t slot = update_index(step.stage, step.microbatch);
+    arrival_[slot] = ranks_[number].free_at;
+    const int other = rank_of(*schedule_.twin(step.stage));
+    if (ranks_[other].awaits == slot) {
+      ranks_[other].awaits = kNone;
+      ready_.push_back(other);
     }
   }
 
@@ -208,7 +238,7 @@ class Execution {
 
   void transfer(const Message& message) {
     Rank& sender = ranks_[rank_of(message.sender)];
-    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver)];
+    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver) % schedule_.depth()];
     double& link_free = link_free_[2 * message.receiver + message.is_gradient()];
     double leaves = std::max(sender.free_at, link_free);
     if (costs_.sends == Sends::kRendezvous) {
@@ -245,8 +275,9 @@ class Execution {
       marks.push_back({step.cell});
       stuck += detail::concat("\n  rank ", number, is_sending ? " waits after " : " waits in ",
                               describe(schedule_, step));
-      stuck += is_sending
-                   ? detail::concat(" until stage ", output(step)->receiver, " receives")
+      stuck += is_sending ? detail::concat(" until stage ", output(step)->receiver, " receives")
+               : step.kind == kUpdate
+                   ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
                    : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
                                     " of stage ", input(step)->sender);
     }
@@ -259,8 +290,9 @@ class Execution {
   const Schedule& schedule_;
   const Costs& costs_;
   const std::int64_t num_microbatches_;  // of the run
-  std::vector<double> arrival_;          // by receiving stage, direction and microbatch
-  std::vector<double> link_free_;        // by receiving stage and direction
+  // By receiving stage, direction and microbatch; then by stage and microbatch: at updates.
+  std::vector<double> arrival_;
+  std::vector<double> link_free_;  // by receiving stage and direction
   std::vector<EdgeCosts> edges_;
   std::vector<Rank> ranks_;
   std::vector<int> ready_;
@@ -306,7 +338,7 @@ double seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) 
   double sum = 0;
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
-    const StageCosts& cost = costs.stages[stage];
+    const StageCosts& cost = cost_of(schedule, costs, stage);
     sum += schedule.num_microbatches * (seconds(cost, kForward) + seconds(cost, kBackward)) +
            seconds(cost, kUpdate);
   }
@@ -338,13 +370,13 @@ std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& 
   MemoryStep now;
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
-    const StageCosts& cost = costs.stages[stage];
+    const StageCosts& cost = cost_of(schedule, costs, stage);
     now.bytes +=
         schedule.num_versions[stage] * cost.weight_bytes + cost.gradient_bytes + cost.state_bytes;
   }
   std::vector<MemoryStep> steps = {now};
   for (const SimulatedAction& action : actions) {
-    const double bytes = costs.stages[action.stage].activation_bytes;
+    const double bytes = cost_of(schedule, costs, action.stage).activation_bytes;
     if (action.kind == kForward) {
       now = {action.start, now.bytes + bytes};
     } else if (ends_flight(action.kind)) {

@@ -23,6 +23,8 @@ CASES = (
     ("looped_bfs", 4, 2),
     ("zero_bubble", 8, 1),
     ("zero_bubble_2p", 8, 1),
+    ("chimera", 8, 1),
+    ("chimera_doubled", 8, 1),
 )
 
 
