@@ -96,10 +96,6 @@ def check_runnable(schedule: Schedule) -> None:
             f'schedule: "{schedule.name}" has {schedule.num_pipelines} pipelines: the engine runs '
             "schedules of one"
         )
-    if schedule.is_split:
-        raise ValueError(
-            f'schedule: "{schedule.name}" has I and W: the engine does not run split backwards'
-        )
     if schedule.has_late_forwards:
         raise ValueError(
             f'schedule: "{schedule.name}" has forwards of microbatches < 0: the engine runs a '

@@ -79,7 +79,6 @@ void bind_core(py::module_& module) {
       .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
       .def_property_readonly("has_late_forwards",
                              [](const Schedule& self) { return has_late_forwards(self); })
-      .def_property_readonly("is_split", [](const Schedule& self) { return is_split(self); })
       .def("__str__", [](const Schedule& self) { return to_text(self); });
   module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);

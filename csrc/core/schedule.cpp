@@ -9,20 +9,6 @@ namespace pd2 {
 
 using enum ActionKind;
 
-namespace {
-
-template <typename Predicate>
-bool any_action(const Schedule& schedule, Predicate predicate) {
-  for (const RankActions& rank : schedule.ranks) {
-    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-      if (std::ranges::any_of(actions(rank, list), predicate)) return true;
-    }
-  }
-  return false;
-}
-
-}  // namespace
-
 std::string to_string(const Action& action) {
   return detail::concat(action.stage, static_cast<char>(action.kind), action.microbatch);
 }
@@ -44,13 +30,15 @@ int max_in_flight(const Schedule& schedule, int stage) {
   return most;
 }
 
-bool is_split(const Schedule& schedule) {
-  return any_action(schedule, [](const Action& each) { return each.kind == kInputGrad; });
-}
-
 bool has_late_forwards(const Schedule& schedule) {
-  return any_action(
-      schedule, [](const Action& each) { return each.kind == kForward && each.microbatch < 0; });
+  for (const RankActions& rank : schedule.ranks) {
+    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+      for (const Action& action : actions(rank, list)) {
+        if (action.kind == kForward && action.microbatch < 0) return true;
+      }
+    }
+  }
+  return false;
 }
 
 }  // namespace pd2

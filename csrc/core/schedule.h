@@ -121,9 +121,6 @@ struct Schedule {
 // Throws ValueError if there is no such stage.
 int max_in_flight(const Schedule& schedule, int stage);
 
-// Whether some backward is split into I and W.
-bool is_split(const Schedule& schedule);
-
 // Whether some forward is of a batch before the one that is being run.
 bool has_late_forwards(const Schedule& schedule);
 

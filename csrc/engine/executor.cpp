@@ -201,9 +201,10 @@ void Executor::loop() {
 }
 
 std::string Executor::where() const {
-  const char* action = doing_.kind == ActionKind::kForward    ? "forward"
-                       : doing_.kind == ActionKind::kBackward ? "backward"
-                                                              : "update";
+  const char* action = doing_.kind == ActionKind::kForward      ? "forward"
+                       : doing_.kind == ActionKind::kUpdate     ? "update"
+                       : doing_.kind == ActionKind::kWeightGrad ? "backward of the weights"
+                                                                : "backward";
   return pd2::detail::concat(stage_name(doing_.stage, options_.replica, options_.num_replicas),
                              doing_.evaluating ? ", evaluation" : ", batch ",
                              doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ",
@@ -232,9 +233,12 @@ void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
       case ActionKind::kUpdate:
         worker.update(batch);
         break;
-      default:
-        PD2_CHECK(false, "action ", to_string(action),
-                  ": this executor runs F, B and U, not split backwards");
+      case ActionKind::kInputGrad:
+        worker.input_grad(batch, microbatch);
+        break;
+      case ActionKind::kWeightGrad:
+        worker.weight_grad(batch, microbatch);
+        break;
     }
   }
 }

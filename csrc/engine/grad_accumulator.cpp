@@ -47,6 +47,10 @@ void GradAccumulator::attach(std::size_t parameter, const at::Tensor& slot_param
                                                  std::make_unique<Hook>(this, parameter));
 }
 
+bool GradAccumulator::takes_from(const torch::autograd::Node& node) {
+  return dynamic_cast<const Hook*>(node.tensor_post_acc_grad_hooks().get()) != nullptr;
+}
+
 void GradAccumulator::begin_batch() { has_gradient_.assign(has_gradient_.size(), false); }
 
 void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {

@@ -4,6 +4,7 @@
 #include "engine/flat_buffer.h"
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
@@ -25,6 +26,8 @@ class GradAccumulator {
 
   // Hooks parameter i of one weight slot.
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
+  // Whether the autograd node is the one through which a hooked parameter gets its gradient.
+  static bool takes_from(const torch::autograd::Node& node);
 
   void begin_batch();
   // Which parameters received a gradient since begin_batch().

@@ -145,14 +145,58 @@ void StageWorker::forward(const Run& run, int microbatch) {
   most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
 }
 
-void StageWorker::backward(std::int64_t batch, int microbatch) {
+StageWorker::InFlight& StageWorker::in_flight(std::int64_t batch, int microbatch) {
   const auto place = in_flight_.find({batch, microbatch});
   PD2_ASSERT(place != in_flight_.end(), "backward of a microbatch that is not in flight");
-  InFlight in_flight = std::move(place->second);
-  in_flight_.erase(place);
+  return place->second;
+}
+
+void StageWorker::begin_gradients(int microbatch) {
   if (microbatch == 0) {
     stage_->begin_batch();
   }
+}
+
+void StageWorker::end_flight(std::int64_t batch, int microbatch) {
+  const auto place = in_flight_.find({batch, microbatch});
+  stage_->versions().unpin(place->second.version);
+  bytes_in_flight_ -= place->second.bytes;
+  in_flight_.erase(place);
+}
+
+void StageWorker::backward(std::int64_t batch, int microbatch) {
+  begin_gradients(microbatch);
+  run_backward(ActionKind::kBackward, batch, microbatch, [](auto roots, const auto& gradients) {
+    torch::autograd::Engine::get_default_engine().execute(
+        roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+  });
+  end_flight(batch, microbatch);
+}
+
+void StageWorker::input_grad(std::int64_t batch, int microbatch) {
+  auto split = std::make_unique<SplitBackward>();
+  run_backward(ActionKind::kInputGrad, batch, microbatch, [&](auto roots, const auto& gradients) {
+    split->run_input_half(std::move(roots), gradients);
+  });
+  InFlight& in_flight = this->in_flight(batch, microbatch);
+  in_flight.split = std::move(split);
+  in_flight.sinks.clear();
+  in_flight.outputs.clear();
+  in_flight.loss.reset();
+}
+
+void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
+  InFlight& in_flight = this->in_flight(batch, microbatch);
+  const double start = now();
+  begin_gradients(microbatch);
+  in_flight.split->run_weight_half();
+  log(ActionKind::kWeightGrad, batch, microbatch, in_flight.version, start, now());
+  end_flight(batch, microbatch);
+}
+
+void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbatch,
+                               const Backward& execute) {
+  InFlight& in_flight = this->in_flight(batch, microbatch);
   const Wiring& wiring = wirings_.at(in_flight.wiring);
   torch::autograd::edge_list roots;
   torch::autograd::variable_list gradients;
@@ -194,17 +238,14 @@ void StageWorker::backward(std::int64_t batch, int microbatch) {
     }
   }
   if (!roots.empty()) {
-    torch::autograd::Engine::get_default_engine().execute(
-        roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+    execute(std::move(roots), gradients);
   }
-  log(ActionKind::kBackward, batch, microbatch, in_flight.version, start, sent_at.value_or(now()));
+  log(kind, batch, microbatch, in_flight.version, start, sent_at.value_or(now()));
   for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
     if (in_flight.sinks[e] && !sent[e]) {
       send(e);
     }
   }
-  stage_->versions().unpin(in_flight.version);
-  bytes_in_flight_ -= in_flight.bytes;
 }
 
 void StageWorker::update(std::int64_t batch) {

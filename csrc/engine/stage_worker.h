@@ -5,6 +5,7 @@
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
 #include "engine/message.h"
+#include "engine/split_backward.h"
 #include "engine/stage.h"
 
 #include <ATen/core/Tensor.h>
@@ -119,6 +120,9 @@ class StageWorker {
 
   void forward(const Run& run, int microbatch);
   void backward(std::int64_t batch, int microbatch);
+  // The two halves of a backward.
+  void input_grad(std::int64_t batch, int microbatch);
+  void weight_grad(std::int64_t batch, int microbatch);
   // At the schedule's U: if the update has been submitted.
   void update(std::int64_t batch);
   // Executes it now if the gradients are complete, else at the schedule's U.
@@ -148,11 +152,20 @@ class StageWorker {
     std::vector<bool> expects_gradients;                      // by outbound edge
     std::optional<torch::autograd::Edge> loss;
     at::Tensor loss_seed;
+    std::unique_ptr<SplitBackward> split;  // between I and W
     std::int64_t bytes = 0;
   };
+  using Backward =
+      std::function<void(torch::autograd::edge_list, const torch::autograd::variable_list&)>;
 
   ForwardCall receive_values(const Run& run, int microbatch, InFlight* in_flight);
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
+  InFlight& in_flight(std::int64_t batch, int microbatch);
+  // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it
+  // received.
+  void run_backward(ActionKind kind, std::int64_t batch, int microbatch, const Backward& execute);
+  void begin_gradients(int microbatch);
+  void end_flight(std::int64_t batch, int microbatch);
   void add_loss(const Run& run, int microbatch, const at::Tensor& loss, InFlight& in_flight);
   void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
   void wait_for_replicas(c10d::Work& work);

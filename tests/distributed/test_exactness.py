@@ -77,6 +77,8 @@ def train_everything(rank: int, world_size: int) -> None:
     check(TASKS["skips"], d, d, [2 * d] * 5, adamw, exact=False)
     check(TASKS["skips"], d, 2 * d - 1, [4 * d] * 4, schedule="2bw_eager")
     check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
+    for schedule in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
+        check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule)
     for schedule in ("interleaved", "interleaved_2bw", "looped_bfs") if d <= 3 else ():
         check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)
     if d == 2:

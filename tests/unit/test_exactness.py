@@ -93,6 +93,16 @@ def test_several_stages_a_rank_equal_the_definition(
     )
 
 
+SPLIT = ["2bw_split", "zero_bubble", "zero_bubble_2p"]
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("name", TASKS)
+def test_backwards_in_two_halves_equal_the_definition(name: str, schedule: str) -> None:
+    for d in (1, 2, 3, 4, 5, 6) if name in ("mlp", "skips") else TASKS[name].depths:
+        check_task(TASKS[name], d, d + 1, rows=[2 * (d + 1)] * 5, schedule=schedule)
+
+
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 9])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
 def test_pipedream_is_one_update_later_on_every_stage_before(

@@ -95,8 +95,8 @@ class Training:
 @st.composite
 def trainings(draw: st.DrawFn, most_stages: int) -> Training:
     d = draw(st.integers(1, most_stages))
-    schedule = draw(st.sampled_from(["2bw", "2bw", "2bw", "1f1b", "gpipe"]))
-    m = draw(st.integers(d if schedule == "2bw" else 1, 8))
+    schedule = draw(st.sampled_from(["2bw", "2bw", "2bw_split", "1f1b", "gpipe", "zero_bubble"]))
+    m = draw(st.integers(d if "2bw" in schedule else 1, 8))
     count = draw(st.integers(1, 6))
     # Two rows and more in each microbatch: BatchNorm needs them.
     rows = st.one_of(st.just(2 * m), st.integers(2 * m, 4 * m))

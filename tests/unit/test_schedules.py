@@ -150,11 +150,28 @@ def test_a_bad_schedule_is_refused(changed: tuple[str, str], message: str) -> No
         make_pipeline(task, 2, 3, task.batches([6])[0], schedule=text)
 
 
-def test_split_backwards_are_not_run_yet_and_say_so() -> None:
-    task = TASKS["skips"]
-    for name in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
-        with pytest.raises(ValueError, match=rf"\"{name}\" has I and W: the engine does not run"):
-            make_pipeline(task, 2, 3, task.batches([6])[0], schedule=name)
+# The input gradients of a batch before the update of the batch before.
+EARLY_INPUT_GRADIENTS = """\
+name: early I
+stages: 1
+microbatches: 2
+delay: 1
+placement: 0
+versions: 2
+[prologue]
+0F0,0I0,0F1,0W0,0I1
+[steady]
+0F0,0I0,0W-1,0U-1,0F1,0W0,0I1
+[epilogue]
+0W1,0U1
+"""
+
+
+def test_no_gradient_is_added_before_its_weight_half() -> None:
+    task, m = TASKS["gpt"], 2
+    batches = task.batches([2 * m] * 5)
+    want = by_oracle(task, batches, m, schedule="2bw")
+    assert_same(by_pipeline(task, batches, 1, m, schedule=EARLY_INPUT_GRADIENTS), want)
 
 
 def test_forwards_of_the_batch_before_are_legal_but_not_run() -> None:

@@ -1,0 +1,57 @@
+// A microbatch's backward in two halves: I, what other stages wait for, and W, what may come later.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+
+// Together the halves add to the weights' gradients the bits that one backward adds.
+//
+// The first cuts the edges that lead from linear layers, convolutions and embeddings to their
+// weights, so that autograd computes these layers' input gradients only and keeps what reached
+// them; the second cuts their other edges and runs them again. Layers need not be rewritten for
+// that: whatever ends in these operators is split. All other weights' gradients are computed in the
+// first half and held until the second, because the gradients of the batch before may still be in
+// the accumulators.
+class SplitBackward {
+ public:
+  // I: the backward from `roots`, which brings no gradient to a weight of the stage.
+  void run_input_half(torch::autograd::edge_list roots,
+                      const torch::autograd::variable_list& gradients);
+  // W, once.
+  void run_weight_half();
+
+ private:
+  using NodePtr = decltype(torch::autograd::Edge::function);
+
+  // An edge that leads from an operator to the accumulator of one of its weights.
+  struct WeightEdge {
+    std::size_t index = 0;  // among the operator's edges
+    torch::autograd::Edge edge;
+  };
+  struct Deferred {
+    NodePtr node;
+    std::vector<WeightEdge> weights;
+    std::shared_ptr<at::Tensor> gradient;  // that reached the operator in the first half
+  };
+  struct Held {
+    NodePtr accumulator;
+    NodePtr sink;  // gets the gradient instead, in the first half
+  };
+
+  class Graph;
+  class Capture;
+  // Cuts the deferrable edges; `kept` gets the nodes that they lead from, over and to.
+  void defer(const Graph& graph, std::unordered_set<const torch::autograd::Node*>& kept);
+
+  std::vector<Deferred> deferred_;
+  std::vector<Held> held_;
+};
+
+}  // namespace pd2
