@@ -77,6 +77,9 @@ class FusedOptimizer:
     def set_step_count(self, i: int, count: int) -> None: ...
     def state_bytes(self) -> int: ...
 
+class CopySum:
+    def __init__(self) -> None: ...
+
 class Stage:
     def __init__(
         self,
@@ -84,6 +87,8 @@ class Stage:
         names: Sequence[str],
         num_slots: int,
         replica_group: str,
+        copy_sum: CopySum | None,
+        copy: int,
     ) -> None: ...
     def weight(self, slot: int, parameter: int) -> torch.Tensor: ...
     def gradient(self, parameter: int) -> torch.Tensor: ...
@@ -152,7 +157,13 @@ class LossSlot: ...
 
 class LossBoard:
     def __init__(
-        self, fault: Fault, group: str, ranks: Sequence[int], replica: int, num_replicas: int
+        self,
+        fault: Fault,
+        group: str,
+        ranks: Sequence[int],
+        replica: int,
+        num_replicas: int,
+        num_pipelines: int,
     ) -> None: ...
     def expect(self, batch: int) -> LossSlot: ...
     def done(self, slot: LossSlot) -> bool: ...

@@ -91,11 +91,6 @@ def schedule_for(
 
 def check_runnable(schedule: Schedule) -> None:
     """Raises ValueError if the engine does not run it."""
-    if schedule.num_pipelines > 1:
-        raise ValueError(
-            f'schedule: "{schedule.name}" has {schedule.num_pipelines} pipelines: the engine runs '
-            "schedules of one"
-        )
     if schedule.has_late_forwards:
         raise ValueError(
             f'schedule: "{schedule.name}" has forwards of microbatches < 0: the engine runs a '
