@@ -8,13 +8,13 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
-from .draw import draw_timeline
+from .draw import Picture, draw_timeline
 from .loss import Loss
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
-from .simulate import Simulation, simulate
+from .simulate import Simulation, find_deadlock, simulate
 from .text_picture import draw_text
 from .timeline import Event, Timeline
 from .trace import read_events, write_events, write_trace
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Event",
     "Loss",
+    "Picture",
     "PipelineModule",
     "PipelineOptimizer",
     "Schedule",
@@ -31,6 +32,7 @@ __all__ = [
     "Timeline",
     "draw_text",
     "draw_timeline",
+    "find_deadlock",
     "load_schedule",
     "make_schedule",
     "read_events",

@@ -86,6 +86,35 @@ def first_layers(captured: Captured) -> dict[str, int]:
     return first
 
 
+def blocks_of_layers(
+    captured: Captured, root: nn.Module, names: Sequence[str]
+) -> dict[fx.Node, str]:
+    """The layers that are in the named modules, and in which; of nested ones the outermost.
+
+    Raises:
+        ValueError: there is no such module, or no layer that can be told to be in it.
+    """
+    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
+    for name in names:
+        if name not in known or not name:
+            raise ValueError(f"recompute: {name!r} is no module of the model")
+    blocks: dict[fx.Node, str] = {}
+    for node in captured.layer_nodes:
+        places = [*_modules_around(node), layer_name(node)]
+        for name in sorted(names, key=len):
+            if any(place == name or place.startswith(f"{name}.") for place in places):
+                blocks[node] = name
+                break
+    found = set(blocks.values())
+    for name in names:
+        if not any(name == block or name.startswith(f"{block}.") for block in found):
+            raise ValueError(
+                f"recompute: no layer of the captured model is in {name!r}: it computes nothing, "
+                "or a module around it is called as a whole"
+            )
+    return blocks
+
+
 def describe_layer(captured: Captured, index: int) -> str:
     """A layer for a message: its name and the module that it is in."""
     name = captured.layers[index].name

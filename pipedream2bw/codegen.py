@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import keyword
 import linecache
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class Attribute:
     """Something that the code takes from the module it is bound to.
 
     kind: "module", "parameter", "buffer" (looked up at every call, since a module may assign a new
-    tensor) or "constant" (``value``, the same for every clone).
+    tensor), "constant" (``value``, the same for every clone) or "block" (what runs the part of a
+    stage that belongs to the module ``target``, and runs it again for its backward).
     """
 
     kind: str
@@ -53,27 +54,35 @@ def generate(
     attribute_of: Callable[[fx.Node], Attribute],
     cloned_inputs: Iterable[str] = (),
     sizes: Mapping[str, tuple[str, int]] | None = None,
+    block_of: Callable[[fx.Node], str | None] = lambda node: None,
 ) -> StageSource:
     """Writes and compiles the function of the stage that computes ``nodes``.
 
     ``inputs`` and ``outputs`` are node names; an output node among ``nodes`` gives its value under
     its own name. ``attribute_of`` says what a get_attr node or a call_module node refers to.
     ``cloned_inputs`` are copied first (they are written in place here). ``sizes`` are values that
-    are read off an input: name -> (input, dimension).
+    are read off an input: name -> (input, dimension). ``block_of`` names the recomputed block that
+    a node belongs to.
     """
-    return _Writer(attribute_of).write(
+    return _Writer(attribute_of, block_of).write(
         title, list(nodes), list(inputs), list(outputs), set(cloned_inputs), dict(sizes or {})
     )
 
 
 class _Writer:
-    def __init__(self, attribute_of: Callable[[fx.Node], Attribute]) -> None:
+    def __init__(
+        self,
+        attribute_of: Callable[[fx.Node], Attribute],
+        block_of: Callable[[fx.Node], str | None],
+    ) -> None:
         self._attribute_of = attribute_of
+        self._block_of = block_of
         self._attributes: dict[tuple[str, str], str] = {}
         self._attribute_list: list[Attribute] = []
         self._globals: dict[str, Any] = {}
         self._global_names: dict[int, str] = {}
         self._variables: dict[str, str] = {}
+        self._num_blocks = itertools.count()
 
     def write(
         self,
@@ -93,12 +102,11 @@ class _Writer:
                 body.append(f"{self._variable(name)} = {self._variable(name)}.clone()")
         for name, (value, dimension) in sizes.items():
             body.append(f"{self._variable(name)} = {self._variable(value)}.size({dimension})")
-        for node in nodes:
-            body.append(f"{self._variable(node.name)} = {self._expression(node)}")
-            dead = [self._variable(name) for name in last_use.get(node, ())]
-            if dead:
-                # Frees activations that autograd does not keep.
-                body.append(f"del {', '.join(dead)}")
+        for block, members in itertools.groupby(nodes, self._block_of):
+            if block is None:
+                body += self._statements(members, last_use)
+            else:
+                body += self._block(block, list(members), last_use)
         results = ", ".join(self._variable(name) for name in outputs)
         body.append(f"return [{results}]")
         parameters = ", ".join(self._attributes.values())
@@ -109,6 +117,43 @@ class _Writer:
             "    return stage",
         ]
         return self._compile(title, "\n".join(lines) + "\n")
+
+    def _statements(
+        self, nodes: Iterable[fx.Node], last_use: Mapping[fx.Node, list[str]]
+    ) -> Iterator[str]:
+        for node in nodes:
+            yield f"{self._variable(node.name)} = {self._expression(node)}"
+            dead = [self._variable(name) for name in last_use.get(node, ())]
+            if dead:
+                # Frees activations that autograd does not keep.
+                yield f"del {', '.join(dead)}"
+
+    def _block(
+        self, block: str, nodes: list[fx.Node], last_use: Mapping[fx.Node, list[str]]
+    ) -> Iterator[str]:
+        """A function of its own, called by what runs it again for the backward."""
+        inside = {node.name for node in nodes}
+        used = dict.fromkeys(
+            value.name
+            for node in nodes
+            for value in node.all_input_nodes
+            if value.op != "get_attr" and value.name not in inside
+        )
+        dead = [name for node in nodes for name in last_use.get(node, ())]
+        given = [self._variable(node.name) for node in nodes if node.name not in dead]
+        arguments = [self._variable(name) for name in used]
+        runner = self._add_attribute(Attribute("block", block))
+        function = f"block{next(self._num_blocks)}"
+        # The caller holds the arguments: what dies inside is what was made inside.
+        own = {node: [name for name in last_use.get(node, ()) if name in inside] for node in nodes}
+        yield f"def {function}({', '.join(arguments)}):"
+        for line in self._statements(nodes, own):
+            yield f"    {line}"
+        yield f"    return [{', '.join(given)}]"
+        yield f"[{', '.join(given)}] = {runner}({', '.join([function, *arguments])})"
+        gone = [self._variable(name) for name in dead if name not in inside]
+        if gone:
+            yield f"del {', '.join(gone)}"
 
     def _compile(self, title: str, text: str) -> StageSource:
         # A file name of its own, known to linecache, so that tracebacks show the generated lines.

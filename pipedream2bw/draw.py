@@ -1,17 +1,19 @@
-"""Draws what a pipeline did: one row for each stage, one box for each action, time to the right."""
+"""Draws what a pipeline did: one row for each rank, one box for each action, time to the right."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import io
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .timeline import Event
+from .rows import Row, number_batches, row_of, stages_of_rows
+from .timeline import KIND_NAMES, Event
 
-# One hue per weight version, forward light and backward dark; told apart in greyscale by lightness.
-# Of a backward in two parts the input gradient is dark, the weight gradient, for which nobody
-# waits, between the two.
+# One hue per weight version: light and dark, of which the kinds' shades are made.
 _HUES = (
     ("#9ecae1", "#3182bd"),
     ("#fdd0a2", "#e6750c"),
@@ -20,35 +22,68 @@ _HUES = (
     ("#fbb4c4", "#c51b5a"),
     ("#d9c7a7", "#8c6d31"),
 )
-_UPDATE_FACE = "#252525"
-_ROW_HEIGHT = 0.8
+_GREY = ("#d0d0d0", "#808080")  # the legend's
+_BLACK = "#111111"
+_LABELS_IN_BLACK = "FI"
+_FONT_SIZE = 8.0
+_SMALL_FONT_SIZE = 5.5
+_DIGIT_POINTS = 5.2  # at _FONT_SIZE
+_HEIGHT = 0.8  # of a row's boxes; rows are 1 apart
+_STEP = 0.13  # by which the boxes of a rank's next stage are lower
 _INCHES_PER_ROW = 0.5
-_WIDTH_INCHES = 13.0
+_MARGIN_INCHES = 1.0  # for the rows' names
+_LEAST_WIDTH_INCHES, _MOST_WIDTH_INCHES = 13.0, 30.0
 _DPI = 130
-_LONG_SECONDS = 10.0  # from here on the axis is in seconds, below in milliseconds
+_TIMES = (("seconds", 1.0, 10.0), ("milliseconds", 1e3, 10e-3), ("microseconds", 1e6, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What :func:`draw_timeline` drew, shown by notebooks; ``figure`` is matplotlib's."""
+
+    figure: Any
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it; the suffix chooses the format (.png, .svg, .pdf)."""
+        self.figure.savefig(path)
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.figure.savefig(png, format="png")
+        return png.getvalue()
 
 
 def draw_timeline(
     events: Sequence[Event] | Mapping[str, Sequence[Event]],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     title: str = "",
-) -> None:
-    """Writes a picture of executed actions, such as ``Timeline.gather()`` gives.
+    unit: str = "seconds",
+    width: float | None = None,
+) -> Picture:
+    """A picture of executed or simulated actions, such as ``Timeline.gather()`` gives.
 
-    Each row is a stage (of a replica), each box an action: a forward (light) or backward (dark; if
-    in two parts the input gradient dark, the weight gradient between) with its batch and
-    microbatch, or an update (black). The colour tells the weight version that
-    was read, or made in the case of an update's coloured edge. White is idle.
+    Each row is a rank (of a replica), each box an action: a forward (light) or backward (dark), in
+    two parts an input gradient (between the two) and a weight gradient (darker), with its
+    microbatch, or its batch and microbatch where there is room; if batches have only one
+    microbatch, with its batch. The colour tells the weight version that is read. A black line is an
+    update, its mark in the colour of the version that it makes. White is idle.
+
+    Of a rank with several stages the boxes of the first are highest, of the last lowest, and a
+    small number below a box's own is the stage.
 
     Args:
         events: the actions; or several lists of them by name (say, one per schedule), drawn under
             one another to one scale, each beginning at its own first action.
-        path: the picture; the suffix chooses the format (.png, .svg, .pdf).
+        path: where to write it, if at all; the suffix chooses the format (.png, .svg, .pdf). A
+            notebook shows what is returned.
         title: above all.
+        unit: what the actions' times count. Seconds become milliseconds or microseconds where they
+            are few; any other unit is written below the time as it is.
+        width: inches; if not given, 13, or up to 30 where the boxes would be too small for numbers.
 
     Raises:
-        ValueError: no events.
+        ValueError: no events, or a width that is not positive.
         ImportError: matplotlib is not installed.
     """
     panels = {"": events} if not isinstance(events, Mapping) else events
@@ -59,125 +94,228 @@ def draw_timeline(
             f"events: none to draw ({len(panels)} lists, empty ones: {empty}); only rank 0 gets "
             "events from Timeline.gather()"
         )
-    figure_class, patches = _matplotlib()
-    heights = [len(_rows_of(rows)) for rows in panels.values()]
-    span = max(max(e.end for e in rows) - rows[0].start for rows in panels.values())
-    unit, scale = ("seconds", 1.0) if span >= _LONG_SECONDS else ("milliseconds", 1e3)
-    extra = 0.62 * len(panels) + 0.85  # inches for the axes' own titles, the legend and the time
-    figure = figure_class(
-        figsize=(_WIDTH_INCHES, _INCHES_PER_ROW * sum(heights) + extra),
-        layout="constrained",
-        dpi=_DPI,
+    span = max(max(e.end for e in rows) - rows[0].start for rows in panels.values()) or 1.0
+    if width is None:
+        width = _fitting_width(list(panels.values()), span)
+    if not 0 < width < float("inf"):
+        raise ValueError(f"width: {width}, it must be > 0 and finite")
+    matplotlib = _Matplotlib.load()
+    heights = [len(stages_of_rows(rows)) for rows in panels.values()]
+    extra = 0.62 * len(panels) + 1.1  # inches for the panels' titles, the time and the legend
+    figure = matplotlib.figure.Figure(
+        figsize=(width, _INCHES_PER_ROW * sum(heights) + extra), layout="constrained", dpi=_DPI
     )
     all_axes = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
     ).flatten()
+    unit, scale = _time_unit(unit, span)
     for axes, (name, rows) in zip(all_axes, panels.items(), strict=True):
-        _draw_panel(axes, rows, span, scale, patches)
-        axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
+        points_per_time = 72 * max(width - _MARGIN_INCHES, width / 2) / span
+        _Panel(axes, rows, scale, points_per_time, matplotlib).draw()
+        axes.set_xlim(0, scale * span)
+        axes.set_title(name, loc="left", fontsize=11, fontweight="bold", pad=8)
     all_axes[-1].set_xlabel(unit)
     if title:
         figure.suptitle(title, fontsize=12)
-    legend = _legend({event.kind for rows in panels.values() for event in rows}, patches)
     figure.legend(
-        handles=legend,
+        handles=_legend(list(panels.values()), matplotlib),
         loc="outside lower center",
-        ncols=len(legend) if len(legend) <= 4 else 3,  # what the width has room for
+        ncols=max(2, int(width / 3)),
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(path)
+    picture = Picture(figure)
+    if path is not None:
+        picture.save(path)
+    return picture
 
 
-def _matplotlib() -> tuple[Any, Any]:
-    """Figure and patches; no pyplot, so neither a display nor a global state is touched."""
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-        patches = importlib.import_module("matplotlib.patches")
-    except ImportError as error:
-        raise ImportError(
-            f"drawing a timeline needs matplotlib, which cannot be imported ({error}): "
-            "pip install matplotlib"
-        ) from error
-    return figure.Figure, patches
+@dataclasses.dataclass(frozen=True)
+class _Matplotlib:
+    """Its modules; no pyplot, so neither a display nor a global state is touched."""
+
+    figure: Any
+    lines: Any
+    patches: Any
+
+    @classmethod
+    def load(cls) -> _Matplotlib:
+        try:
+            names = (field.name for field in dataclasses.fields(cls))
+            return cls(*(importlib.import_module(f"matplotlib.{name}") for name in names))
+        except ImportError as error:
+            raise ImportError(
+                f"drawing a timeline needs matplotlib, which cannot be imported ({error}): "
+                "pip install matplotlib"
+            ) from error
 
 
-def _rows_of(events: Sequence[Event]) -> list[tuple[int, int]]:
-    return sorted({(event.replica, event.stage) for event in events})
+class _Panel:
+    """The rows of one list of events."""
 
+    def __init__(
+        self,
+        axes: Any,
+        events: Sequence[Event],
+        scale: float,
+        points_per_time: float,
+        matplotlib: _Matplotlib,
+    ) -> None:
+        self._axes, self._events = axes, events
+        self._scale, self._points_per_time = scale, points_per_time
+        self._matplotlib = matplotlib
+        self._stages = stages_of_rows(events)
+        self._number_batches = number_batches(events)
 
-def _draw_panel(
-    axes: Any, events: Sequence[Event], span: float, scale: float, patches: Any
-) -> None:
-    rows = _rows_of(events)
-    origin = events[0].start
-    characters_per_second = _WIDTH_INCHES / span * 13  # at font size 8
-    # Updates last, since they are short and must not vanish under their neighbours.
-    for event in sorted(events, key=lambda e: e.kind == "U"):
-        y = rows.index((event.replica, event.stage))
-        light, dark = _HUES[event.version % len(_HUES)]
-        left, width = scale * (event.start - origin), scale * (event.end - event.start)
-        if event.kind == "U":
-            # Never thinner than can be seen.
-            width = max(width, scale * span * 0.004)
-            style = {"facecolor": _UPDATE_FACE, "edgecolor": dark, "linewidth": 1.5}
-        else:
-            face = _face(event.kind, light, dark)
-            style = {"facecolor": face, "edgecolor": "white", "linewidth": 0.7}
-        axes.add_patch(patches.Rectangle((left, y - _ROW_HEIGHT / 2), width, _ROW_HEIGHT, **style))
-        label = _label(event, (event.end - event.start) * characters_per_second)
-        if label:
-            colour = "black" if event.kind == "F" else "white"
-            axes.text(
-                left + width / 2, y, label, ha="center", va="center", fontsize=8, color=colour
+    def draw(self) -> None:
+        rows = list(self._stages)
+        for event in self._events:
+            row = row_of(event)
+            stages = self._stages[row]
+            height = _HEIGHT - _STEP * min(len(stages) - 1, 3)
+            # However many stages, the rows' height is the same.
+            step = (_HEIGHT - height) / max(len(stages) - 1, 1)
+            top = rows.index(row) - _HEIGHT / 2 + step * stages.index(event.stage)
+            left = self._scale * (event.start - self._events[0].start)
+            width = self._scale * (event.end - event.start)
+            draw = self._draw_update if event.kind == "U" else self._draw_box
+            draw(event, (left, top, width, height))
+        several = len({replica for replica, _ in rows}) > 1
+        names = [_name(row, self._stages[row], several) for row in rows]
+        self._axes.set_yticks(range(len(rows)), names)
+        self._axes.set_ylim(len(rows) - 0.5, -0.5)
+        self._axes.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            self._axes.spines[side].set_visible(False)
+
+    def _draw_box(self, event: Event, box: tuple[float, float, float, float]) -> None:
+        left, top, width, height = box
+        face = _face(event.kind, _HUES[event.version % len(_HUES)])
+        self._axes.add_patch(
+            self._matplotlib.patches.Rectangle(
+                (left, top), width, height, facecolor=face, edgecolor="white", linewidth=0.7
             )
-    many_replicas = len({replica for replica, _ in rows}) > 1
-    axes.set_yticks(
-        range(len(rows)),
-        [f"replica {r}, stage {s}" if many_replicas else f"stage {s}" for r, s in rows],
-    )
-    axes.set_xlim(0, scale * span * 1.004)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+        )
+        label = self._label(event)
+        if not label:
+            return
+        style = {
+            "ha": "center",
+            "va": "center",
+            "color": "black" if event.kind in _LABELS_IN_BLACK else "white",
+        }
+        middle = left + width / 2
+        if len(self._stages[row_of(event)]) == 1:
+            self._axes.text(middle, top + height / 2, label, fontsize=_FONT_SIZE, **style)
+            return
+        self._axes.text(middle, top + 0.36 * height, label, fontsize=_FONT_SIZE, **style)
+        stage = str(event.stage)
+        self._axes.text(middle, top + 0.8 * height, stage, fontsize=_SMALL_FONT_SIZE, **style)
 
+    def _draw_update(self, event: Event, box: tuple[float, float, float, float]) -> None:
+        # Often shorter than can be seen: the outline shows where, and covers no neighbour's number.
+        left, top, width, height = box
+        self._axes.add_patch(
+            self._matplotlib.patches.Rectangle(
+                (left, top),
+                width,
+                height,
+                facecolor=_BLACK,
+                edgecolor=_BLACK,
+                linewidth=1.2,
+                clip_on=False,
+                zorder=3,
+            )
+        )
+        made = _HUES[event.version % len(_HUES)][1]
+        self._axes.plot(left + width / 2, top - 0.07, clip_on=False, **_update_mark(made))
 
-def _label(event: Event, characters: float) -> str:
-    """What fits into the box: batch and microbatch, the microbatch alone, or nothing."""
-    if event.kind == "U":
+    def _label(self, event: Event) -> str:
+        """What fits into the box: batch and microbatch, one number, or nothing."""
+        number = event.batch if self._number_batches else event.microbatch
+        long = f"{event.kind} {event.batch}.{event.microbatch}"
+        if self._number_batches:
+            long = f"{event.kind} {event.batch}"
+        points = self._points_per_time * (event.end - event.start)
+        for label, spare in ((long, 2.0), (str(number), 0.4)):
+            if _DIGIT_POINTS * (len(label) + spare) <= points:
+                return label
         return ""
-    long, short = f"{event.kind} {event.batch}.{event.microbatch}", str(event.microbatch)
-    if len(long) + 2 <= characters:
-        return long
-    if len(short) + 0.5 <= characters:
-        return short
-    return ""
 
 
-def _face(kind: str, light: str, dark: str) -> str:
-    if kind == "F":
-        return light
-    return _middle(light, dark) if kind == "W" else dark
+def _name(row: Row, stages: Sequence[int], several_replicas: bool) -> str:
+    replica, rank = row
+    name = f"stage {stages[0]}"
+    if stages != [rank]:
+        name = f"rank {rank}\nstages {', '.join(map(str, stages))}"
+    return f"replica {replica}, {name}" if several_replicas else name
 
 
-def _middle(a: str, b: str) -> str:
-    """The colour half-way between two of the form "#rrggbb"."""
-    parts = [(int(a[i : i + 2], 16) + int(b[i : i + 2], 16)) // 2 for i in (1, 3, 5)]
+def _fitting_width(panels: Sequence[Sequence[Event]], span: float) -> float:
+    """Inches with which the typical forward has room for its number."""
+    typical = []
+    for rows in panels:
+        digits = max(len(str(e.batch if number_batches(rows) else e.microbatch)) for e in rows)
+        shortest: dict[str, list[float]] = {}
+        for event in rows:
+            if event.kind != "U" and event.end > event.start:
+                shortest.setdefault(event.kind, []).append(event.end - event.start)
+        typical += [
+            statistics.median(durations) / (digits + 0.5) for durations in shortest.values()
+        ]
+    needed = _MARGIN_INCHES + span * _DIGIT_POINTS / (72 * min(typical)) if typical else 0.0
+    return min(max(needed, _LEAST_WIDTH_INCHES), _MOST_WIDTH_INCHES)
+
+
+def _time_unit(unit: str, span: float) -> tuple[str, float]:
+    """The unit of the axis, and how many of them one of the events' units is."""
+    if unit != "seconds":
+        return unit, 1.0
+    return next((name, scale) for name, scale, least in _TIMES if span >= least)
+
+
+def _face(kind: str, hue: tuple[str, str]) -> str:
+    light, dark = hue
+    shades = {"F": light, "B": dark, "I": _mixed(light, dark, 0.6), "W": _mixed(dark, _BLACK, 0.5)}
+    return shades[kind]
+
+
+def _mixed(a: str, b: str, share: float) -> str:
+    """Colours of the form "#rrggbb": ``share`` of b, the rest of a."""
+    parts = [
+        round((1 - share) * int(a[i : i + 2], 16) + share * int(b[i : i + 2], 16))
+        for i in (1, 3, 5)
+    ]
     return "#" + "".join(f"{part:02x}" for part in parts)
 
 
-def _legend(kinds: set[str], patches: Any) -> list[Any]:
-    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+def _update_mark(colour: str) -> dict[str, Any]:
+    return {"marker": "v", "markersize": 5, "color": colour, "linestyle": "", "zorder": 4}
+
+
+def _legend(panels: Sequence[Sequence[Event]], matplotlib: _Matplotlib) -> list[Any]:
+    events = [event for rows in panels for event in rows]
+    patch = matplotlib.patches.Patch
+    kinds = {event.kind for event in events}
     handles = [
-        patches.Patch(facecolor=_face(kind, *_HUES[0]), label=f"{kind} batch.microbatch: {name}")
-        for kind, name in names.items()
-        if kind in kinds
+        patch(facecolor=_face(kind, _GREY), label=f"{kind}: {name}")
+        for kind, name in KIND_NAMES.items()
+        if kind in kinds and kind != "U"
     ]
-    return [
-        *handles,
-        patches.Patch(facecolor=_UPDATE_FACE, label="update"),
-        patches.Patch(
-            facecolor="white", edgecolor="#888888", label="white: idle; colour: weight version"
-        ),
-    ]
+    if "U" in kinds:
+        mark = matplotlib.lines.Line2D([], [], **_update_mark(_BLACK), label="U: update")
+        handles.append(mark)
+    versions = sorted({event.version for event in events})
+    for version in versions[: len(_HUES)]:
+        again = version + len(_HUES)
+        name = f"versions {version}, {again}, …" if again in versions else f"version {version}"
+        handles.append(patch(facecolor=_HUES[version % len(_HUES)][1], label=f"weight {name}"))
+    handles.append(patch(facecolor="white", edgecolor="#888888", label="white: idle"))
+    meanings = {
+        "batch (of one microbatch)" if number_batches(rows) else "[batch.]microbatch"
+        for rows in panels
+    }
+    notes = [f"number: {', or '.join(sorted(meanings))}"]
+    if any(len(stages) > 1 for rows in panels for stages in stages_of_rows(rows).values()):
+        notes.append("higher to lower, small number: stage")
+    return handles + [matplotlib.lines.Line2D([], [], linestyle="", label=note) for note in notes]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .capture import Captured, capture
+from .captured import blocks_of_layers
 from .stage import StageProgram, choose_boundaries, place_like, split_into_stages
 
 
@@ -38,12 +39,14 @@ class Modes:
         example: tuple[Sequence[Any], Mapping[str, Any]],
         split: str | Sequence[str],
         replicated: Sequence[str],
+        recomputed_blocks: Sequence[str],
     ) -> None:
         self._root = root
         self._num_stages = num_stages
         self._example = example
         self._split = split
         self._replicated = replicated
+        self._recomputed_blocks = recomputed_blocks
         self._by_training: dict[bool, Mode] = {}
 
     @property
@@ -73,7 +76,9 @@ class Modes:
             boundaries = choose_boundaries(captured, self._num_stages, self._split)
         leaves = [captured.layout.tensors[position] for position in captured.input_positions]
         whole = [any(key in self._replicated for key in leaf.keys) for leaf in leaves]
-        mode = Mode(int(training), captured, split_into_stages(captured, boundaries), whole)
+        blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks)
+        programs = split_into_stages(captured, boundaries, blocks)
+        mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode
         return mode
 

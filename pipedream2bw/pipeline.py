@@ -24,7 +24,14 @@ from .memory import StageMemory
 from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
-from .settings import check_example, check_parameters, check_settings, length_of, stage_devices
+from .settings import (
+    check_example,
+    check_parameters,
+    check_settings,
+    length_of,
+    stage_devices,
+    what_to_recompute,
+)
 from .stages import LocalStage, LocalStages
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
@@ -69,8 +76,8 @@ class PipelineModule(nn.Module):
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``,
             ``"chimera"``, ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
-            ``"interleaved_2bw"`` or ``"looped_bfs"``. Or one's own: what :func:`load_schedule`
-            takes.
+            ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``. Or one's own:
+            what :func:`load_schedule` takes.
         stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
@@ -82,6 +89,14 @@ class PipelineModule(nn.Module):
             stage is on the device of the stage that shares its rank.
         replicated: names of arguments that every microbatch gets whole; other tensors are split
             along dimension 0.
+        recompute: True: every stage keeps of a microbatch in flight only what it received, and
+            runs its forward again before the backward, while the gradient is still under way
+            (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
+            ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
+            or names of modules: of each of these only the inputs are kept, and it runs again when
+            its gradient arrives.
+            Hooks run twice, and so does Python code with effects of its own. Inside there may be no
+            torch.utils.checkpoint around what draws random numbers.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -105,6 +120,7 @@ class PipelineModule(nn.Module):
         width: int = 1,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
+        recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         loss_reduction: str = "mean",
         timeout: float = 1800.0,
     ) -> None:
@@ -125,6 +141,7 @@ class PipelineModule(nn.Module):
             check_example(example_args, example_kwargs)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             check_runnable(made)
+            self._recompute, blocks = what_to_recompute(recompute, made)
             self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
@@ -135,6 +152,7 @@ class PipelineModule(nn.Module):
                 (tuple(example_args), dict(example_kwargs or {})),
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
+                blocks,
             )
         except Exception as raised:
             error = raised
@@ -152,6 +170,7 @@ class PipelineModule(nn.Module):
             "width": width,
             "stages_per_rank": stages_per_rank,
             "split": str(split),
+            "recompute": str(recompute),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "timeout": timeout,
@@ -196,6 +215,7 @@ class PipelineModule(nn.Module):
             self._control,
             self._fault,
             loss_fn,
+            self._recompute,
             timeout,
         )
         self._losses_are_means = loss_reduction == "mean"
@@ -478,7 +498,7 @@ class PipelineModule(nn.Module):
     def timeline(self) -> Iterator[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
         self._check_open()
-        timeline = Timeline(self._control)
+        timeline = Timeline(self._control, self._schedule.placement)
         self._stages.record(True)
         try:
             yield timeline

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .codegen import StageFunction
+from .recompute import BufferPlaces, Replay, Replayer
+from .saved_bytes import SavedBytes
 from .stage import StageProgram
 
 Structured = tuple[bytes, list[torch.Tensor]]
@@ -38,6 +41,10 @@ class BoundProgram:
         ]
         return cls(program, functions, sorted(program.receives), sends)
 
+    def messages(self, outputs: Sequence[Any]) -> list[Structured]:
+        """What the stage sends, by consumer."""
+        return [pack([outputs[i] for i in positions]) for positions in self.sends]
+
 
 @dataclasses.dataclass
 class RunInputs:
@@ -52,55 +59,166 @@ class RunInputs:
     outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
 
 
+@dataclasses.dataclass
+class _Given:
+    """What a microbatch is given beside the messages.
+
+    It is taken out of the run's inputs: the graph keeps what the backward needs.
+    """
+
+    values: list[Any]  # stage 0: the model's inputs
+    target: Any
+    bytes_kept: int = 0
+
+    @classmethod
+    def of(cls, inputs: RunInputs, microbatch: int) -> _Given:
+        given = cls([], None)
+        if inputs.values is not None:
+            given.values, inputs.values[microbatch] = inputs.values[microbatch], None
+        if inputs.targets is not None:
+            given.target, inputs.targets[microbatch] = inputs.targets[microbatch], None
+        return given
+
+    def tensors(self) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves((self.values, self.target))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> _Given:
+        """The same with other tensors."""
+        remaining = iter(tensors)
+        values, target = pytree.tree_map_only(
+            torch.Tensor, lambda _: next(remaining), (self.values, self.target)
+        )
+        return _Given(values, target, self.bytes_kept)
+
+
 class StageRunner:
-    """Runs one stage's forwards; called by the stage's executor thread."""
+    """Runs one stage's forwards; called by the stage's executor thread.
+
+    Args:
+        device: the stage's.
+        state_pointers: storages of weights and buffers, which are no activations.
+        buffer_places: where the stage's buffers are.
+        recompute: a forward of a batch is called again before its backward.
+    """
 
     def __init__(
         self,
         stage: int,
         num_stages: int,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        device: torch.device,
         state_pointers: Callable[[], set[int]],
+        buffer_places: BufferPlaces,
+        *,
+        recompute: bool,
     ) -> None:
         self._is_first = stage == 0
         self._is_last = stage == num_stages - 1
         self._loss_fn = loss_fn
+        self._device = device
         self._state_pointers = state_pointers
-        self._bytes_kept: dict[int, int] = {}
+        self._buffer_places = buffer_places
+        self.recompute = recompute
+        self._bytes_kept: dict[int, int] = {}  # by layout
+        self._replayers: dict[int, Replayer] = {}  # by layout
+        self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
         self.thread: list[int] = []  # the executor's, once it is known
         self.runs: dict[int, RunInputs] = {}
         self.error: BaseException | None = None
 
     def forward(
-        self, run: int, microbatch: int, slot: int, inbound: list[Structured]
+        self, run: int, microbatch: int, slot: int, inbound: list[Structured], again: bool
     ) -> tuple[list[Structured], torch.Tensor | None, int]:
         """One microbatch: messages in; messages, the loss and activation bytes out."""
         if not self.thread:
             self.thread.append(threading.get_ident())
         try:
+            if again:
+                return self._forward_again(run, microbatch, slot, inbound)
             inputs = self.runs[run]
             if not inputs.training:
-                messages, _ = self._compute(inputs, microbatch, slot, inbound)
-                kept, loss = 0, None
-            else:
-                layout = inputs.layouts[microbatch]
-                if layout in self._bytes_kept:
-                    messages, loss = self._compute(inputs, microbatch, slot, inbound)
-                else:
-                    # The first microbatch of a layout tells how much every one of them keeps.
-                    # Views of the user's batch cost nothing beyond the batch itself.
-                    batch = inputs.values[microbatch] if inputs.values else []
-                    given = {v.untyped_storage().data_ptr() for v in batch}
-                    with _SavedBytes(self._state_pointers() | given) as saved:
-                        messages, loss = self._compute(inputs, microbatch, slot, inbound)
-                    self._bytes_kept[layout] = saved.total
-                kept = self._bytes_kept[layout]
-            if microbatch == len(inputs.sizes) - 1 and inputs.training:
+                given = _Given.of(inputs, microbatch)
+                outputs = inputs.bound.functions[slot](self._values(given, inbound))
+                if self._is_last:
+                    inputs.outputs.append(outputs[0])
+                    return [], None, 0
+                return inputs.bound.messages(outputs), None, 0
+            if microbatch == len(inputs.sizes) - 1:
                 del self.runs[run]
-            return messages, loss, kept
+            return self._train(inputs, run, microbatch, slot, inbound)
         except BaseException as error:
             self.error = error
             raise
+
+    def _train(
+        self,
+        inputs: RunInputs,
+        run: int,
+        microbatch: int,
+        slot: int,
+        inbound: list[Structured],
+    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+        given = _Given.of(inputs, microbatch)
+        layout = inputs.layouts[microbatch]
+        with contextlib.ExitStack() as around:
+            replay = None
+            if self.recompute:
+                if layout not in self._replayers:
+                    self._replayers[layout] = Replayer(self._device, self._buffer_places)
+                replay = around.enter_context(self._replayers[layout].first(given.tensors()))
+            saved = None
+            if layout not in self._bytes_kept:
+                # The first microbatch of a layout tells how much every one of them keeps. Views of
+                # the user's batch cost nothing beyond the batch itself; what was received is
+                # counted apart if it is kept to be received again.
+                not_counted = self._state_pointers() | _storages(given.values)
+                if self.recompute:
+                    not_counted |= _storages(tensor for _, part in inbound for tensor in part)
+                saved = around.enter_context(SavedBytes(not_counted))
+            result = self._compute(inputs.bound, slot, given, inbound)
+        if saved is not None:
+            self._bytes_kept[layout] = saved.total
+        if replay is not None:
+            given.bytes_kept = self._bytes_kept[layout]
+            self._replays[run, microbatch] = (inputs.bound, replay, given)
+            return *result, replay.nbytes()
+        return *result, self._bytes_kept[layout]
+
+    def _forward_again(
+        self, run: int, microbatch: int, slot: int, inbound: list[Structured]
+    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+        bound, replay, given = self._replays.pop((run, microbatch))
+        with replay.again():
+            result = self._compute(bound, slot, given.with_tensors(replay.inputs), inbound)
+        return *result, given.bytes_kept
+
+    def _compute(
+        self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
+    ) -> tuple[list[Structured], torch.Tensor | None]:
+        outputs = bound.functions[slot](self._values(given, inbound))
+        if self._is_last:
+            return [], self._loss(outputs[0], given.target)
+        return bound.messages(outputs), None
+
+    def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
+        if self._is_first:
+            return given.values
+        values: list[Any] = []
+        for structure, tensors in inbound:
+            values.extend(unpack(structure, tensors) if structure else tensors)
+        return values
+
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
+        loss = self._loss_fn(output, target)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError(
+                f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
+                "one floating-point number, the mean (or sum) over the microbatch"
+            )
+        return loss
 
     def forward_while_alive(self) -> Callable[..., Any]:
         """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
@@ -117,39 +235,6 @@ class StageRunner:
             return alive(*call)
 
         return forward
-
-    def _compute(
-        self, inputs: RunInputs, microbatch: int, slot: int, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None]:
-        bound = inputs.bound
-        if self._is_first:
-            assert inputs.values is not None
-            values = inputs.values[microbatch]
-            inputs.values[microbatch] = None  # the graph keeps what the backward needs
-        else:
-            values = []
-            for structure, tensors in inbound:
-                values.extend(unpack(structure, tensors) if structure else tensors)
-        outputs = bound.functions[slot](values)
-        if self._is_last:
-            if inputs.training:
-                return [], self._loss(outputs[0], inputs, microbatch)
-            inputs.outputs.append(outputs[0])
-            return [], None
-        return [pack([outputs[i] for i in positions]) for positions in bound.sends], None
-
-    def _loss(self, output: Any, inputs: RunInputs, microbatch: int) -> torch.Tensor:
-        assert inputs.targets is not None
-        loss = self._loss_fn(output, inputs.targets[microbatch])
-        inputs.targets[microbatch] = None
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise ValueError(
-                f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
-                "one floating-point number, the mean (or sum) over the microbatch"
-            )
-        return loss
 
 
 def pack(values: list[Any]) -> Structured:
@@ -180,27 +265,5 @@ class _IsTensor:
     """Stands for a tensor among a message's constants."""
 
 
-class _SavedBytes:
-    """Counts the bytes that autograd saves: each storage once, weights and buffers not at all."""
-
-    def __init__(self, not_counted: set[int]) -> None:
-        self._not_counted = not_counted
-        self._storages: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
-
-    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._not_counted:
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(self._storages.values())
-
-    def __enter__(self) -> _SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}

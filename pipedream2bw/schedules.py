@@ -29,9 +29,14 @@ def load_schedule(source: Schedule | str | os.PathLike[str]) -> Schedule:
         OSError: the file cannot be read.
     """
     if not isinstance(source, Schedule):
-        is_text = isinstance(source, str) and "\n" in source
-        text = str(source) if is_text else Path(source).read_text()
-        source = _C.schedule_from_text(text)
+        path = None if isinstance(source, str) and "\n" in source else Path(source)
+        text = str(source) if path is None else path.read_text()
+        try:
+            source = _C.schedule_from_text(text)
+        except ValueError as error:
+            if path is None:
+                raise
+            raise ValueError(f"{path}: {error}") from None
     source.validate()
     return source
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._C import Schedule
+
 
 def length_of(model: Any) -> int:
     """The number of stages of a list of modules, for which num_stages may be left out."""
@@ -86,6 +88,36 @@ def stage_devices(
             f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
         )
     return [torch.device(device) for device in devices]
+
+
+def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool], tuple[str, ...]]:
+    """Whether each stage recomputes its activations, and the blocks that do so by themselves.
+
+    Raises:
+        TypeError, ValueError: it is neither a bool, "auto", one bool for each stage nor names.
+    """
+    d = schedule.depth
+    if isinstance(recompute, bool):
+        return [recompute] * d, ()
+    if recompute == "auto":
+        copies = [range(stage, schedule.num_stages, d) for stage in range(d)]
+        return [any(schedule.max_in_flight(copy) > 1 for copy in each) for each in copies], ()
+    if isinstance(recompute, str):
+        raise ValueError(
+            f"recompute: {recompute!r}, known: True, False, 'auto'; names of modules are given as "
+            "a list"
+        )
+    items: list[Any] = list(recompute) if isinstance(recompute, Sequence) else [None]
+    if items and all(isinstance(item, str) for item in items):
+        return [False] * d, tuple(items)
+    if not all(isinstance(item, bool) for item in items):
+        raise TypeError(
+            f"recompute: {recompute!r} given, it must be a bool, 'auto', one bool for each stage "
+            "or names of modules"
+        )
+    if len(items) != d:
+        raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
+    return items, ()
 
 
 def check_whole_number(name: str, value: object) -> None:

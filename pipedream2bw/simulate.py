@@ -50,9 +50,11 @@ def simulate(
     backward: PerStage | None = None,
     input_grad: PerStage | None = None,
     weight_grad: PerStage | None = None,
+    recompute: PerStage = 0.0,
     update: PerStage = 0.0,
     all_reduce: PerStage = 0.0,
     activation_bytes: PerStage = 0.0,
+    input_bytes: PerStage = 0.0,
     weight_bytes: PerStage = 0.0,
     gradient_bytes: PerStage = 0.0,
     state_bytes: PerStage = 0.0,
@@ -78,8 +80,8 @@ def simulate(
     Args:
         schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
             "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
-            "zero_bubble_2p", "chimera", "chimera_doubled"), or one's own: what
-            :func:`load_schedule` takes.
+            "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
+            own: what :func:`load_schedule` takes.
         num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
             is the second one's copy of stage i and costs the same. A schedule of one's own has
             its own, which this must equal if given.
@@ -90,10 +92,13 @@ def simulate(
         input_grad: instead of ``backward``, together with ``weight_grad``: seconds of the part
             that the previous stage waits for.
         weight_grad: seconds of the other part.
+        recompute: seconds of running a forward again before its backward, while that one's message
+            may be under way; 0: activations are kept instead.
         update: seconds of an optimizer step.
         all_reduce: seconds that replicas, and a stage's two copies, take to add up a batch's
             gradients, before each update.
-        activation_bytes: kept for each microbatch in flight.
+        activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
+        input_bytes: with ``recompute``, kept for each microbatch in flight.
         weight_bytes: one version of the weights.
         gradient_bytes: the gradients.
         state_bytes: the optimizer's state.
@@ -120,9 +125,11 @@ def simulate(
         _values("forward", forward, d),
         input_grads,
         weight_grads,
+        _values("recompute", recompute, d),
         _values("all_reduce", all_reduce, d),
         _values("update", update, d),
         _values("activation_bytes", activation_bytes, d),
+        _values("input_bytes", input_bytes, d),
         _values("weight_bytes", weight_bytes, d),
         _values("gradient_bytes", gradient_bytes, d),
         _values("state_bytes", state_bytes, d),
@@ -138,13 +145,49 @@ def simulate(
         made, list(stages), list(edges), sends, num_batches
     )
     return Simulation(
-        events=[Event(row[0], 0, *row[1:]) for row in rows],
+        events=[Event(row[0], 0, *row[1:], rank=made.placement[row[0]]) for row in rows],
         makespan=makespan,
         period=period,
         bubbles=bubbles,
         peak_bytes=peak_bytes,
         most_in_flight=most_in_flight,
     )
+
+
+def find_deadlock(
+    schedule: Schedule | str | os.PathLike[str],
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int = 1,
+    sends: str = "rendezvous",
+) -> str | None:
+    """Whether a schedule's ranks would wait for each other for ever, were their sends to block.
+
+    This package's sends never wait for their receivers. Others may: with
+    ``torch.distributed.send``, and ``batch_isend_irecv`` where each operation is waited for, a rank
+    may go on only when the message is received. Costs make no difference.
+
+    Args:
+        schedule: as in :func:`simulate`, and so are the sizes.
+        sends: "rendezvous", or one of the others, with which no legal schedule deadlocks.
+
+    Returns:
+        None if every rank finishes; else what each rank that doesn't waits for, and the grid of
+        actions with theirs marked.
+
+    Raises:
+        ValueError: an unknown or illegal schedule, or unknown sends.
+    """
+    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+    simulate(made)  # what it refuses now is no deadlock
+    try:
+        simulate(made, sends=sends)
+    except ValueError as error:
+        if f"deadlock with {sends} sends" not in str(error):
+            raise
+        return str(error)
+    return None
 
 
 def _halves(

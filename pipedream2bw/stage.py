@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from .boundaries import capture_like, choose_boundaries, place_like
 from .captured import Captured, first_layers
 from .codegen import Attribute, StageFunction, StageSource, generate
+from .recompute import Block
 
 __all__ = ["StageProgram", "capture_like", "choose_boundaries", "place_like", "split_into_stages"]
 
@@ -72,6 +73,8 @@ class StageProgram:
     def _resolve(self, root: nn.Module, attribute: Attribute, device: torch.device | None) -> Any:
         if attribute.kind == "module":
             return root.get_submodule(attribute.target)
+        if attribute.kind == "block":
+            return Block(attribute.target, root, device or self.home)
         if attribute.kind == "parameter":
             return root.get_parameter(attribute.target)
         if attribute.kind == "buffer":
@@ -100,9 +103,16 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
-def split_into_stages(captured: Captured, boundaries: Sequence[int]) -> list[StageProgram]:
-    """Cuts the captured model; ``boundaries[i]`` is the first layer of stage i."""
-    return _Splitter(captured, list(boundaries)).programs()
+def split_into_stages(
+    captured: Captured,
+    boundaries: Sequence[int],
+    recomputed_blocks: Mapping[fx.Node, str] | None = None,
+) -> list[StageProgram]:
+    """Cuts the captured model; ``boundaries[i]`` is the first layer of stage i.
+
+    ``recomputed_blocks`` names the block of each layer that is in one.
+    """
+    return _Splitter(captured, list(boundaries), recomputed_blocks or {}).programs()
 
 
 @dataclasses.dataclass
@@ -119,8 +129,11 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 
 
 class _Splitter:
-    def __init__(self, captured: Captured, boundaries: list[int]) -> None:
+    def __init__(
+        self, captured: Captured, boundaries: list[int], recomputed_blocks: Mapping[fx.Node, str]
+    ) -> None:
         self._captured = captured
+        self._recomputed_blocks = recomputed_blocks
         self._names = first_layers(captured)
         self._num_stages = len(boundaries)
         ends = [*boundaries[1:], len(captured.layers)]
@@ -238,7 +251,14 @@ class _Splitter:
             if not written.isdisjoint(captured.costs.storages.get(name, ()))
         ]
         source = generate(
-            f"stage {stage}", nodes, inputs, outputs, captured.attribute_of, cloned, sizes.read
+            f"stage {stage}",
+            nodes,
+            inputs,
+            outputs,
+            captured.attribute_of,
+            cloned,
+            sizes.read,
+            self._recomputed_blocks.get,
         )
         return StageProgram(
             index=stage,

@@ -86,7 +86,7 @@ class StageState:
             for name, handle in self.trainable.items()
         ]
         self.buffer_names = program.buffers
-        for holder, leaf in self._buffer_places():
+        for holder, leaf in self.buffer_places():
             holder[leaf] = holder[leaf].to(device)
         self.engine = _C.Stage(
             parameters=[handle.detach().to(device) for handle in self.handles],
@@ -124,14 +124,17 @@ class StageState:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The stage's buffers as they are now: a module may have put new tensors in place."""
-        return [holder[leaf] for holder, leaf in self._buffer_places()]
+        return [holder[leaf] for holder, leaf in self.buffer_places()]
 
-    def _buffer_places(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
+        """The modules' dictionaries and names under which they are."""
+        places = []
         for name in self.buffer_names:
             owner, _, leaf = name.rpartition(".")
             holder = self._root.get_submodule(owner)._buffers
             if holder[leaf] is not None:
-                yield holder, leaf
+                places.append((holder, leaf))
+        return places
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""

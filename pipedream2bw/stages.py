@@ -50,6 +50,7 @@ class LocalStages:
         control: ControlPlane,
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        recompute: Sequence[bool],
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -91,13 +92,22 @@ class LocalStages:
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
         runners = {
-            state.index: StageRunner(state.index % d, d, loss_fn, state.storage_pointers)
+            state.index: StageRunner(
+                state.index % d,
+                d,
+                loss_fn,
+                state.device,
+                state.storage_pointers,
+                state.buffer_places,
+                recompute=recompute[state.index % d],
+            )
             for state in states
         }
         state_of = {state.index: state for state in states}
         self._stages: list[LocalStage] = []
         self._executors: list[_C.Executor] = []
         self._in_update_order: list[LocalStage] = []
+        seed = _C.draw_seed()
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             executor = _C.Executor(
@@ -107,8 +117,14 @@ class LocalStages:
                 num_replicas=grid.width,
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
+                seed=seed,
                 stages=[
-                    (stage, state_of[stage].engine, runners[stage].forward_while_alive())
+                    (
+                        stage,
+                        state_of[stage].engine,
+                        runners[stage].forward_while_alive(),
+                        recompute[stage % d],
+                    )
                     for stage in grid.stages_of(rank)
                 ],
                 fault=fault,

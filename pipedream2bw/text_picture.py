@@ -4,7 +4,12 @@
     stage 1 |..F0B0==F1B1=Uf0b0==f1b1==U....
 
 A column shows what the stage did at the column's middle, so lengths are proportional to durations
-and an action's columns begin where those of the action before it end.
+and an action's columns begin where those of the action before it end. Of a rank with several stages
+the rows stand together, and a stage that waits while the rank does another's work is blank, not
+idle:
+
+    rank 0 stage 0 |F0F1    ....
+    rank 0 stage 2 |    F0F1....
 """
 
 from __future__ import annotations
@@ -12,30 +17,34 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from .rows import Row, number_batches, row_of, stages_of_rows
 from .timeline import KIND_NAMES, Event
 
 # What fills an action's columns after its label.
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 _IDLE = "."
+_ELSEWHERE = " "  # the rank is not idle, but the stage is
 _DEFAULT_WIDTH = 100
 _LEAST_COLUMNS = 10
 _TOLERANCE = 1e-6  # of a duration or a column: clocks and sums are rounded
 
 
-def draw_text(events: Sequence[Event], *, width: int | None = None) -> str:
+def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = "seconds") -> str:
     """Executed or simulated actions as text, such as ``Timeline.gather()`` gives them.
 
-    Each row is a stage (of a replica). An action is its kind and microbatch; the letters of every
-    second batch are small. If no batch has more than one microbatch the number is the batch's. An
-    action too short for its number is the letter alone; one shorter than a column is shown where it
-    hides no other action's label, an update in any case. A legend below tells the letters that
-    occur, the time of a column and how many actions found no column.
+    Each row is a stage (of a replica), the stages of a rank together. An action is its kind and
+    microbatch; the letters of every second batch are small. If no batch has more than one
+    microbatch the number is the batch's. An action too short for its number is the letter alone;
+    one shorter than a column is shown where it hides no other action's label, an update in any
+    case. A legend below tells the letters that occur, the time of a column and how many actions
+    found no column.
 
     Args:
         events: the actions, in any order.
         width: characters of the longest line; the terminal's if not given, 100 if there is none.
+        unit: what the actions' times count; seconds become ms or us where they are few.
 
     Returns:
         The lines, without a newline at the end.
@@ -49,8 +58,9 @@ def draw_text(events: Sequence[Event], *, width: int | None = None) -> str:
         )
     if width is None:
         width = shutil.get_terminal_size((_DEFAULT_WIDTH, 1)).columns
-    names = _row_names(events)
-    margin = max(map(len, names.values())) + 2
+    ranks = stages_of_rows(events)
+    names = [_name(row, stages, stage, ranks) for row, stages in ranks.items() for stage in stages]
+    margin = max(map(len, names)) + 2
     columns = width - margin
     if columns < _LEAST_COLUMNS:
         raise ValueError(
@@ -62,34 +72,58 @@ def draw_text(events: Sequence[Event], *, width: int | None = None) -> str:
     # One column more than the run takes: for the updates that end it.
     span = max(event.end for event in events) - origin
     columns = min(columns, math.ceil(span * per_second - _TOLERANCE) + 1)
-    number_batches = len({event.microbatch for event in events}) == 1
-    lines = []
+    by_batch = number_batches(events)
+    pictures = []
     num_hidden = 0
-    for row, name in names.items():
-        actions = sorted(
-            (event for event in events if (event.replica, event.stage) == row),
-            key=lambda event: (event.start, event.end),
+    for row, stages in ranks.items():
+        of_rank = []
+        for stage in stages:
+            actions = sorted(
+                (event for event in events if row_of(event) == row and event.stage == stage),
+                key=lambda event: (event.start, event.end),
+            )
+            labels = [_label(event, by_batch) for event in actions]
+            owners = _owners(actions, labels, origin, per_second, columns)
+            num_hidden += len(set(range(len(actions))) - set(owners))
+            of_rank.append(_rendered(actions, labels, owners))
+        pictures += _blank_where_another_works(of_rank)
+    lines = [
+        f"{name:<{margin - 2}} |{picture}" for name, picture in zip(names, pictures, strict=True)
+    ]
+    kinds = {event.kind for event in events}
+    legend = [
+        *(f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds),
+        "number: batch" if by_batch else "number: microbatch",
+        "small letters: every second batch",
+        f"{_IDLE} idle",
+        *(["blank: the rank's other stages"] if len(names) > len(ranks) else []),
+        f"a column: {_duration(1 / per_second, unit)}",
+        *([f"actions too short to be seen: {num_hidden}"] if num_hidden else []),
+    ]
+    return "\n".join([*lines, *textwrap.wrap(", ".join(legend), width)])
+
+
+def _name(row: Row, stages: Sequence[int], stage: int, ranks: Iterable[Row]) -> str:
+    replica, rank = row
+    name = f"stage {stage}" if stages == [rank] else f"rank {rank} stage {stage}"
+    return f"replica {replica} {name}" if len({replica for replica, _ in ranks}) > 1 else name
+
+
+def _blank_where_another_works(of_rank: Sequence[str]) -> list[str]:
+    return [
+        "".join(
+            _ELSEWHERE if own == _IDLE and set(column) != {_IDLE} else own
+            for own, column in zip(picture, zip(*of_rank, strict=True), strict=True)
         )
-        labels = [_label(event, number_batches) for event in actions]
-        owners = _owners(actions, labels, origin, per_second, columns)
-        num_hidden += len(set(range(len(actions))) - set(owners))
-        lines.append(f"{name:<{margin - 2}} |{_rendered(actions, labels, owners)}")
-    legend = _legend({event.kind for event in events}, number_batches, per_second, num_hidden)
-    return "\n".join([*lines, *textwrap.wrap(legend, width)])
+        for picture in of_rank
+    ]
 
 
-def _row_names(events: Sequence[Event]) -> dict[tuple[int, int], str]:
-    rows = sorted({(event.replica, event.stage) for event in events})
-    if len({replica for replica, _ in rows}) == 1:
-        return {(replica, stage): f"stage {stage}" for replica, stage in rows}
-    return {(replica, stage): f"replica {replica} stage {stage}" for replica, stage in rows}
-
-
-def _label(event: Event, number_batches: bool) -> str:
+def _label(event: Event, by_batch: bool) -> str:
     kind = event.kind if event.batch % 2 == 0 else event.kind.lower()
     if event.kind == "U":
         return kind
-    return f"{kind}{event.batch if number_batches else event.microbatch}"
+    return f"{kind}{event.batch if by_batch else event.microbatch}"
 
 
 def _columns_per_second(events: Sequence[Event], columns: int) -> float:
@@ -173,19 +207,10 @@ def _rendered(actions: Sequence[Event], labels: Sequence[str], owners: Sequence[
     return text
 
 
-def _legend(kinds: set[str], number_batches: bool, per_second: float, num_hidden: int) -> str:
-    parts = [f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds]
-    parts.append("number: batch" if number_batches else "number: microbatch")
-    parts.append("small letters: every second batch")
-    parts.append(f"{_IDLE} idle")
-    parts.append(f"a column: {_duration(1 / per_second)}")
-    if num_hidden:
-        parts.append(f"actions too short to be seen: {num_hidden}")
-    return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.3g} us"
+def _duration(time: float, unit: str) -> str:
+    if unit != "seconds":
+        return f"{time:.3g} {unit}"
+    for seconds, name in ((1.0, "s"), (1e-3, "ms")):
+        if time >= seconds:
+            return f"{time / seconds:.3g} {name}"
+    return f"{time / 1e-6:.3g} us"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .control import Announcement, ControlPlane, Operation
 
@@ -12,6 +12,7 @@ KIND_NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "R": "recomputed forward",
     "U": "update",
 }
 
@@ -20,10 +21,12 @@ KIND_NAMES = {
 class Event:
     """One action, executed or simulated.
 
-    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient) or
-    "U"; ``version`` is the weight version that they read and that U made; ``start`` and ``end``
-    are seconds of the machine's monotonic clock, which all its processes share, or of a simulation.
-    An executed B that sends gradients ends when it does. A U has the batch's last microbatch.
+    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient), "U",
+    or "R" for a forward that is run again before its backward; ``version`` is the weight version
+    that they read and that U made; ``start`` and ``end`` are seconds of the machine's monotonic
+    clock, which all its processes share, or of a simulation. An executed B that sends gradients
+    ends when it does. A U has the batch's last microbatch.
+    ``rank`` is the schedule's rank that has the stage; the stage's own number if not given.
     """
 
     stage: int
@@ -34,13 +37,19 @@ class Event:
     version: int
     start: float
     end: float
+    rank: int = -1
+
+    def __post_init__(self) -> None:
+        if self.rank == -1:
+            object.__setattr__(self, "rank", self.stage)
 
 
 class Timeline:
     """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(self, control: ControlPlane, placement: Sequence[int]) -> None:
         self._control = control
+        self._placement = placement
         self.rows: list[Event] = []
 
     def add(
@@ -49,7 +58,10 @@ class Timeline:
         actions: Iterable[tuple[int, str, int, int, int, float, float]],
     ) -> None:
         """Appends a rank's actions: stage, kind, batch, microbatch, version, start, end."""
-        self.rows.extend(Event(action[0], replica, *action[1:]) for action in actions)
+        self.rows.extend(
+            Event(action[0], replica, *action[1:], rank=self._placement[action[0]])
+            for action in actions
+        )
 
     def gather(self) -> list[Event]:
         """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""

@@ -9,6 +9,7 @@ void bind_core(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_stage(py::module_& module);
 void bind_channels(py::module_& module);
+void bind_generator(py::module_& module);
 void bind_losses(py::module_& module);
 void bind_executor(py::module_& module);
 

@@ -24,12 +24,14 @@ Sends parse_sends(const std::string& name) {
 
 // Costs as tuples of the structs' fields in their order.
 py::tuple simulate_for_python(const Schedule& schedule,
-                              const std::vector<std::array<double, 9>>& stages,
+                              const std::vector<std::array<double, 11>>& stages,
                               const std::vector<std::array<double, 3>>& edges,
                               const std::string& sends, int num_batches) {
   Costs costs;
-  for (const auto& [f, i, w, all_reduce, update, activations, weights, gradients, state] : stages) {
-    costs.stages.push_back({f, i, w, all_reduce, update, activations, weights, gradients, state});
+  for (const auto& [f, i, w, recompute, all_reduce, update, activations, inputs, weights, gradients,
+                    state] : stages) {
+    costs.stages.push_back(
+        {f, i, w, recompute, all_reduce, update, activations, inputs, weights, gradients, state});
   }
   for (const auto& [latency, bandwidth, bytes] : edges) {
     costs.edges.push_back({latency, bandwidth, bytes});

@@ -5,6 +5,7 @@
 #include "engine/fused_optimizer.h"
 #include "engine/local_channel.h"
 #include "engine/loss_board.h"
+#include "engine/private_generator.h"
 #include "engine/process_group_channel.h"
 #include "engine/stage.h"
 
@@ -71,11 +72,12 @@ py::list to_python(std::vector<Message>& messages) {
   return list;
 }
 
-// forward(run, microbatch, slot, inbound) -> (outbound, loss or None, bytes kept), messages being
-// (structure, tensors).
+// forward(run, microbatch, slot, inbound, again) -> (outbound, loss or None, bytes kept), messages
+// being (structure, tensors).
 ForwardResult call_forward(const py::function& function, ForwardCall call) {
   const py::gil_scoped_acquire gil;
-  const py::tuple result = function(call.run, call.microbatch, call.slot, to_python(call.inbound));
+  const py::tuple result =
+      function(call.run, call.microbatch, call.slot, to_python(call.inbound), call.again);
   call.inbound.clear();
   ForwardResult out;
   for (const py::handle item : result[0]) {
@@ -265,6 +267,23 @@ void bind_channels(py::module_& module) {
            py::arg("ring"));
 }
 
+void bind_generator(py::module_& module) {
+  module.def("draw_seed", &draw_seed);
+  struct Entered {
+    std::optional<std::uint64_t> seed;
+    std::optional<PrivateGenerator> generator;
+  };
+  py::class_<Entered>(module, "PrivateGenerator")
+      .def(py::init([](std::optional<std::uint64_t> seed) {
+             auto made = std::make_unique<Entered>();
+             made->seed = seed;
+             return made;
+           }),
+           py::arg("seed"))
+      .def("__enter__", [](Entered& self) { self.generator.emplace(self.seed); })
+      .def("__exit__", [](Entered& self, const py::args&) { self.generator.reset(); });
+}
+
 void bind_losses(py::module_& module) {
   py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
       .def(py::init<>())
@@ -305,56 +324,61 @@ void bind_losses(py::module_& module) {
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
-      .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
-                       int num_threads,
-                       std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function>> stages,
-                       std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
-             std::vector<std::unique_ptr<StageWorker>> workers;
-             for (auto& [stage, state, forward] : stages) {
-               StageWorkerOptions options;
-               options.stage = stage;
-               options.num_replicas = num_replicas;
-               options.num_microbatches = schedule.num_microbatches;
-               options.delay = schedule.delay.at(stage);
-               options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
-                 return call_forward(*held, std::move(call));
-               };
-               const int pipeline = schedule.pipeline(stage);
-               options.first_microbatch = pipeline * schedule.num_microbatches;
-               options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
-                 losses->publish(batch, std::move(loss), pipeline);
-               };
-               workers.push_back(
-                   std::make_unique<StageWorker>(std::move(options), std::move(state)));
-             }
-             ExecutorOptions options;
-             options.rank = rank;
-             options.replica = replica;
-             options.num_replicas = num_replicas;
-             options.num_microbatches = schedule.num_microbatches;
-             options.num_pipelines = schedule.num_pipelines;
-             options.depth = schedule.depth();
-             options.actions = schedule.ranks.at(rank);
-             options.num_threads = num_threads;
-             options.describe = describe;
-             // Python's state of the thread is made once, not for every microbatch.
-             options.run_thread = [](const std::function<void()>& loop) {
-               const py::gil_scoped_acquire gil;
-               const py::gil_scoped_release no_gil;
-               loop();
-             };
-             // Its thread may be waiting for the interpreter when Python drops the last reference.
-             const py::gil_scoped_release no_gil;
-             return std::shared_ptr<Executor>(
-                 new Executor(std::move(options), std::move(workers), std::move(fault)),
-                 [](Executor* executor) {
+      .def(py::init(
+               [](const Schedule& schedule, int rank, int replica, int num_replicas,
+                  int num_threads, std::uint64_t seed,
+                  std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool>> stages,
+                  std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
+                 std::vector<std::unique_ptr<StageWorker>> workers;
+                 for (auto& [stage, state, forward, recompute] : stages) {
+                   StageWorkerOptions options;
+                   options.stage = stage;
+                   options.num_replicas = num_replicas;
+                   options.num_microbatches = schedule.num_microbatches;
+                   options.delay = schedule.delay.at(stage);
+                   options.recompute = recompute;
+                   options.seed = mix_seed(seed, replica);
+                   options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
+                     return call_forward(*held, std::move(call));
+                   };
+                   const int pipeline = schedule.pipeline(stage);
+                   options.first_microbatch = pipeline * schedule.num_microbatches;
+                   options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
+                     losses->publish(batch, std::move(loss), pipeline);
+                   };
+                   workers.push_back(
+                       std::make_unique<StageWorker>(std::move(options), std::move(state)));
+                 }
+                 ExecutorOptions options;
+                 options.rank = rank;
+                 options.replica = replica;
+                 options.num_replicas = num_replicas;
+                 options.num_microbatches = schedule.num_microbatches;
+                 options.num_pipelines = schedule.num_pipelines;
+                 options.depth = schedule.depth();
+                 options.actions = schedule.ranks.at(rank);
+                 options.num_threads = num_threads;
+                 options.describe = describe;
+                 // Python's state of the thread is made once, not for every microbatch.
+                 options.run_thread = [](const std::function<void()>& loop) {
                    const py::gil_scoped_acquire gil;
                    const py::gil_scoped_release no_gil;
-                   delete executor;
-                 });
-           }),
+                   loop();
+                 };
+                 // Its thread may be waiting for the interpreter when Python drops the last
+                 // reference.
+                 const py::gil_scoped_release no_gil;
+                 return std::shared_ptr<Executor>(
+                     new Executor(std::move(options), std::move(workers), std::move(fault)),
+                     [](Executor* executor) {
+                       const py::gil_scoped_acquire gil;
+                       const py::gil_scoped_release no_gil;
+                       delete executor;
+                     });
+               }),
            py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
-           py::arg("num_threads"), py::arg("stages"), py::arg("fault"), py::arg("losses"))
+           py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
+           py::arg("losses"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id,

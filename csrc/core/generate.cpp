@@ -69,6 +69,7 @@ constexpr std::array kMethods = {
     Method{"looped_bfs", kFlushed, false, true, kBreadth, whole_batch, none},
     Method{"zero_bubble", kFlushed, true, false, kDepth, round_trip, filling},
     Method{"zero_bubble_2p", kFlushed, true, false, kDepth, long_round_trip, long_filling},
+    Method{"interleaved_zero_bubble", kFlushed, true, true, kDepth, round_trip, filling},
 };
 
 // Not of that pattern: how many microbatches have their forwards in one slot.
@@ -101,7 +102,8 @@ void check_sizes(std::string_view name, bool has_chunks, const Shape& s) {
             ": every rank has the same number of stages, so stages_per_rank must divide "
             "num_stages");
   PD2_CHECK(s.v == 1 || has_chunks, "stages_per_rank: ", s.v, ", schedule: ", name,
-            ": only interleaved_2bw, interleaved and looped_bfs take more than 1");
+            ": only interleaved_2bw, interleaved, looped_bfs and interleaved_zero_bubble take more "
+            "than 1");
 }
 
 void check_shape(const Method& method, const Shape& s) {

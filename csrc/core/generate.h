@@ -27,6 +27,7 @@ namespace pd2 {
 //   looped_bfs       m >= 1        gpipe over v chunks a rank (arXiv 2211.05953)
 //   zero_bubble      m >= 1        ZB-H1 (arXiv 2401.10241): W late, 1f1b's memory
 //   zero_bubble_2p   m >= 1        ZB-H2: twice 1f1b's memory
+//   interleaved_zero_bubble  p divides m    zero_bubble over v chunks a rank
 //   chimera          m, d even     two pipelines in opposite directions (arXiv 2107.06925, section
 //                                  3.1), units of d microbatches concatenated (section 3.5)
 //   chimera_doubled  m, d even     with forward doubling (section 3.5): no bubbles between units

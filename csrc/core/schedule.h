@@ -58,6 +58,8 @@ enum class ActionKind : char {
   kInputGrad = 'I',   // first half of a backward: what the previous stage waits for
   kWeightGrad = 'W',  // second half
   kUpdate = 'U',      // the update of the batch that contains the microbatch
+  // Not an action of a schedule: the part of a B or I that runs a forward again.
+  kRecompute = 'R',
 };
 
 struct Action {

@@ -36,9 +36,11 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
     check_cost("forward", i, stage.forward);
     check_cost("input_grad", i, stage.input_grad);
     check_cost("weight_grad", i, stage.weight_grad);
+    check_cost("recompute", i, stage.recompute);
     check_cost("all_reduce", i, stage.all_reduce);
     check_cost("update", i, stage.update);
     check_cost("activation_bytes", i, stage.activation_bytes);
+    check_cost("input_bytes", i, stage.input_bytes);
     check_cost("weight_bytes", i, stage.weight_bytes);
     check_cost("gradient_bytes", i, stage.gradient_bytes);
     check_cost("state_bytes", i, stage.state_bytes);
@@ -64,6 +66,8 @@ double seconds(const StageCosts& stage, ActionKind kind) {
       return stage.weight_grad;
     case kUpdate:
       return stage.all_reduce + stage.update;
+    case kRecompute:
+      return stage.recompute;
   }
   return 0;
 }
@@ -72,6 +76,8 @@ double seconds(const StageCosts& stage, ActionKind kind) {
 const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
   return costs.stages[stage % schedule.depth()];
 }
+
+bool begins_backward(ActionKind kind) { return kind == kBackward || kind == kInputGrad; }
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
@@ -125,6 +131,7 @@ class Execution {
     std::vector<Step> steps;
     std::size_t next = 0;
     double free_at = 0;
+    bool has_recomputed = false;  // for the next step
     std::int64_t awaits = kNone;  // the message, as index into arrival_, that it is stuck for
     std::int64_t offers = kNone;  // the message that it is stuck with until somebody receives it
   };
@@ -133,7 +140,7 @@ class Execution {
     if (step.kind == kForward && !schedule_.is_first(step.stage)) {
       return Message{step.stage - 1, step.stage, step.microbatch};
     }
-    if ((step.kind == kBackward || step.kind == kInputGrad) && !schedule_.is_last(step.stage)) {
+    if (begins_backward(step.kind) && !schedule_.is_last(step.stage)) {
       return Message{step.stage + 1, step.stage, step.microbatch};
     }
     return std::nullopt;
@@ -143,7 +150,7 @@ class Execution {
     if (step.kind == kForward && !schedule_.is_last(step.stage)) {
       return Message{step.stage, step.stage + 1, step.microbatch};
     }
-    if ((step.kind == kBackward || step.kind == kInputGrad) && !schedule_.is_first(step.stage)) {
+    if (begins_backward(step.kind) && !schedule_.is_first(step.stage)) {
       return Message{step.stage, step.stage - 1, step.microbatch};
     }
     return std::nullopt;
@@ -166,6 +173,7 @@ class Execution {
     Rank& rank = ranks_[number];
     while (rank.next < rank.steps.size()) {
       const Step& step = rank.steps[rank.next];
+      recompute(number, step);
       double start = rank.free_at;
       if (const std::optional<Message> message = input(step)) {
         const double arrived = arrival(*message);
@@ -188,6 +196,7 @@ class Execution {
       rank.free_at = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
       record(number, step, start, rank.free_at);
       ++rank.next;
+      rank.has_recomputed = false;
       if (const std::optional<Message> message = output(step); message && !send(*message)) return;
     }
   }
@@ -200,6 +209,17 @@ class Execution {
       ranks_[other].awaits = kNone;
       ready_.push_back(other);
     }
+  }
+
+  void recompute(int number, const Step& step) {
+    Rank& rank = ranks_[number];
+    const double takes = cost_of(schedule_, costs_, step.stage).recompute;
+    if (takes == 0 || !begins_backward(step.kind) || rank.has_recomputed) return;
+    rank.has_recomputed = true;
+    Step again = step;
+    again.kind = kRecompute;
+    record(number, again, rank.free_at, rank.free_at + takes);
+    rank.free_at += takes;
   }
 
   // Called by the receiver's rank when it has come to the action that needs the message.
@@ -339,7 +359,8 @@ double seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) 
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
     const StageCosts& cost = cost_of(schedule, costs, stage);
-    sum += schedule.num_microbatches * (seconds(cost, kForward) + seconds(cost, kBackward)) +
+    sum += schedule.num_microbatches *
+               (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward)) +
            seconds(cost, kUpdate);
   }
   return sum;
@@ -376,11 +397,14 @@ std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& 
   }
   std::vector<MemoryStep> steps = {now};
   for (const SimulatedAction& action : actions) {
-    const double bytes = cost_of(schedule, costs, action.stage).activation_bytes;
+    const StageCosts& cost = cost_of(schedule, costs, action.stage);
+    const bool recomputes = cost.recompute > 0;
     if (action.kind == kForward) {
-      now = {action.start, now.bytes + bytes};
+      now = {action.start, now.bytes + (recomputes ? cost.input_bytes : cost.activation_bytes)};
+    } else if (action.kind == kRecompute) {
+      now = {action.start, now.bytes + cost.activation_bytes};
     } else if (ends_flight(action.kind)) {
-      now = {action.end, now.bytes - bytes};
+      now = {action.end, now.bytes - cost.activation_bytes - (recomputes ? cost.input_bytes : 0)};
     } else {
       continue;
     }

@@ -13,9 +13,14 @@ struct StageCosts {
   double forward = 0;
   double input_grad = 0;   // I; a B takes I + W
   double weight_grad = 0;  // W
-  double all_reduce = 0;   // of the gradients over replicas and copies, before each update
+  // Of running a forward again before each B or I, while its message may be under way. 0: the
+  // activations are kept.
+  double recompute = 0;
+  double all_reduce = 0;  // of the gradients over replicas and copies, before each update
   double update = 0;
-  double activation_bytes = 0;  // kept from the start of a microbatch's F to the end of its B or W
+  double activation_bytes = 0;  // kept from the start of a microbatch's F to the end of its B or W,
+                                // with recompute from that on
+  double input_bytes = 0;       // with recompute: kept from the start of F
   double weight_bytes = 0;      // of one version
   double gradient_bytes = 0;
   double state_bytes = 0;  // the optimizer's

@@ -253,6 +253,8 @@ void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
       case ActionKind::kWeightGrad:
         worker.weight_grad(batch, microbatch);
         break;
+      case ActionKind::kRecompute:
+        PD2_ASSERT(false, "no schedule has ", to_string(action));
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "engine/input_sink.h"
+#include "engine/private_generator.h"
 #include "engine/steady_clock.h"
 
 #include <ATen/core/grad_mode.h>
@@ -54,12 +55,21 @@ void StageWorker::clear() {
   loss_ = {};
 }
 
-ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight* in_flight) {
-  ForwardCall call{run.id, microbatch, 0, {}};
+ForwardCall StageWorker::receive_values(const Run& run, int microbatch) {
+  ForwardCall call;
+  call.run = run.id;
+  call.microbatch = microbatch;
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
-    Message message = edge.values->receive();
+    call.inbound.push_back(edge.values->receive());
+  }
+  return call;
+}
+
+void StageWorker::add_sinks(ForwardCall& call, InFlight& in_flight) {
+  in_flight.sinks.clear();
+  for (Message& message : call.inbound) {
     NodePtr sink;
-    if (in_flight && message.differentiable()) {
+    if (message.differentiable()) {
       sink = make_input_sink<NodePtr>();
       for (std::size_t i = 0; i < message.tensors.size(); ++i) {
         if (message.requires_grad[i]) {
@@ -70,12 +80,23 @@ ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight
         }
       }
     }
-    if (in_flight) {
-      in_flight->sinks.push_back(std::move(sink));
-    }
-    call.inbound.push_back(std::move(message));
+    in_flight.sinks.push_back(std::move(sink));
   }
-  return call;
+}
+
+void StageWorker::keep_edges(const ForwardResult& result, InFlight& in_flight) {
+  const auto edge_of = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor)
+                                                      : torch::autograd::Edge();
+  };
+  in_flight.outputs.clear();
+  for (const Message& message : result.outbound) {
+    std::vector<torch::autograd::Edge>& edges = in_flight.outputs.emplace_back();
+    for (const at::Tensor& tensor : message.tensors) {
+      edges.push_back(edge_of(tensor));
+    }
+  }
+  in_flight.loss = edge_of(result.loss);
 }
 
 void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& result,
@@ -86,21 +107,16 @@ void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& res
   for (std::size_t e = 0; e < wiring.outbound.size(); ++e) {
     Message& message = result.outbound[e];
     message.requires_grad.clear();
-    std::vector<torch::autograd::Edge> outputs;
     for (at::Tensor& tensor : message.tensors) {
-      const bool requires_grad = in_flight && tensor.requires_grad();
-      message.requires_grad.push_back(requires_grad);
-      outputs.push_back(requires_grad ? torch::autograd::impl::gradient_edge(tensor)
-                                      : torch::autograd::Edge());
+      message.requires_grad.push_back(in_flight && tensor.requires_grad());
       tensor = tensor.tensor_data();
     }
-    if (in_flight) {
-      const bool differentiable = message.differentiable();
-      in_flight->outputs.push_back(std::move(outputs));
-      in_flight->expects_gradients.push_back(differentiable);
-    }
+    const bool expects_gradients = message.differentiable();
     wiring.outbound[e].values->send(layout, std::move(message));
-    if (in_flight && in_flight->expects_gradients[e]) {
+    if (in_flight) {
+      in_flight->expects_gradients.push_back(expects_gradients);
+    }
+    if (expects_gradients) {
       wiring.outbound[e].gradients->expect(layout);
     }
   }
@@ -113,7 +129,6 @@ void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& los
     loss_.first = options_.first_microbatch;
   }
   if (loss.requires_grad()) {
-    in_flight.loss = torch::autograd::impl::gradient_edge(loss);
     // The mean over replicas: each adds its gradients with weight 1/w.
     in_flight.loss_seed =
         loss_.weighted(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
@@ -129,21 +144,63 @@ void StageWorker::forward(const Run& run, int microbatch) {
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
   in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
-  ForwardCall call = receive_values(run, microbatch, &in_flight);
+  ForwardCall call = receive_values(run, microbatch);
   const double start = now();
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
-  ForwardResult result = options_.forward(std::move(call));
+  std::int64_t bytes = 0;
+  if (options_.recompute) {
+    in_flight.call = call;
+    in_flight.call.again = true;
+    for (Message& message : in_flight.call.inbound) {
+      bytes += message.bytes();
+      for (at::Tensor& tensor : message.tensors) {
+        tensor = tensor.tensor_data();  // without the history that the first forward gives it
+      }
+    }
+  }
+  add_sinks(call, in_flight);
+  ForwardResult result = call_forward(std::move(call));
   if (result.loss.defined()) {
     add_loss(run, microbatch, result.loss, in_flight);
   }
+  if (options_.recompute) {
+    in_flight.sinks.clear();
+  } else {
+    keep_edges(result, in_flight);
+  }
   log(ActionKind::kForward, run.id, microbatch, in_flight.version, start, now());
   send_values(run, microbatch, result, &in_flight);
-  in_flight.bytes = result.bytes_kept;
-  bytes_in_flight_ += in_flight.bytes;
+  count_bytes(in_flight, bytes + result.bytes_kept);
   in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
-  most_bytes_in_flight_ = std::max(most_bytes_in_flight_.load(), bytes_in_flight_);
   most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
+}
+
+ForwardResult StageWorker::call_forward(ForwardCall call) const {
+  std::optional<PrivateGenerator> generator;
+  if (options_.recompute) {
+    // The same for any schedule, and however threads and processes take turns.
+    std::uint64_t seed = mix_seed(options_.seed, options_.stage);
+    seed = mix_seed(mix_seed(seed, call.run), call.microbatch);
+    generator.emplace(seed);
+  }
+  return options_.forward(std::move(call));
+}
+
+void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
+  in_flight.bytes += bytes;
+  bytes_in_flight_ += bytes;
+  most_bytes_in_flight_ = std::max(most_bytes_in_flight_.load(), bytes_in_flight_);
+}
+
+void StageWorker::recompute(std::int64_t batch, int microbatch, InFlight& in_flight) {
+  const double start = now();
+  ForwardCall call = std::exchange(in_flight.call, {});
+  add_sinks(call, in_flight);
+  const ForwardResult result = call_forward(std::move(call));
+  keep_edges(result, in_flight);
+  count_bytes(in_flight, result.bytes_kept);
+  log(ActionKind::kRecompute, batch, microbatch, in_flight.version, start, now());
 }
 
 StageWorker::InFlight& StageWorker::in_flight(std::int64_t batch, int microbatch) {
@@ -183,7 +240,7 @@ void StageWorker::input_grad(std::int64_t batch, int microbatch) {
   in_flight.split = std::move(split);
   in_flight.sinks.clear();
   in_flight.outputs.clear();
-  in_flight.loss.reset();
+  in_flight.loss = {};
 }
 
 void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
@@ -198,6 +255,9 @@ void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
 void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbatch,
                                const Backward& execute) {
   InFlight& in_flight = this->in_flight(batch, microbatch);
+  if (options_.recompute) {
+    recompute(batch, microbatch, in_flight);  // before waiting for the gradients
+  }
   const Wiring& wiring = wirings_.at(in_flight.wiring);
   torch::autograd::edge_list roots;
   torch::autograd::variable_list gradients;
@@ -215,8 +275,8 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
     }
   }
   const double start = now();
-  if (in_flight.loss) {
-    roots.push_back(*in_flight.loss);
+  if (in_flight.loss.is_valid()) {
+    roots.push_back(in_flight.loss);
     gradients.push_back(in_flight.loss_seed);
   }
   std::optional<double> sent_at;
@@ -237,6 +297,10 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
     if (in_flight.sinks[e]) {
       static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&send, e] { send(e); };
     }
+  }
+  std::optional<PrivateGenerator> none;
+  if (options_.recompute) {
+    none.emplace(std::nullopt);
   }
   if (!roots.empty()) {
     execute(std::move(roots), gradients);
@@ -294,7 +358,7 @@ void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> 
 
 void StageWorker::evaluate(const Run& run, int microbatch) {
   const at::NoGradGuard no_grad;
-  ForwardCall call = receive_values(run, microbatch, nullptr);
+  ForwardCall call = receive_values(run, microbatch);
   call.slot = stage_->versions().slot(stage_->versions().newest());
   ForwardResult result = options_.forward(std::move(call));
   send_values(run, microbatch, result, nullptr);

@@ -50,11 +50,14 @@ struct ForwardCall {
   int microbatch = 0;
   int slot = 0;  // which weight buffer
   std::vector<Message> inbound;
+  bool again = false;  // a training forward that has been called before: see recompute
 };
 struct ForwardResult {
   std::vector<Message> outbound;  // by edge of the wiring
   at::Tensor loss;                // last stage of a training batch: the microbatch's mean or sum
-  std::int64_t bytes_kept = 0;    // activations held for the backward
+  // Activations held for the backward; of a forward that will be called again, what that needs
+  // beside the inbound messages.
+  std::int64_t bytes_kept = 0;
 };
 using Forward = std::function<ForwardResult(ForwardCall)>;
 
@@ -69,7 +72,8 @@ struct Run {
 
 // An executed action, for logs and timelines. Times are seconds of the steady clock, which all
 // processes of one machine share. A backward that sends gradients ends when it does, although the
-// last weights' gradients may still be added then.
+// last weights' gradients may still be added then. A forward that was called again is a
+// kRecompute.
 struct ExecutedAction {
   int stage;
   ActionKind kind;
@@ -87,6 +91,10 @@ struct StageWorkerOptions {
   // The number in the batch of the stage's first microbatch: with two pipelines each has a part.
   int first_microbatch = 0;
   int delay = 0;
+  // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
+  // 1604.06174).
+  bool recompute = false;
+  std::uint64_t seed = 0;  // of the random numbers of forwards that are called again
   Forward forward;
   // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
   std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;
@@ -150,10 +158,11 @@ class StageWorker {
     LayoutId layout = 0;
     int wiring = 0;
     std::int64_t version = 0;
+    ForwardCall call;                                         // to be made again
     std::vector<NodePtr> sinks;                               // by inbound edge
     std::vector<std::vector<torch::autograd::Edge>> outputs;  // by outbound edge
     std::vector<bool> expects_gradients;                      // by outbound edge
-    std::optional<torch::autograd::Edge> loss;
+    torch::autograd::Edge loss;
     at::Tensor loss_seed;
     std::unique_ptr<SplitBackward> split;  // between I and W
     std::int64_t bytes = 0;
@@ -164,8 +173,13 @@ class StageWorker {
   LayoutId layout(const Run& run, int microbatch) const {
     return run.layouts.at(options_.first_microbatch + microbatch);
   }
-  ForwardCall receive_values(const Run& run, int microbatch, InFlight* in_flight);
+  ForwardCall receive_values(const Run& run, int microbatch);
+  static void add_sinks(ForwardCall& call, InFlight& in_flight);
+  void keep_edges(const ForwardResult& result, InFlight& in_flight);
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
+  void recompute(std::int64_t batch, int microbatch, InFlight& in_flight);
+  ForwardResult call_forward(ForwardCall call) const;
+  void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t batch, int microbatch);
   // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it
   // received.

@@ -23,6 +23,7 @@ CASES = (
     ("looped_bfs", 4, 2),
     ("zero_bubble", 8, 1),
     ("zero_bubble_2p", 8, 1),
+    ("interleaved_zero_bubble", 8, 2),
     ("chimera", 8, 1),
     ("chimera_doubled", 8, 1),
 )
@@ -38,15 +39,19 @@ def main() -> None:
             num_microbatches=m,
             stages_per_rank=v,
             # A rank's work on a microbatch is the same however many stages it has.
-            forward=1e-3 / v,
-            backward=2e-3 / v,
-            update=0.3e-3 / v,
+            forward=1 / v,
+            backward=2 / v,
             num_batches=max(2, 12 // m),
         )
         chunks = f", {v} stages a rank" if v > 1 else ""
         idle = max(0.0, *simulation.bubbles)
         panels[f"{name}: m = {m}{chunks}, idle {idle:.0%}"] = simulation.events
-    pd2.draw_timeline(panels, Path(__file__).with_name("schedules.png"))
+    pd2.draw_timeline(
+        panels,
+        Path(__file__).with_name("schedules.png"),
+        unit="forwards of a microbatch on a rank",
+        width=15,
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pipedream2bw as pd2
 from tests.distributed.launch import run_ranks
 from tests.models import TASKS, Task, whole
 from tests.oracle import Batch, Oracle
+from tests.stock_orders import of_torch, zbv
 from tests.trajectory import (
     assert_close,
     assert_same,
@@ -79,9 +80,15 @@ def train_everything(rank: int, world_size: int) -> None:
     check(TASKS["skips"], d, 1, [2] * (d + 3), schedule="pipedream")
     for schedule in ("2bw_split", "zero_bubble", "zero_bubble_2p"):
         check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule)
-    for schedule in ("interleaved", "interleaved_2bw", "looped_bfs") if d <= 3 else ():
+    for schedule in ("2bw", "zero_bubble"):
+        check(TASKS["skips"], d, 2 * d, [4 * d] * 4, schedule=schedule, recompute=True)
+    several = ("interleaved", "interleaved_2bw", "looped_bfs", "interleaved_zero_bubble")
+    for schedule in several if d <= 3 else ():
         check(TASKS["skips"], 2 * d, 2 * d, [4 * d] * 4, schedule=schedule, stages_per_rank=2)
     if d == 2:
+        rows = of_torch(zbv(2, 4).pipeline_order)
+        zbv_csv = "\n".join(",".join(row) for row in rows)
+        check(TASKS["skips"], 4, 4, [8] * 4, schedule=zbv_csv)
         evaluation_of_many_microbatches_with_several_stages_a_rank()
     one_process_gathers_what_all_hold(d)
 

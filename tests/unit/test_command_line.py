@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,21 +31,21 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a bad input gets."""
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, lines: int = 1) -> str:
+    """What a bad input gets: one line, or a grid of actions below it."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == lines
     assert captured.err.startswith("pipedream2bw")
     return captured.err
 
 
 def test_a_schedule_by_name_is_drawn_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "draw", "--schedule", "2bw", *SMALL, "--width", "80")
-    assert out == pd2.draw_text(small_run(), width=80) + "\n"
+    assert out == pd2.draw_text(small_run(), width=80, unit="forwards") + "\n"
 
 
 def test_times_and_sizes_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,18 +53,42 @@ def test_times_and_sizes_reach_the_simulation(capsys: pytest.CaptureFixture[str]
         capsys,
         *("draw", "--schedule", "interleaved_2bw", "--stages", "4", "--microbatches", "6"),
         *("--stages-per-rank", "2", "--batches", "2", "--forward", "2", "--backward", "5"),
+        *("--latency", "0.25", "--update", "1.5", "--sends", "blocking"),
         *("--width", "300"),
     )
-    run = pd2.simulate(
-        "interleaved_2bw",
-        num_stages=4,
-        num_microbatches=6,
-        stages_per_rank=2,
-        num_batches=2,
-        forward=2.0,
-        backward=5.0,
-    )
+    sizes: dict[str, Any] = {"num_stages": 4, "num_microbatches": 6, "stages_per_rank": 2}
+    times: dict[str, Any] = {"forward": 2.0, "backward": 5.0, "latency": 0.25, "update": 1.5}
+    run = pd2.simulate("interleaved_2bw", **sizes, **times, sends="blocking", num_batches=2)
     assert out == pd2.draw_text(run.events, width=300) + "\n"
+
+
+def test_a_backward_may_be_given_in_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(
+        capsys,
+        *("draw", "--schedule", "2bw_split", *SMALL, "--width", "200", "--batches", "2"),
+        *("--forward", "1", "--input-grad", "3", "--weight-grad", "0.5"),
+    )
+    run = pd2.simulate(
+        "2bw_split",
+        num_stages=2,
+        num_microbatches=2,
+        forward=1.0,
+        input_grad=3.0,
+        weight_grad=0.5,
+        num_batches=2,
+    )
+    assert out == pd2.draw_text(run.events, width=200) + "\n"
+
+
+def test_times_are_in_forwards_unless_the_forward_is_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw = ("draw", "--schedule", "2bw", *SMALL, "--width", "80")
+    assert "0.333 forwards" in printed(capsys, *draw)
+    # The backward is twice as long whatever the forward is.
+    in_seconds = printed(capsys, *draw, "--forward", "0.01")
+    assert "3.33 ms" in in_seconds
+    assert in_seconds.splitlines()[:2] == printed(capsys, *draw).splitlines()[:2]
 
 
 def test_a_schedule_file_is_drawn_as_its_schedule(
@@ -100,6 +125,71 @@ def test_pictures_are_written_by_suffix(
     assert path.read_bytes().startswith(beginning)
 
 
+def test_a_picture_says_what_its_times_count(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.svg"
+    printed(capsys, "draw", "--schedule", "2bw", *SMALL, "-o", str(path))
+    assert "<!-- forwards of a microbatch -->" in path.read_text(encoding="utf-8")
+    printed(capsys, "draw", "--schedule", "2bw", *SMALL, "--forward", "1", "-o", str(path))
+    assert "<!-- seconds -->" in path.read_text(encoding="utf-8")
+
+
+def test_a_format_counts_more_than_the_suffix(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    draw = ("draw", "--schedule", "2bw", *SMALL)
+    for form in ("text", "trace", "events"):
+        path = tmp_path / f"{form}.png"
+        assert printed(capsys, *draw, "--format", form, "-o", str(path)) == ""
+    assert (tmp_path / "text.png").read_text(encoding="utf-8").startswith("stage 0 |F0")
+    assert "traceEvents" in json.loads((tmp_path / "trace.png").read_text())
+    assert pd2.read_events(tmp_path / "events.png") == small_run()
+    pytest.importorskip("matplotlib")
+    assert printed(capsys, *draw, "--format", "pdf", "-o", str(tmp_path / "picture")) == ""
+    assert (tmp_path / "picture").read_bytes().startswith(b"%PDF")
+
+
+def test_an_illegal_schedule_is_shown_with_its_grid_and_the_place_marked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=">1B1<") as raised:
+        pd2.load_schedule(path)
+    expected = f"pipedream2bw: {str(raised.value).rstrip()}\n"
+    assert (
+        refused(capsys, "draw", "--schedule-file", str(path), lines=expected.count("\n"))
+        == expected
+    )
+
+
+def test_a_typo_in_a_schedule_is_named_by_file_line_and_column(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schedule.txt"
+    text = str(pd2.make_schedule("2bw", 2, 2))
+    path.write_text(text.replace("1F0,1B0,1F1", "1F0,1b0,1F1", 1), encoding="utf-8")
+    line = path.read_text().splitlines().index("1F0,1b0,1F1,1B1,1U1") + 1
+    shown = refused(capsys, "draw", "--schedule-file", str(path))
+    assert f"{path}: line {line}, column 5: " in shown
+    assert '"1b0"' in shown
+
+
+def test_a_deadlock_is_shown_with_what_every_rank_waits_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draw = ("draw", "--schedule", "1f1b", *SMALL, "--sends", "rendezvous")
+    shown = refused(capsys, *draw, lines=12)
+    assert "deadlock with rendezvous sends" in shown
+    assert "rank 0 waits after 0F1" in shown
+    assert "\n  rank 0 | 0F0 >0F1<" in shown
+    assert "\n  rank 1 | 1F0 >1B0<" in shown
+    # The other sends go on.
+    printed(capsys, *draw[:-1], "blocking")
+
+
 def test_traces_and_texts_are_written_by_suffix(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -110,7 +200,8 @@ def test_traces_and_texts_are_written_by_suffix(
 
     wide = ("--width", "70", "-o", str(text))
     assert printed(capsys, "draw", "--schedule", "2bw", *SMALL, *wide) == ""
-    assert text.read_text(encoding="utf-8") == pd2.draw_text(small_run(), width=70) + "\n"
+    drawn = pd2.draw_text(small_run(), width=70, unit="forwards")
+    assert text.read_text(encoding="utf-8") == drawn + "\n"
 
 
 @pytest.mark.parametrize(
@@ -143,12 +234,34 @@ def test_traces_and_texts_are_written_by_suffix(
         ("draw --schedule 2bw --stages 2 --microbatches 2 --width 9", "width: 9, the rows' names"),
         (
             "draw --schedule 2bw --stages 2 --microbatches 2 -o run.gif",
-            "-o: run.gif, suffix: '.gif': it must be one of .png,",
+            "-o: run.gif, suffix: '.gif': it must be one of .txt, .png,",
         ),
         (
             "draw --schedule 2bw --stages 2 --microbatches 2 -o run.png --width 100",
-            "--width: 100, -o: run.png: only text",
+            "--width: 100, format: png: only text",
         ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --format svg",
+            "--format: svg, -o is missing: only text goes to the terminal",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --format gif",
+            "--format: invalid choice: 'gif'",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --sends eager",
+            "--sends: invalid choice: 'eager'",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --backward 2 --input-grad 1",
+            "backward: 2.0, input_grad: 1.0, weight_grad: None: give backward alone",
+        ),
+        (
+            "draw --schedule 2bw --stages 2 --microbatches 2 --latency -1",
+            "latency[0]: -1: a cost must be finite",
+        ),
+        ("draw --events run.json --latency 1", "--latency: 1.0, --events: run.json: a recorded"),
+        ("draw --events run.json --sends blocking", "--sends: blocking, --events: run.json"),
         ("draw --schedule 2bw --events run.json", "--events: not allowed with argument --schedule"),
         ("draw --events run.json --stages 4", "--stages: 4, --events: run.json: a recorded run"),
         (
@@ -165,7 +278,6 @@ def test_traces_and_texts_are_written_by_suffix(
             "draw --schedule-file bad",
             'line 1, column 1: expected an action like 2F0, found "hello"',
         ),
-        ("draw --schedule-file illegal", "every action exactly once"),
         ("draw --schedule-file good --stages 3", "num_stages: 3, of the given schedule: 1"),
         ("draw --schedule-file good -o missing/x.txt", "missing/x.txt"),
         ("schedules --stages 3", "unrecognized arguments: --stages 3"),
@@ -180,7 +292,6 @@ def test_bad_input_is_refused_in_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad").write_text("hello", encoding="utf-8")
-    Path("illegal").write_text("0F0,0B0,0B0\n", encoding="utf-8")
     Path("good").write_text("0F0,0B0", encoding="utf-8")
     pd2.write_events([], "empty.json")
     before = sorted(Path.cwd().iterdir())
@@ -192,12 +303,15 @@ def test_the_list_has_every_schedule_with_its_rule(capsys: pytest.CaptureFixture
     lines = [line.split(maxsplit=1) for line in printed(capsys, "schedules").splitlines()]
     rules = dict(lines)
     assert list(rules) == pd2.schedule_names()
-    assert rules["2bw"] == "needs num_microbatches >= num_stages; stages_per_rank 1"
+    assert rules["2bw"] == (
+        "needs num_microbatches >= num_stages; stages_per_rank 1; deadlocks with rendezvous sends"
+    )
     assert "2 * num_stages - 1" in rules["2bw_eager"]
     assert "num_microbatches must be 1" in rules["pipedream"]
     assert "a multiple of the ranks; needs num_microbatches >= 7" in rules["interleaved_2bw"]
-    assert rules["gpipe"] == "any num_microbatches; stages_per_rank 1"
-    assert rules["looped_bfs"] == "any num_microbatches; any stages_per_rank"
+    assert rules["gpipe"] == "any num_microbatches; stages_per_rank 1; runs with rendezvous sends"
+    assert rules["looped_bfs"].startswith("any num_microbatches; any stages_per_rank; ")
+    assert sum("runs with rendezvous sends" in rule for rule in rules.values()) == 1
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -215,7 +329,7 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_module_runs_as_a_process() -> None:
     drawn = run_module("draw", "--schedule", "2bw", *SMALL)
     assert (drawn.returncode, drawn.stderr) == (0, "")
-    assert drawn.stdout == pd2.draw_text(small_run(), width=60) + "\n"
+    assert drawn.stdout == pd2.draw_text(small_run(), width=60, unit="forwards") + "\n"
     bad = run_module("draw", "--schedule", "2bw", "--stages", "2", "--microbatches", "1")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == (

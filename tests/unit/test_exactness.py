@@ -77,7 +77,9 @@ def test_eager_2bw_equals_the_definition_of_2bw(num_stages: int) -> None:
         check_task(TASKS["skips"], num_stages, m, rows=[2 * m] * 5, schedule="2bw_eager")
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_2bw", "looped_bfs"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", "interleaved_2bw", "looped_bfs", "interleaved_zero_bubble"]
+)
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 2), (2, 2), (3, 2), (2, 3)])
 def test_several_stages_a_rank_equal_the_definition(
     schedule: str, num_ranks: int, stages_per_rank: int
@@ -93,14 +95,15 @@ def test_several_stages_a_rank_equal_the_definition(
     )
 
 
-SPLIT = ["2bw_split", "zero_bubble", "zero_bubble_2p"]
+SPLIT = ["2bw_split", "zero_bubble", "zero_bubble_2p", "interleaved_zero_bubble"]
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("name", TASKS)
 def test_backwards_in_two_halves_equal_the_definition(name: str, schedule: str) -> None:
     for d in (1, 2, 3, 4, 5, 6) if name in ("mlp", "skips") else TASKS[name].depths:
-        check_task(TASKS[name], d, d + 1, rows=[2 * (d + 1)] * 5, schedule=schedule)
+        m = 2 * d if schedule.startswith("interleaved") else d + 1
+        check_task(TASKS[name], d, m, rows=[2 * m] * 5, schedule=schedule)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 9])

@@ -261,6 +261,21 @@ def test_a_timeline_has_each_action_once_and_only_of_its_block() -> None:
         assert events.gather() == sorted(events.rows)
 
 
+def test_a_recorded_action_has_the_rank_that_executed_it() -> None:
+    four = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with build(four, num_stages=4, schedule="interleaved", stages_per_rank=2) as pipe:
+        optimizer = sgd(pipe)
+        with pipe.timeline() as events:
+            pipe.train_step(X, target=Y)
+            optimizer.step()
+    assert {(event.stage, event.rank) for event in events.gather()} == {
+        (0, 0),
+        (1, 1),
+        (2, 0),
+        (3, 1),
+    }
+
+
 def test_a_timeline_ends_with_an_exception_too() -> None:
     with build(stack()) as pipe:
         optimizer = sgd(pipe)

@@ -8,34 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.pipelining import schedules as stock
 
 import pipedream2bw as pd2
 from tests.models import TASKS
+from tests.stock_orders import StageForOrder, of_torch, zbv
 from tests.trajectory import assert_same, by_oracle, by_pipeline, make_pipeline
-
-
-class StageForOrder:
-    """As much of a PipelineStage as torch needs to make its order of actions."""
-
-    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size = index, num_stages, num_ranks
-        self.group_rank = index % num_ranks
-        self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.device = torch.device("cpu")
-        self.stage_index_to_group_rank = {i: i % num_ranks for i in range(num_stages)}
-        self.has_backward = True
-        self.submod = self.group = None
 
 
 def compute_only(schedule: pd2.Schedule) -> list[list[str]]:
     return list(csv.reader(io.StringIO(schedule.to_csv())))
-
-
-def of_torch(order: dict[int, list[Any]]) -> list[list[str]]:
-    rows = ([str(action) for action in order[rank] if action is not None] for rank in sorted(order))
-    return [[name for name in row if "REDUCE" not in name] for row in rows]
 
 
 @pytest.mark.parametrize(("d", "v", "m"), [(4, 2, 4), (4, 2, 6), (6, 3, 4), (6, 2, 6), (8, 2, 8)])
@@ -44,6 +26,18 @@ def test_interleaved_is_torchs_action_by_action(d: int, v: int, m: int) -> None:
     stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
     theirs = stock.ScheduleInterleaved1F1B(stages, m, loss_fn=lambda a, b: a)  # type: ignore
     assert compute_only(pd2.make_schedule("interleaved", d, m, v)) == of_torch(
+        theirs.pipeline_order
+    )
+
+
+@pytest.mark.parametrize(
+    ("d", "v", "m"), [(4, 1, 8), (4, 2, 2), (4, 2, 4), (4, 2, 6), (6, 3, 4), (6, 2, 6), (8, 2, 8)]
+)
+def test_interleaved_zero_bubble_is_torchs_action_by_action(d: int, v: int, m: int) -> None:
+    p = d // v
+    stages = [StageForOrder(chunk * p, d, p) for chunk in range(v)]
+    theirs = stock.ScheduleInterleavedZeroBubble(stages, m, loss_fn=lambda a, b: a)  # type: ignore
+    assert compute_only(pd2.make_schedule("interleaved_zero_bubble", d, m, v)) == of_torch(
         theirs.pipeline_order
     )
 
@@ -88,6 +82,37 @@ def test_torch_loads_our_csv_and_we_load_what_it_dumps(name: str, v: int, tmp_pa
     loaded = pd2.load_schedule(dumped)
     assert compute_only(loaded) == compute_only(ours)
     assert loaded.placement == ours.placement
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 3), (2, 1), (4, 8), (4, 7), (4, 3)])
+def test_torchs_zbv_loads_and_trains_as_the_unsplit_model(
+    p: int, m: int, merged: bool, tmp_path: Path
+) -> None:
+    d = 2 * p
+    theirs = zbv(p, m)
+    if merged:  # I with its W next to it is a whole backward
+        rows = theirs.pipeline_order.items()
+        theirs.pipeline_order = {rank: stock._merge_bw(list(row)) for rank, row in rows}
+    path = tmp_path / "zbv.csv"
+    theirs._dump_csv(str(path), format="compute_only")
+    schedule = pd2.load_schedule(path)
+    assert schedule.placement == [*range(p), *reversed(range(p))]
+    assert compute_only(schedule) == of_torch(theirs.pipeline_order)
+    assert any("B" in name for row in compute_only(schedule) for name in row) == merged
+    task = TASKS["skips" if d == 4 else "mlp"]
+    batches = task.batches([2 * m] * 4)
+    want = by_oracle(task, batches, m, schedule="zbv")
+    assert_same(by_pipeline(task, batches, d, m, schedule=path), want)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_zbv_idles_as_little_as_torch_says(p: int, more: int) -> None:
+    m = 2 * p - 1 + more
+    text = "\n".join(",".join(row) for row in of_torch(zbv(p, m).pipeline_order)) + "\n"
+    simulation = pd2.simulate(text, forward=1.0, input_grad=1.0, weight_grad=1.0)
+    assert simulation.period == 2 * 3 * m
 
 
 def test_a_schedule_that_goes_on_has_no_csv() -> None:

@@ -133,6 +133,9 @@ def test_several_stages_of_a_rank_take_turns() -> None:
     assert len(simulation.bubbles) == len(simulation.peak_bytes) == 4
     assert simulation.bubbles == pytest.approx([3 / (2 * 8 + 3)] * 4)
     assert len(simulation.most_in_flight) == 8
+    assert {(event.stage, event.rank) for event in simulation.events} == {
+        (stage, stage % 4) for stage in range(8)
+    }
 
 
 def test_sends_that_wait_for_their_receiver_deadlock_1f1b() -> None:
@@ -143,6 +146,47 @@ def test_sends_that_wait_for_their_receiver_deadlock_1f1b() -> None:
         pd2.simulate("1f1b", **options, sends="rendezvous")
     assert "rank 0 waits after 0F1" in str(refusal.value)
     assert ">1B0<" in str(refusal.value)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", pd2.schedule_names())
+def test_of_the_schedules_only_gpipe_runs_with_sends_that_wait_for_their_receiver(
+    name: str, num_ranks: int
+) -> None:
+    v = 2 if name in ("interleaved", "interleaved_2bw", "looped_bfs") else 1
+    sizes: dict[str, Any] = {
+        "num_stages": v * num_ranks,
+        "num_microbatches": 1 if name == "pipedream" else 2 * num_ranks,
+        "stages_per_rank": v,
+    }
+    for sends in ("asynchronous", "blocking"):
+        assert pd2.find_deadlock(name, **sizes, sends=sends) is None
+    found = pd2.find_deadlock(name, **sizes)
+    if name == "gpipe":
+        assert found is None
+        pd2.simulate(name, **sizes, sends="rendezvous")
+        return
+    assert found is not None
+    assert f"schedule {name}: deadlock with rendezvous sends" in found
+    with pytest.raises(ValueError, match="deadlock with rendezvous sends") as refusal:
+        pd2.simulate(name, **sizes, sends="rendezvous", forward=0.1, latency=3)
+    assert str(refusal.value) == found  # whatever the costs
+    # Every stuck rank's line says for which stage it waits, and its cell is marked.
+    waiting = re.findall(r"rank \d+ waits (?:after|in) \d\w\d+ .* stage \d", found)
+    assert len(waiting) == found.count(">")
+    assert len(waiting) >= 2
+
+
+def test_one_stage_or_one_microbatch_of_a_flush_cannot_deadlock() -> None:
+    assert pd2.find_deadlock("2bw", num_stages=1, num_microbatches=3) is None
+    assert pd2.find_deadlock("1f1b", num_stages=4, num_microbatches=1) is None
+
+
+def test_what_is_no_deadlock_is_raised_when_asked_for_one() -> None:
+    with pytest.raises(ValueError, match="2bw needs num_microbatches >= num_stages"):
+        pd2.find_deadlock("2bw", num_stages=3, num_microbatches=2)
+    with pytest.raises(ValueError, match="sends: eager, known: asynchronous"):
+        pd2.find_deadlock("2bw", num_stages=3, num_microbatches=3, sends="eager")
 
 
 def test_the_result_cannot_be_changed() -> None:
@@ -219,10 +263,10 @@ def test_a_simulation_can_be_drawn_with_its_split_backwards(tmp_path: Path) -> N
     path = tmp_path / "timeline.svg"
     pd2.draw_timeline(simulation.events, path)
     svg = path.read_text(encoding="utf-8")
-    assert {"stage 0", "stage 2", "seconds", "W batch.microbatch: weight gradient"} <= set(
+    assert {"stage 0", "stage 2", "seconds", "W: weight gradient"} <= set(
         re.findall(r"<!-- (.*?) -->", svg)
     )
     first_batch = [event for event in simulation.events if event.batch == 0]
-    pd2.draw_timeline(first_batch, path)  # one version: three shades and the updates'
+    pd2.draw_timeline(first_batch, path)  # one version: three shades
     fills = re.findall(r"fill: (#\w+)", path.read_text(encoding="utf-8"))
     assert sum(fills.count(fill) >= 12 for fill in set(fills) - {"#ffffff", "#000000"}) == 3

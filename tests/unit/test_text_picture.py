@@ -24,6 +24,7 @@ SHAPES = [
     ("looped_bfs", 3, 2),
     ("zero_bubble", 5, 1),
     ("zero_bubble_2p", 5, 1),
+    ("interleaved_zero_bubble", 4, 2),
 ]
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 
@@ -59,14 +60,20 @@ def test_every_action_is_shown_in_order_on_its_row_when_the_width_is_enough(
     ).events
     picture = pd2.draw_text(events, width=2000)
     rows = rows_of(picture)
-    assert list(rows) == [f"stage {stage}" for stage in range(4)]
-    for stage in range(4):
+    ranks = 4 // stages_per_rank
+    names = [
+        f"stage {stage}" if stages_per_rank == 1 else f"rank {rank} stage {stage}"
+        for rank in range(ranks)
+        for stage in range(rank, 4, ranks)
+    ]
+    assert list(rows) == names
+    for stage, row in enumerate(sorted(rows, key=lambda name: int(name.split()[-1]))):
         actions = [event for event in events if event.stage == stage]
         expected = [
             word(event, event.batch if num_microbatches == 1 else event.microbatch)
             for event in actions
         ]
-        assert [w[0] if w[0] in "uU" else w for w in words_of(rows[f"stage {stage}"])] == expected
+        assert [w[0] if w[0] in "uU" else w for w in words_of(rows[row])] == expected
     assert "too short" not in picture
 
 
@@ -139,6 +146,37 @@ def test_a_number_is_whole_or_left_out() -> None:
     events = [Event(0, 0, "F", 0, 90 + i, 0, float(i), i + 1.0) for i in range(20)]
     row = rows_of(pd2.draw_text(events, width=9 + 41))["stage 0"]
     assert row == "F-" * 20 + "."
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_2bw", "looped_bfs"])
+def test_a_stage_is_blank_where_its_rank_does_anothers_work_and_dotted_where_it_idles(
+    schedule: str,
+) -> None:
+    run = pd2.simulate(
+        schedule, num_stages=6, num_microbatches=8, stages_per_rank=3, update=1, num_batches=2
+    )
+    per_second = 3
+    picture = pd2.draw_text(run.events, width=16 + 2 + int(run.makespan * per_second) + 1)
+    assert "blank: the rank's other stages" in " ".join(picture.split())
+    rows = rows_of(picture)
+    columns = len(next(iter(rows.values())))
+    for stage in range(6):
+        row = rows[f"rank {stage % 2} stage {stage}"]
+        for column in range(columns):
+            middle = (column + 0.5) / per_second
+            busy = {
+                event.stage
+                for event in run.events
+                if event.rank == stage % 2 and event.start <= middle < event.end
+            }
+            if row[column] in " .":
+                assert (row[column] == " ") == bool(busy - {stage})
+
+
+def test_a_column_is_told_in_the_unit_of_the_times() -> None:
+    events = pd2.simulate("2bw", num_stages=2, num_microbatches=2, num_batches=2).events
+    picture = pd2.draw_text(events, width=45, unit="forwards")
+    assert "a column: 0.5 forwards" in " ".join(picture.split())
 
 
 def test_replicas_have_rows_of_their_own() -> None:

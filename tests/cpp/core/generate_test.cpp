@@ -196,6 +196,20 @@ TEST(Schedule, ZeroBubbleWithTwiceTheMemoryOfThreeStages) {
   for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 5);
 }
 
+// ZB-H1 over chunks: W fills what the shorter warm-up would leave empty.
+TEST(Schedule, InterleavedZeroBubbleOfFourStagesOnTwoRanks) {
+  const std::vector<std::string> batches = {
+      "0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 2U3 "
+      "0I2 0W2 0I3 0W3 0U3",
+      "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 3U3 "
+      "1I3 1W2 1W3 1U3"};
+  std::vector<TypedRank> grid;
+  for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
+  const Schedule schedule = make_schedule("interleaved_zero_bubble", 4, 4, 2);
+  expect_grid(schedule, grid);
+  EXPECT_EQ(schedule.placement, (std::vector<int>{0, 1, 0, 1}));
+}
+
 TEST(Schedule, InterleavedTwoBwGoesOnWhereTheFlushWouldBe) {
   const Schedule flushed = make_schedule("interleaved", 4, 4, 2);
   const Schedule schedule = make_schedule("interleaved_2bw", 4, 4, 2);
@@ -310,7 +324,7 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
       value_error([] { make_schedule("2bww", 4, 4); }),
       "schedule: \"2bww\": the known schedules are 2bw, 2bw_eager, 2bw_split, interleaved_2bw, "
       "pipedream, 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zero_bubble_2p, "
-      "chimera, chimera_doubled");
+      "interleaved_zero_bubble, chimera, chimera_doubled");
   EXPECT_EQ(
       value_error([] { make_schedule("2bw_eager", 4, 6); }),
       "num_microbatches: 6, num_stages: 4: 2bw_eager needs num_microbatches >= 2 * num_stages "
@@ -329,17 +343,18 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
             "num_stages: 5, stages_per_rank: 2: every rank has the same number of stages, so "
             "stages_per_rank must divide num_stages");
   EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 4, 2); }),
-            "stages_per_rank: 2, schedule: 2bw: only interleaved_2bw, interleaved and looped_bfs "
-            "take more than 1");
+            "stages_per_rank: 2, schedule: 2bw: only interleaved_2bw, interleaved, looped_bfs and "
+            "interleaved_zero_bubble take more than 1");
   EXPECT_EQ(value_error([] { make_schedule("chimera", 3, 4); }),
             "num_stages: 3, schedule: chimera: two pipelines in opposite directions need an even "
             "num_stages");
   EXPECT_EQ(value_error([] { make_schedule("chimera_doubled", 4, 5); }),
             "num_microbatches: 5, schedule: chimera_doubled: half of a batch goes through each of "
             "2 pipelines, so num_microbatches must be even");
-  EXPECT_EQ(value_error([] { make_schedule("chimera", 4, 4, 2); }),
-            "stages_per_rank: 2, schedule: chimera: only interleaved_2bw, interleaved and "
-            "looped_bfs take more than 1");
+  EXPECT_EQ(
+      value_error([] { make_schedule("chimera", 4, 4, 2); }),
+      "stages_per_rank: 2, schedule: chimera: only interleaved_2bw, interleaved, looped_bfs and "
+      "interleaved_zero_bubble take more than 1");
   EXPECT_EQ(value_error([] { make_schedule("gpipe", 0, 4); }),
             "num_stages: 0: a pipeline needs num_stages >= 1");
   EXPECT_EQ(value_error([] { make_schedule("1f1b", 2, -3); }),

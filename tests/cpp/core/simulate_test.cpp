@@ -87,6 +87,20 @@ TEST(Simulate, ZeroBubbleFillsTheFlushWithWeightGradients) {
   }
 }
 
+TEST(Simulate, InterleavingDividesWhatZeroBubbleLeavesByTheStagesPerRank) {
+  for (int p = 1; p <= 4; ++p) {
+    for (int v = 1; v <= 3; ++v) {
+      for (int m = p; m <= 3 * p; m += p) {
+        const int d = p * v;
+        const Schedule schedule = make_schedule("interleaved_zero_bubble", d, m, v);
+        EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 1, 1, 1)), 3 * v * m + (p - 1));
+        EXPECT_DOUBLE_EQ(period(schedule, equal_stages(d, 2, 2, 1)),
+                         5 * v * m + (p - 1) * (2 + 2 - 1));
+      }
+    }
+  }
+}
+
 TEST(Simulate, ZeroBubbleOfTwiceTheMemoryHasNone) {
   for (int d = 1; d <= 8; ++d) {
     for (int m = 2 * d - 1; m <= 3 * d; ++m) {
@@ -248,6 +262,31 @@ TEST(Simulate, MemoryRisesAtAForwardsStartAndFallsAtABackwardsEnd) {
     }
     EXPECT_EQ(simulation.peak_bytes, std::vector<double>{210});
   }
+}
+
+TEST(Simulate, ARecomputedForwardRunsWhileTheGradientIsUnderWay) {
+  Costs costs = equal_stages(2, 1, 1, 1);
+  for (StageCosts& stage : costs.stages) {
+    stage.recompute = 1;
+    stage.activation_bytes = 100;
+    stage.input_bytes = 10;
+  }
+  for (const Sends sends : {Sends::kRendezvous, Sends::kAsynchronous}) {
+    costs.sends = sends;
+    const Simulation simulation = simulate(make_schedule("gpipe", 2, 1), costs, 1);
+    // Rank 0: F 0-1, R 1-2, B 5-7. Rank 1: F 1-2, R 2-3, B 3-5.
+    EXPECT_EQ(simulation.makespan, 7);
+    const SimulatedAction& again = simulation.timeline[0][1];
+    EXPECT_EQ(again.kind, ActionKind::kRecompute);
+    EXPECT_EQ(again.start, 1);
+    EXPECT_EQ(again.end, 2);
+  }
+  EXPECT_EQ(period(make_schedule("2bw", 2, 4), costs), 4 * (1 + 1 + 2));
+  EXPECT_EQ(period(make_schedule("1f1b", 2, 4), costs), 5 * (1 + 2) + 4);
+  // Two inputs in flight on rank 0, and the activations of the one that is recomputed.
+  const Simulation simulation = simulate(make_schedule("2bw", 2, 4), costs, 4);
+  EXPECT_EQ(simulation.peak_bytes[0], 2 * 10 + 100);
+  EXPECT_EQ(simulation.peak_bytes[1], 10 + 100);
 }
 
 TEST(Simulate, WhatIsInFlightDoesNotDependOnTime) {

@@ -1,4 +1,5 @@
 #include "core/check.h"
+#include "engine/delayed_sender.h"
 #include "engine/local_channel.h"
 #include "engine/process_group_channel.h"
 
@@ -56,6 +57,69 @@ TEST(LocalChannelTest, AbortEndsAWaitingReceiverAndLaterOnes) {
   channel.abort();
   EXPECT_THROW(received.get(), ChannelAborted);
   EXPECT_THROW(channel.receive(), ChannelAborted);
+}
+
+class DelayedSenderTest : public ::testing::Test {
+ protected:
+  using Seconds = DelayedSender::Seconds;
+
+  static double seconds_since(std::chrono::steady_clock::time_point start) {
+    return Seconds(std::chrono::steady_clock::now() - start).count();
+  }
+
+  std::shared_ptr<LocalChannel> channel = std::make_shared<LocalChannel>(at::kCPU);
+};
+
+TEST_F(DelayedSenderTest, MessagesArriveLaterAndNeitherEndWaits) {
+  DelayedSender sender(channel, 0.05s, 0.05s, 0);
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < 3; ++i) {
+    sender.send(0, message_of({at::full({1}, i)}));
+  }
+  EXPECT_LT(seconds_since(start), 0.04);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(channel->receive().tensors[0].item<int>(), i);
+    EXPECT_GE(seconds_since(start), 0.05);
+  }
+  EXPECT_LT(seconds_since(start), 0.1);  // they were under way together
+}
+
+TEST_F(DelayedSenderTest, RandomDelaysKeepTheOrder) {
+  DelayedSender sender(channel, 0s, 0.004s, 7);
+  for (int i = 0; i < 50; ++i) {
+    sender.send(0, message_of({at::full({1}, i)}));
+  }
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_EQ(channel->receive().tensors[0].item<int>(), i);
+  }
+}
+
+TEST_F(DelayedSenderTest, AbortEndsTheReceiverAndLaterSends) {
+  DelayedSender sender(channel, 60s, 60s, 0);
+  sender.send(0, message_of({at::ones({1})}));
+  auto received = std::async(std::launch::async, [&] { return channel->receive(); });
+  sender.abort();
+  EXPECT_THROW(received.get(), ChannelAborted);
+  EXPECT_THROW(sender.send(0, message_of({})), ChannelAborted);
+}  // and nobody waits for the minute
+
+TEST_F(DelayedSenderTest, WhatTheSenderThrowsTheNextSendThrows) {
+  struct Failing : Sender {
+    void send(LayoutId, Message) override { throw std::runtime_error("no line"); }
+    void abort() override {}
+  };
+  DelayedSender sender(std::make_shared<Failing>(), 0s, 0s, 0);
+  EXPECT_THROW(
+      for (int i = 0; i < 1000; ++i) {
+        sender.send(0, message_of({}));
+        std::this_thread::sleep_for(10ms);
+      },
+      std::runtime_error);
+}
+
+TEST_F(DelayedSenderTest, DelaysHaveBounds) {
+  EXPECT_THROW(DelayedSender(channel, -1s, 0s, 0), ValueError);
+  EXPECT_THROW(DelayedSender(channel, 2s, 1s, 0), ValueError);
 }
 
 // What two ranks of a group have sent to each other; messages match by tag.

@@ -1,0 +1,36 @@
+// Random numbers that can be drawn again, whoever else draws some.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace pd2 {
+
+// A number from torch's default generator, which torch.manual_seed sets.
+std::uint64_t draw_seed();
+
+// A seed for each value, as far from one another as if they were drawn.
+std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value);
+
+// While it lives, operators on CPU tensors that this thread calls and that would draw from torch's
+// default generator draw from one that was seeded with `seed`. That generator is shared by all
+// threads, so a forward that is run again would find other numbers in it. Without a seed drawing is
+// an error.
+class PrivateGenerator {
+ public:
+  explicit PrivateGenerator(std::optional<std::uint64_t> seed);
+  ~PrivateGenerator();
+  PrivateGenerator(const PrivateGenerator&) = delete;
+  PrivateGenerator& operator=(const PrivateGenerator&) = delete;
+
+ private:
+  std::unique_ptr<at::Generator> generator_;
+  at::Generator* const outer_;
+  c10::impl::IncludeDispatchKeyGuard guard_;
+};
+
+}  // namespace pd2

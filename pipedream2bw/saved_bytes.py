@@ -1,0 +1,44 @@
+"""How many bytes autograd keeps for a backward."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_here = threading.local()
+
+
+class SavedBytes:
+    """Counts the bytes that autograd saves in this thread: each storage once, some not at all."""
+
+    def __init__(self, not_counted: set[int]) -> None:
+        self._not_counted = not_counted
+        self._storages: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
+
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._not_counted:
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self._storages.values())
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        _here.counter = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _here.counter = None
+        self._hooks.__exit__(*exception)
+
+
+def count_as_saved(tensor: torch.Tensor) -> None:
+    """Counts what is kept for the backward by others than autograd."""
+    counter: SavedBytes | None = getattr(_here, "counter", None)
+    if counter is not None:
+        counter._see(tensor)
