@@ -20,10 +20,13 @@ from torch import nn
 _SHARED_DICTS = ("_buffers", "_non_persistent_buffers_set")
 
 
-def structural_clone(root: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+def structural_clone(
+    root: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter], *, own_buffers: bool = False
+) -> nn.Module:
     """Clones the module tree of ``root`` and puts ``parameters[p]`` where it holds parameter ``p``.
 
-    Parameters that ``parameters`` lacks stay the original's. Buffers and hooks are shared, plain
+    Parameters that ``parameters`` lacks stay the original's. Buffers (without ``own_buffers``,
+    which gives the clone copies) and hooks are shared, plain
     attributes are shared except where they hold (directly, or in lists, tuples and dicts, at most
     two deep) parameters, modules or methods of the tree: those are mapped too. A module
     reached twice is cloned once.
@@ -32,7 +35,7 @@ def structural_clone(root: nn.Module, parameters: Mapping[nn.Parameter, nn.Param
         TypeError: a module keeps its parameters where Python cannot replace them (TorchScript, a
             module wrapped by ``torch.compile``).
     """
-    return _Cloner(parameters).module(root)
+    return _Cloner(parameters, own_buffers).module(root)
 
 
 def copy_training_flags(source: nn.Module, clone: nn.Module) -> None:
@@ -66,7 +69,9 @@ def _refuse_uncloneable_module(name: str, module: nn.Module) -> None:
 
 
 class _Cloner:
-    def __init__(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[nn.Parameter, nn.Parameter], own_buffers: bool) -> None:
+        self._own_buffers = own_buffers
+        self._buffers: dict[torch.Tensor, torch.Tensor] = {}  # original -> own
         self._parameters = {id(old): new for old, new in parameters.items()}
         # Keeps the originals alive: an id is only unique among living objects.
         self._originals = list(parameters)
@@ -91,6 +96,9 @@ class _Cloner:
                     for key, child in value.items()
                 }
                 state[name] = _same_type(value, children)
+            elif name == "_buffers" and self._own_buffers:
+                own = {key: self.own_buffer(item) for key, item in value.items()}
+                state[name] = _same_type(value, own)
             elif name == "_compiled_call_impl":
                 state[name] = None  # a closure over the original module
             elif name in _SHARED_DICTS or "_hooks" in name:
@@ -98,6 +106,13 @@ class _Cloner:
             else:
                 state[name] = self.attribute(value, depth=2)
         return clone
+
+    def own_buffer(self, original: torch.Tensor | None) -> torch.Tensor | None:
+        if original is None:
+            return None
+        if original not in self._buffers:  # tensors hash by identity
+            self._buffers[original] = original.detach().clone()
+        return self._buffers[original]
 
     def parameter(self, original: nn.Parameter | None) -> nn.Parameter | None:
         return self._parameters.get(id(original), original)

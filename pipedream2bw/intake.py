@@ -45,12 +45,15 @@ class Intake:
     ) -> Announcement:
         """Checks what this rank was given, and tells what the others need to know of it."""
         rows = target_rows = number = -1
-        if 0 in self._grid.stages:
+        grid = self._grid
+        # The first pipeline evaluates alone.
+        stages = grid.stages if batch.training else [s for s in grid.stages if s < grid.depth]
+        if any(map(grid.is_first, stages)):
             batch.values = split_model_args(mode.captured, args, kwargs)
             batch.whole = mode.whole
             rows = self._rows(batch, mode)
             number = signature(batch.values, batch.whole, (mode_is_train, batch.training))
-        if self._grid.num_stages - 1 in self._grid.stages and batch.training:
+        if any(map(grid.is_last, stages)) and batch.training:
             batch.target = SplitTree.of(target, "target", self._replicated)
             target_rows = -1 if batch.target.rows is None else batch.target.rows
             if rows >= 0 and target_rows >= 0 and rows != target_rows:
@@ -88,11 +91,13 @@ class Intake:
             listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
             raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
         grid = self._grid
-        for replica in range(grid.width):
+        for replica in range(grid.width if training else 0):
             first = announced[grid.process_of(0, replica)]
-            last = announced[grid.process_of(grid.num_stages - 1, replica)]
-            if training and last.target_rows >= 0 and first.argument_rows != last.target_rows:
-                raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
+            for begin in range(0, grid.num_stages, grid.depth):
+                last = announced[grid.process_of(begin + grid.depth - 1, replica)]
+                if last.target_rows >= 0 and first.argument_rows != last.target_rows:
+                    raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
+                self._check_same_batch(announced, replica, begin)
         mine = announced[grid.process_of(0)]
         count = self._num_microbatches
         if not training:
@@ -107,13 +112,38 @@ class Intake:
         self, batch: Batch, stage: LocalStage, mode: Mode, sizes: list[int], layouts: list[int]
     ) -> RunInputs:
         """The stage's share of a batch."""
-        inputs = RunInputs(stage.bound[mode.wiring], sizes, layouts, batch.training)
-        if stage.index == 0:
-            inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)
-        if stage.index == self._grid.num_stages - 1 and batch.training:
+        grid = self._grid
+        mine = slice(None)
+        if batch.training:  # a pipeline's part of the microbatches
+            count = len(sizes) // grid.num_pipelines
+            first = grid.pipeline(stage.index) * count
+            mine = slice(first, first + count)
+        bound = stage.bound[mode.wiring]
+        inputs = RunInputs(bound, sizes[mine], layouts[mine], batch.training)
+        if grid.is_first(stage.index):
+            inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]
+        if grid.is_last(stage.index) and batch.training:
             assert batch.target is not None
-            inputs.targets = batch.target.split(sizes, stage.device)
+            inputs.targets = batch.target.split(sizes, stage.device)[mine]
         return inputs
+
+    def _check_same_batch(
+        self, announced: Sequence[Announcement], replica: int, begin: int
+    ) -> None:
+        """Raises ValueError unless both pipelines were given one batch."""
+        ranks = [self._grid.process_of(stage, replica) for stage in (0, begin)]
+        first, other = (announced[rank] for rank in ranks)
+        if first.argument_rows != other.argument_rows:
+            raise ValueError(
+                f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
+                f"{ranks[1]}: {other.argument_rows}: both pipelines' first stages are given the "
+                "same batch"
+            )
+        if first.signature != other.signature:
+            raise ValueError(
+                f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
+                "differ: both pipelines' first stages are given the same batch"
+            )
 
 
 def _rows_differ(rows: int, target_rows: int) -> str:

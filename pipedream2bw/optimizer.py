@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }
         for state in states:
             if self._kind is not None:
-                groups = [group_of[id(handle)] for handle in state.handles]
+                groups = [group_of[id(original)] for original in state.originals]
                 state.engine.set_optimizer(self._kind, groups)
             else:
                 self._steppers[state.index] = _StageStepper(optimizer, state)
@@ -109,7 +110,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self._kind is not None:
             group_of = {id(p): group for group in self.param_groups for p in group["params"]}
             for stage in self._pipe._stages:
-                for i, handle in enumerate(stage.state.handles):
+                for i, handle in enumerate(stage.state.handles if stage.state.is_shown else ()):
                     self.state[handle] = self._read_state(stage.state, i, group_of[id(handle)])
         else:
             self._read_counters()
@@ -126,8 +127,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             if self._kind is None:
                 self._steppers[stage.index] = _StageStepper(self._wrapped, stage.state)
                 continue
-            for i, handle in enumerate(stage.state.handles):
-                self._write_state(stage.state, i, self.state.get(handle, {}))
+            for i, original in enumerate(stage.state.originals):
+                self._write_state(stage.state, i, self.state.get(original, {}))
 
     def __repr__(self) -> str:
         how = "one fused pass" if self._kind else "its own step on a copy of the weights"
@@ -179,18 +180,26 @@ class _StageStepper:
 
     def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
         self._stage = stage
-        self._index = {id(handle): i for i, handle in enumerate(stage.handles)}
+        handle_of = dict(zip(map(id, stage.originals), stage.handles, strict=True))
         # The same optimizer restricted to the stage's parameters; state is shared by parameter.
         # Not copy.copy, for which an optimizer has no attributes beyond groups and state.
         self._part = object.__new__(type(optimizer))
         self._part.__dict__.update(optimizer.__dict__)
         self._part.param_groups = [
-            {**options, "params": [p for p in group["params"] if id(p) in self._index]}
+            {
+                **options,
+                "params": [handle_of[id(p)] for p in group["params"] if id(p) in handle_of],
+            }
             for group, options in zip(
                 optimizer.param_groups, _options_of(optimizer.param_groups), strict=True
             )
         ]
         self._part.state = optimizer.state
+        if not stage.is_shown:  # a copy's state has to stay apart from the stage's
+            self._part.state = collections.defaultdict(dict)
+            for original, handle in zip(stage.originals, stage.handles, strict=True):
+                if original in optimizer.state:
+                    self._part.state[handle] = copy.deepcopy(optimizer.state[original])
 
     def options(self) -> list[dict[str, Any]]:
         return _options_of(self._part.param_groups)

@@ -44,7 +44,7 @@ class PipelineModule(nn.Module):
 
     Without a process group each stage is a thread of this process; under ``torchrun`` each stage of
     each replica is a process (world size ``width * num_stages``, the ranks of a replica adjacent).
-    With ``stages_per_rank`` > 1 that many stages share a thread or a process.
+    With ``stages_per_rank`` > 1, and with two pipelines, stages share a thread or a process.
     The pipeline takes the model over: its parameters become views of the pipeline's buffers, which
     show the newest weights whenever the pipeline is drained.
 
@@ -59,16 +59,25 @@ class PipelineModule(nn.Module):
     every batch and train as plain gradient accumulation does; ``"interleaved_2bw"`` does not drain
     and trains as ``"2bw"`` does.
 
+    ``"chimera"`` (arXiv 2107.06925) runs two pipelines in opposite directions over one model: rank
+    r holds stage r and a copy of stage d-1-r; a batch's first half goes through one pipeline, the
+    second half through the other. It drains at every batch and trains as plain accumulation does,
+    but that the gradient is the first half's sum plus the second half's. The ranks 0 and d-1 of a
+    replica are both first and last: both need the arguments and the target. ``"chimera_doubled"``
+    is its forward doubling. BatchNorm statistics are each pipeline's own; the first one's are shown
+    and saved, and it alone evaluates.
+
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
             as positional arguments).
         loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
         num_stages: the depth d; may be left out for a list of modules.
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
-            m >= 2d-1, ``"pipedream"`` m = 1.
-        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``; with several
-            stages per rank ``"interleaved"``, ``"interleaved_2bw"``, ``"looped_bfs"`` or
-            ``"interleaved_zero_bubble"``. Or one's own: what :func:`load_schedule` takes.
+            m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
+        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``,
+            ``"chimera"``, ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
+            ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``. Or one's own:
+            what :func:`load_schedule` takes.
         stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
@@ -76,7 +85,8 @@ class PipelineModule(nn.Module):
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
-        devices: in one process, the device of each stage; the model's own if None.
+        devices: in one process, the device of each stage; the model's own if None. A copy of a
+            stage is on the device of the stage that shares its rank.
         replicated: names of arguments that every microbatch gets whole; other tensors are split
             along dimension 0.
         recompute: True: every stage keeps of a microbatch in flight only what it received, and
@@ -174,7 +184,9 @@ class PipelineModule(nn.Module):
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
-            self._grid = RankGrid(self._schedule.placement, width, timeout)
+            self._grid = RankGrid(
+                self._schedule.placement, self._schedule.num_pipelines, width, timeout
+            )
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
@@ -214,11 +226,11 @@ class PipelineModule(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        return self._schedule.num_stages
+        return self._schedule.depth
 
     @property
     def num_microbatches(self) -> int:
-        return self._schedule.num_microbatches
+        return self._schedule.total_microbatches
 
     @property
     def width(self) -> int:
@@ -239,18 +251,32 @@ class PipelineModule(nn.Module):
 
     @property
     def stages(self) -> list[int]:
-        """The stages that this process runs."""
-        return self._grid.stages
+        """The model's stages that this process runs, in whichever pipeline."""
+        return sorted({stage % self.num_stages for stage in self._grid.stages})
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this process runs stage 0, which needs the arguments of ``train_step``."""
+        """Whether this process runs stage 0, which needs the arguments of ``train_step``.
+
+        With ``"chimera"`` both ranks that do: 0 and d-1 of a replica.
+        """
         return 0 in self.stages
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process runs the last stage, which needs the target of ``train_step``."""
+        """Whether this process runs the last stage, which needs the target of ``train_step``.
+
+        With ``"chimera"`` both ranks that do: 0 and d-1 of a replica.
+        """
         return self.num_stages - 1 in self.stages
+
+    @property
+    def gives_output(self) -> bool:
+        """Whether calling the pipeline gives the model's output in this process.
+
+        It does where the last stage is; of two pipelines the first one evaluates.
+        """
+        return self.num_stages - 1 in self._grid.stages
 
     # ------------------------------------------------------------------ training
 
@@ -258,7 +284,8 @@ class PipelineModule(nn.Module):
         """Forward and backward of one batch, pipelined; returns before they are done.
 
         Every rank calls it. The rank of stage 0 needs ``args`` and ``kwargs``, the rank of the last
-        stage ``target``; the others may pass the same or leave them out. Every tensor is split
+        stage ``target`` (with two pipelines both ranks that run the stage; they must be given the
+        same batch); the others may pass the same or leave them out. Every tensor is split
         along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
         its name is in ``replicated``. The microbatches are views of these tensors and are read
         after this call has returned: write to them only after the loss of the batch after the next,
@@ -307,7 +334,8 @@ class PipelineModule(nn.Module):
 
         Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
         the output in the process of the last stage, None elsewhere; the rank of stage 0 needs the
-        arguments. Any number of rows; outputs are joined along dimension 0.
+        arguments. Of two pipelines the first one does it, see :attr:`gives_output`. Any number of
+        rows; outputs are joined along dimension 0.
 
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
@@ -323,13 +351,14 @@ class PipelineModule(nn.Module):
             self._drain()
             run = ~self._evaluations  # never a batch's number
             self._evaluations += 1
-            for stage in self._stages:
+            stages = self._stages.of_first_pipeline()
+            for stage in stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[run] = inputs
             self._stages.submit_evaluation(run, mode.wiring, layouts)
             self._stages.finish_submitted()
-            outputs = [stage.runner.runs.pop(run).outputs for stage in self._stages][-1]
-        return join_outputs(outputs, sizes) if self.is_last_stage else None
+            outputs = [stage.runner.runs.pop(run).outputs for stage in stages]
+        return join_outputs(outputs[-1], sizes) if self.gives_output else None
 
     def train(self, mode: bool = True) -> PipelineModule:
         """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
@@ -348,7 +377,10 @@ class PipelineModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the model's own names; drained, the newest weights."""
+        """This process's parameters under the model's own names; drained, the newest weights.
+
+        Each once in one process; with two pipelines two processes hold each, with the same bits.
+        """
         mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
         for name, parameter in self._held[1].named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) in mine:
@@ -371,7 +403,7 @@ class PipelineModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """This process's buffers under the model's own names."""
-        mine = {name for stage in self._stages for name in stage.state.buffer_names}
+        mine = self._buffers_here()
         for name, buffer in self._held[1].named_buffers("", recurse, remove_duplicate):
             if name in mine:
                 yield f"{prefix}.{name}" if prefix else name, buffer
@@ -399,7 +431,9 @@ class PipelineModule(nn.Module):
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in self._state_here().items()
         }
-        parts = self._control.gather(mine if self.replica == 0 else {})
+        if self.replica > 0:
+            mine = {}
+        parts = self._control.gather(mine)
         merged = {name: value for part in parts for name, value in part.items()}
         order = self._held[1].state_dict().keys()
         return {name: merged[name] for name in order if name in merged}
@@ -432,8 +466,7 @@ class PipelineModule(nn.Module):
         except Exception as raised:
             error = raised
         self._control.agree_on_objects(error, {})
-        for stage in self._stages:
-            stage.state.engine.spread_newest()
+        self._stages.spread_newest()
         return type(result)(missing, unexpected)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
@@ -447,7 +480,7 @@ class PipelineModule(nn.Module):
                 "unsplit() works in one process; under torchrun use full_state_dict()"
             )
         self.flush()
-        for stage in self._stages:
+        for stage in self._stages.of_first_pipeline():
             stage.state.give_back()
         self.close()
         return self._held[0]
@@ -455,7 +488,10 @@ class PipelineModule(nn.Module):
     # ------------------------------------------------------------------ reports
 
     def memory_report(self) -> dict[int, StageMemory]:
-        """Bytes by kind for each stage of this process. Drains nothing; reads what has been."""
+        """Bytes by kind for each stage of this process. Drains nothing; reads what has been.
+
+        With two pipelines stage d + i is the second one's copy of stage i.
+        """
         return {stage.index: StageMemory.of(stage.state, stage.executor) for stage in self._stages}
 
     @contextlib.contextmanager
@@ -479,17 +515,18 @@ class PipelineModule(nn.Module):
             f"model={type(self._held[1]).__name__}, captured by {mode.captured.how}",
             *(f"  {note}" for note in mode.captured.notes),
         ]
-        local = {stage.index: stage for stage in self._stages}
         for program in mode.programs:
             names = [mode.captured.layers[i].name for i in program.layers]
             shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
             line = f"stage {program.index}: {len(names)} layers ({shown})"
-            if program.index in local:
-                stage = local[program.index]
+            for stage in self._stages:
+                if stage.index % self.num_stages != program.index:
+                    continue
                 engine = stage.state.engine
                 memory = StageMemory.of(stage.state, stage.executor)
+                of = f" (pipeline {stage.state.pipeline})" if self._grid.num_pipelines > 1 else ""
                 line += (
-                    f", {stage.state.num_elements:,} parameters on {stage.device}, "
+                    f"{of}, {stage.state.num_elements:,} parameters on {stage.device}, "
                     f"{engine.num_slots} weight version{'s' if engine.num_slots > 1 else ''} "
                     f"(newest W({engine.newest_version})), {memory.total:,} bytes"
                 )
@@ -627,14 +664,19 @@ class PipelineModule(nn.Module):
         for stage in self._stages:
             stage.state.show_newest()
 
+    def _buffers_here(self) -> set[str]:
+        """Of two pipelines each has statistics of its own; the first one's are the model's."""
+        stages = self._stages.of_first_pipeline()
+        return {name for stage in stages for name in stage.state.buffer_names}
+
     def _names_here(self) -> set[str]:
         """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
         root = self._held[1]
         parameters = list(root.named_parameters(remove_duplicate=False))
         buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
-        mine = {name for stage in self._stages for name in stage.state.buffer_names}
+        mine = self._buffers_here()
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        if self.is_first_stage:  # extra state has no stage of its own
+        if 0 in self._grid.stages:  # extra state has no stage of its own
             mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
         return mine
 

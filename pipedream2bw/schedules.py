@@ -80,11 +80,11 @@ def schedule_for(
         schedule.validate()
         return schedule
     schedule = load_schedule(given)
+    own_sizes = {"num_stages": schedule.depth, "num_microbatches": schedule.total_microbatches}
     for name, size in sizes.items():
-        if size not in (None, getattr(schedule, name)):
+        if size not in (None, own_sizes[name]):
             raise ValueError(
-                f"{name}: {size}, of the given schedule: {getattr(schedule, name)}: they must be "
-                "equal"
+                f"{name}: {size}, of the given schedule: {own_sizes[name]}: they must be equal"
             )
     if stages_per_rank != 1:
         raise ValueError(

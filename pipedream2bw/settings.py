@@ -96,11 +96,12 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
     Raises:
         TypeError, ValueError: it is neither a bool, "auto", one bool for each stage nor names.
     """
-    d = schedule.num_stages
+    d = schedule.depth
     if isinstance(recompute, bool):
         return [recompute] * d, ()
     if recompute == "auto":
-        return [schedule.max_in_flight(stage) > 1 for stage in range(d)], ()
+        copies = [range(stage, schedule.num_stages, d) for stage in range(d)]
+        return [any(schedule.max_in_flight(copy) > 1 for copy in each) for each in copies], ()
     if isinstance(recompute, str):
         raise ValueError(
             f"recompute: {recompute!r}, known: True, False, 'auto'; names of modules are given as "

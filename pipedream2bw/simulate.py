@@ -80,9 +80,11 @@ def simulate(
     Args:
         schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
             "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
-            "zero_bubble_2p", "interleaved_zero_bubble"), or one's own: what :func:`load_schedule`
-            takes.
-        num_stages: stages; a schedule of one's own has its own, which this must equal if given.
+            "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
+            own: what :func:`load_schedule` takes.
+        num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
+            is the second one's copy of stage i and costs the same. A schedule of one's own has
+            its own, which this must equal if given.
         num_microbatches: microbatches of a batch; likewise.
         stages_per_rank: for schedules by name that allow more than one.
         forward: seconds of a forward of one microbatch.
@@ -93,7 +95,8 @@ def simulate(
         recompute: seconds of running a forward again before its backward, while that one's message
             may be under way; 0: activations are kept instead.
         update: seconds of an optimizer step.
-        all_reduce: seconds that replicas take to add up a batch's gradients, before each update.
+        all_reduce: seconds that replicas, and a stage's two copies, take to add up a batch's
+            gradients, before each update.
         activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
         input_bytes: with ``recompute``, kept for each microbatch in flight.
         weight_bytes: one version of the weights.
@@ -116,7 +119,7 @@ def simulate(
     """
     made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
     check_whole_number("num_batches", num_batches)
-    d = made.num_stages
+    d = made.depth
     input_grads, weight_grads = _halves(backward, input_grad, weight_grad, d)
     stages = zip(
         _values("forward", forward, d),

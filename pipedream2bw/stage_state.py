@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +34,20 @@ class _Guard:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class StagePart:
+    """One of the stages that a process runs, and with whom it adds up its gradients."""
+
+    index: int  # the schedule's: with two pipelines every stage of the model has two
+    pipeline: int
+    program: StageProgram
+    device: torch.device
+    num_slots: int
+    group: dist.ProcessGroup | None  # the processes that hold the stage
+    first: int  # the one of them that gives the others its initial weights
+    copies: _C.CopySum | None  # shared with the stage's copy in this process
+
+
 class StageState:
     """The parameters, buffers and clones of one stage.
 
@@ -40,19 +55,21 @@ class StageState:
     views of the newest version's buffer, brought up to date by :meth:`show_newest`. The stage
     computes with other Parameters, one set for each weight slot, because autograd remembers the
     Parameter, not its storage: a handle that moves would corrupt the backwards in flight.
+
+    Args:
+        model: the user's.
+        root: the model that the stage is of: the user's, or the second pipeline's own.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        program: StageProgram,
-        device: torch.device,
-        num_slots: int,
-        replica_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.index = program.index
+    def __init__(self, model: nn.Module, root: nn.Module, part: StagePart) -> None:
+        program, device, num_slots = part.program, part.device, part.num_slots
+        self.index = part.index
+        self.index_in_model = program.index
+        self.pipeline = part.pipeline
         self.device = device
+        self._model = model
         self._root = root
+        self._group, self._first = part.group, part.first
         used = (*program.parameters, *program.unused_parameters)
         named = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
         for parameter in named.values():
@@ -62,6 +79,8 @@ class StageState:
         self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.handles = list(self.trainable.values())
+        # The user's Parameters of these names, which an optimizer knows.
+        self.originals = [model.get_parameter(name) for name in self.trainable]
         self._guards = [
             handle.register_post_accumulate_grad_hook(_Guard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
@@ -73,10 +92,10 @@ class StageState:
             parameters=[handle.detach().to(device) for handle in self.handles],
             names=list(self.trainable),
             num_slots=num_slots,
-            replica_group="" if replica_group is None else replica_group.group_name,
+            replica_group="" if part.group is None else part.group.group_name,
+            copy_sum=part.copies,
+            copy=part.pipeline,
         )
-        if replica_group is not None:
-            self._take_from_first_replica(replica_group)
         self.slot_parameters: list[list[nn.Parameter]] = []
         for slot in range(num_slots):
             parameters = [
@@ -87,6 +106,11 @@ class StageState:
             self.slot_parameters.append(parameters)
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether its handles are the user's Parameters."""
+        return self._root is self._model
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's own Parameters that this stage holds, frozen ones too."""
@@ -119,7 +143,7 @@ class StageState:
     def copy_training_flags(self) -> None:
         """Gives the clones' modules the modes of the model's."""
         for clone in self.clones:
-            copy_training_flags(self._root, clone)
+            copy_training_flags(self._model, clone)
 
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained."""
@@ -153,11 +177,25 @@ class StageState:
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def _take_from_first_replica(self, group: dist.ProcessGroup) -> None:
+    def _tensors(self) -> list[torch.Tensor]:
+        """The newest weights, frozen ones and buffers."""
         weights = self.engine.slot_buffers(self.engine.newest_slot)
-        frozen = [parameter.data for parameter in self.frozen.values()]
-        for tensor in (*weights, *frozen, *self.buffers):
-            dist.broadcast(tensor, group=group, group_src=0)
+        return [*weights, *(parameter.data for parameter in self.frozen.values()), *self.buffers]
+
+    def take_over(self, first: StageState | None) -> None:
+        """Sets every version to what the first of those that hold the stage has.
+
+        Args:
+            first: the stage's copy in this process; else all processes of its group call it.
+        """
+        if first is not None:
+            with torch.no_grad():
+                for mine, theirs in zip(self._tensors(), first._tensors(), strict=True):
+                    mine.copy_(theirs)
+        elif self._group is not None:
+            source = dist.get_group_rank(self._group, self._first)
+            for tensor in self._tensors():
+                dist.broadcast(tensor, group=self._group, group_src=source)
         self.engine.spread_newest()
 
 
@@ -191,21 +229,38 @@ class OtherStages:
             self._resize(whole=False)
 
 
-def share_out(
-    root: nn.Module,
-    programs: Sequence[StageProgram],
-    devices: Sequence[torch.device],
-    num_slots: Sequence[int],
-    replica_groups: Sequence[dist.ProcessGroup | None],
-) -> list[StageState]:
+def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
     """Takes the model over: the states of the stages that this process runs."""
-    states = [
-        StageState(root, program, device, slots, group)
-        for program, device, slots, group in zip(
-            programs, devices, num_slots, replica_groups, strict=True
-        )
-    ]
-    for slot in range(max(num_slots)):
+    states: list[StageState] = []
+    for pipeline in sorted({part.pipeline for part in parts}):
+        mine = [part for part in parts if part.pipeline == pipeline]
+        root = model if pipeline == 0 or mine[0].copies is None else _second_model(model)
+        of_pipeline = [StageState(model, root, part) for part in mine]
+        _make_clones(model, root, of_pipeline)
+        states += of_pipeline
+    take_over(states)
+    return states
+
+
+def take_over(states: Sequence[StageState]) -> None:
+    """Gives replicas and copies of a stage the weights of the first. All processes call it."""
+    firsts = {state.index_in_model: state for state in states if state.is_shown}
+    # In one order everywhere: two processes may hold the same two stages.
+    for state in sorted(states, key=lambda state: state.index_in_model):
+        state.take_over(None if state.is_shown else firsts[state.index_in_model])
+
+
+def _second_model(model: nn.Module) -> nn.Module:
+    """The model over parameters and buffers of its own, for a second pipeline in this process."""
+    parameters = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return structural_clone(model, parameters, own_buffers=True)
+
+
+def _make_clones(model: nn.Module, root: nn.Module, states: Sequence[StageState]) -> None:
+    for slot in range(max(state.engine.num_slots for state in states)):
         mapping = {
             handle: parameter
             for state in states
@@ -214,8 +269,7 @@ def share_out(
             )
         }
         clone = structural_clone(root, mapping)
-        copy_training_flags(root, clone)
+        copy_training_flags(model, clone)
         for state in states:
             if slot < state.engine.num_slots:
                 state.clones.append(clone)
-    return states

@@ -17,7 +17,7 @@ from .control import ControlPlane
 from .heap import return_freed_memory
 from .modes import Mode
 from .runner import BoundProgram, StageRunner
-from .stage_state import OtherStages, StageState, share_out
+from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
 from .wiring import Channels, RankGrid
 
 
@@ -53,35 +53,53 @@ class LocalStages:
         recompute: Sequence[bool],
         timeout: float,
     ) -> None:
-        d = schedule.num_stages
-        in_flight = [schedule.max_in_flight(stage) for stage in range(d)]
+        d = schedule.depth
+        # A copy of a stage is where the stage of the first pipeline is that shares its rank.
+        placed = dict(zip(schedule.placement[:d], devices, strict=True))
+        devices = [
+            placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)
+        ]
+        in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
+        self._grid = grid
         self._channels = Channels(grid, devices, in_flight, timeout)
         self.losses = _C.LossBoard(
             fault=fault,
             group="" if control.group is None else control.group.group_name,
-            ranks=[grid.process_of(stage) for stage in range(d)],
+            ranks=[grid.process_of(stage) for stage in range(schedule.num_stages)],
             replica=grid.replica,
             num_replicas=grid.width,
+            num_pipelines=schedule.num_pipelines,
         )
+        has_copies = schedule.num_pipelines > 1 and not grid.in_processes
+        sums = [_C.CopySum() if has_copies else None for _ in range(d)]
         states = share_out(
             root,
-            [mode.programs[stage] for stage in grid.stages],
-            [devices[stage] for stage in grid.stages],
-            [schedule.num_versions[stage] for stage in grid.stages],
-            [grid.replica_group(stage) for stage in grid.stages],
+            [
+                StagePart(
+                    index=stage,
+                    pipeline=grid.pipeline(stage),
+                    program=mode.programs[stage % d],
+                    device=devices[stage],
+                    num_slots=schedule.num_versions[stage],
+                    group=grid.replica_group(stage),
+                    first=grid.process_of(stage % d, replica=0),
+                    copies=sums[stage % d],
+                )
+                for stage in grid.stages
+            ],
         )
         kept = [*root.buffers(), *(tensor for state in states for tensor in state.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
         runners = {
             state.index: StageRunner(
-                state.index,
+                state.index % d,
                 d,
                 loss_fn,
                 state.device,
                 state.storage_pointers,
                 state.buffer_places,
-                recompute=recompute[state.index],
+                recompute=recompute[state.index % d],
             )
             for state in states
         }
@@ -105,7 +123,7 @@ class LocalStages:
                         stage,
                         state_of[stage].engine,
                         runners[stage].forward_while_alive(),
-                        recompute[stage],
+                        recompute[stage % d],
                     )
                     for stage in grid.stages_of(rank)
                 ],
@@ -146,23 +164,40 @@ class LocalStages:
     def connect(self, mode: Mode) -> None:
         """Gives the stages the mode's functions and channels. Every rank calls it."""
         channels = self._channels
-        channels.make(mode.edges())
+        d = self._grid.depth
+        firsts = range(0, self._grid.num_stages, d)
+        channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
         for stage in self._stages:
-            program = mode.programs[stage.index]
-            stage.bound[mode.wiring] = BoundProgram.of(program, stage.state.bind(program))
             here = stage.index
+            program = mode.programs[here % d]
+            stage.bound[mode.wiring] = BoundProgram.of(program, stage.state.bind(program))
+            first = here - here % d
+            producers = [first + producer for producer in sorted(program.receives)]
+            consumers = [first + consumer for consumer in sorted(program.sends)]
             stage.executor.set_wiring(
                 here,
                 mode.wiring,
                 [
                     (producer, channels.receiver(producer, here), channels.sender(here, producer))
-                    for producer in sorted(program.receives)
+                    for producer in producers
                 ],
                 [
                     (consumer, channels.sender(here, consumer), channels.receiver(consumer, here))
-                    for consumer in sorted(program.sends)
+                    for consumer in consumers
                 ],
             )
+
+    def of_first_pipeline(self) -> list[LocalStage]:
+        """Those that evaluate, and whose buffers are the model's."""
+        return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
+
+    def spread_newest(self) -> None:
+        """After weights were loaded: every version, and both copies of a stage, get them."""
+        if self._grid.num_pipelines > 1:
+            take_over([stage.state for stage in self._stages])
+        else:  # replicas may have loaded what is their own
+            for stage in self._stages:
+                stage.state.engine.spread_newest()
 
     def submit_batch(
         self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]

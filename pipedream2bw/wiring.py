@@ -31,20 +31,27 @@ class RankGrid:
     process runs all of them, each rank in a thread. Every process makes it, with the same
     arguments.
 
+    Stages are the schedule's: with two pipelines each stage of the model has two.
+
     Args:
         placement: the schedule's rank of each stage.
+        num_pipelines: the schedule's.
 
     Raises:
         ValueError: the world's size is not width * p, or width > 1 in one process.
     """
 
-    def __init__(self, placement: Sequence[int], width: int, timeout: float) -> None:
+    def __init__(
+        self, placement: Sequence[int], num_pipelines: int, width: int, timeout: float
+    ) -> None:
         self.num_stages = len(placement)
+        self.num_pipelines = num_pipelines
+        self.depth = len(placement) // num_pipelines
         self.width = width
         self.rank = 0
         self._placement = list(placement)
         self._num_ranks = p = max(placement) + 1
-        self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by stage
+        self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.in_processes = world > 1
         if not self.in_processes:
@@ -61,9 +68,10 @@ class RankGrid:
                 f"{what[:-1]} of every replica is one process"
             )
         self.rank = dist.get_rank()
-        for stage in range(self.num_stages if width > 1 else 0):
-            ranks = range(placement[stage], world, p)
-            group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout))
+        for stage in range(self.depth if width * num_pipelines > 1 else 0):
+            copies = placement[stage :: self.depth]
+            ranks = [rank for copy in copies for rank in range(copy, world, p)]
+            group = dist.new_group(sorted(ranks), timeout=datetime.timedelta(seconds=timeout))
             if isinstance(group, dist.ProcessGroup):
                 self._replica_groups[stage] = group
 
@@ -82,6 +90,18 @@ class RankGrid:
         here = self.local_ranks
         return [stage for stage, rank in enumerate(self._placement) if rank in here]
 
+    def is_first(self, stage: int) -> bool:
+        """Whether a pipeline begins with it."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a pipeline ends with it."""
+        return stage % self.depth == self.depth - 1
+
+    def pipeline(self, stage: int) -> int:
+        """The pipeline that it belongs to."""
+        return stage // self.depth
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages of one of the schedule's ranks."""
         return [stage for stage, placed in enumerate(self._placement) if placed == rank]
@@ -98,7 +118,7 @@ class RankGrid:
 
     def replica_group(self, stage: int) -> dist.ProcessGroup | None:
         """The processes that hold one of this process's stages, if there are several."""
-        return self._replica_groups.get(stage)
+        return self._replica_groups.get(stage % self.depth)
 
     def close(self) -> None:
         """Drops the groups of the replicas."""

@@ -3,8 +3,9 @@
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at W(max(t - delay, 0))
 
 A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. With
-PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. This file
-shares nothing with the package: it imports torch only.
+PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. With two
+pipelines (arXiv 2107.06925) each has half of the microbatches and g(t) is one's sum plus the
+other's. This file shares nothing with the package: it imports torch only.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Oracle:
         delay: int | Sequence[int],
         loss_reduction: str = "mean",
         replicated: Sequence[str] = (),
+        num_pipelines: int = 1,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -53,6 +55,7 @@ class Oracle:
         assert len(self.delays) == num_parameters
         self.loss_reduction = loss_reduction
         self.replicated = replicated
+        self.num_pipelines = num_pipelines
         self.restart_delay()
 
     def restart_delay(self) -> None:
@@ -73,13 +76,20 @@ class Oracle:
         )
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
+        sums: list[list[torch.Tensor | None]] = [
+            [None for _ in self.model.parameters()] for _ in range(self.num_pipelines)
+        ]
         for batch in batches:
             total: torch.Tensor | None = None
-            for loss in self._scaled_losses(batch):
+            for j, loss in enumerate(self._scaled_losses(batch)):
+                mine = sums[j * self.num_pipelines // self.num_microbatches]
+                self._set_gradients(mine)
                 (loss / len(batches) if len(batches) > 1 else loss).backward()
+                mine[:] = [parameter.grad for parameter in self.model.parameters()]
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
             losses.append(total.item())
+        self._set_gradients([_added(of_one) for of_one in zip(*sums, strict=True)])
         self._show(newest)
         self.optimizer.step()
         self._versions = [*self._versions, self._weights()][-max(self.delays) - 1 :]
@@ -118,10 +128,19 @@ class Oracle:
     def _weights(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
+    def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
     def _show(self, weights: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for parameter, weight in zip(self.model.parameters(), weights, strict=True):
                 parameter.copy_(weight)
+
+
+def _added(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    return sum(present[1:], start=present[0]) if present else None
 
 
 def run_oracle(

@@ -90,6 +90,8 @@ def by_oracle(
     if schedule == "pipedream":
         assert delay_of is not None
         delay = [delay_of[name] for name, _ in model.named_parameters()]
+    if "chimera" in schedule:
+        options["num_pipelines"] = 2
     oracle = Oracle(model, optimizer, num_microbatches, task.loss_fn, delay, **options)
     losses = []
     for number, batch in enumerate(batches):

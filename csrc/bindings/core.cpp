@@ -46,8 +46,9 @@ py::tuple simulate_for_python(const Schedule& schedule,
   for (const std::vector<SimulatedAction>& actions : result.timeline) {
     for (const SimulatedAction& action : actions) {
       rows.append(py::make_tuple(action.stage, std::string(1, static_cast<char>(action.kind)),
-                                 action.batch, action.microbatch, action.version, action.start,
-                                 action.end));
+                                 action.batch,
+                                 schedule.number_in_batch(action.stage, action.microbatch),
+                                 action.version, action.start, action.end));
     }
   }
   return py::make_tuple(rows, result.makespan, result.period, result.bubbles, result.most_in_flight,
@@ -59,11 +60,14 @@ py::tuple simulate_for_python(const Schedule& schedule,
 void bind_core(py::module_& module) {
   py::class_<Schedule>(module, "Schedule")
       .def_readonly("name", &Schedule::name)
+      .def_readonly("num_pipelines", &Schedule::num_pipelines)
       .def_readonly("num_stages", &Schedule::num_stages)
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
       .def_readonly("delay", &Schedule::delay)
       .def_readonly("placement", &Schedule::placement)
       .def_readonly("num_versions", &Schedule::num_versions)
+      .def_property_readonly("depth", &Schedule::depth)
+      .def_property_readonly("total_microbatches", &Schedule::total_microbatches)
       .def("validate", [](const Schedule& self) { validate(self); })
       .def("max_in_flight",
            [](const Schedule& self, int stage) { return max_in_flight(self, stage); })

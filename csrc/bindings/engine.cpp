@@ -186,13 +186,17 @@ void bind_optimizer(py::module_& module) {
 }
 
 void bind_stage(py::module_& module) {
+  py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
   py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                       int num_slots, const std::string& replica_group) {
+                       int num_slots, const std::string& replica_group,
+                       std::shared_ptr<CopySum> copy_sum, int copy) {
              return std::make_shared<Stage>(parameters, std::move(names), num_slots,
-                                            resolve_group(replica_group));
+                                            resolve_group(replica_group),
+                                            CopySumEnd{std::move(copy_sum), copy});
            }),
-           py::arg("parameters"), py::arg("names"), py::arg("num_slots"), py::arg("replica_group"))
+           py::arg("parameters"), py::arg("names"), py::arg("num_slots"), py::arg("replica_group"),
+           py::arg("copy_sum").none(true), py::arg("copy"))
       .def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
       .def("gradient", &Stage::gradient, py::arg("parameter"))
       .def("has_gradient", &Stage::has_gradient, py::arg("parameter"))
@@ -309,12 +313,13 @@ void bind_losses(py::module_& module) {
   py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
-                       const std::vector<int>& ranks, int replica, int num_replicas) {
+                       const std::vector<int>& ranks, int replica, int num_replicas,
+                       int num_pipelines) {
              return std::make_shared<LossBoard>(std::move(fault), resolve_group(group), ranks,
-                                                replica, num_replicas);
+                                                replica, num_replicas, num_pipelines);
            }),
            py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("replica"),
-           py::arg("num_replicas"))
+           py::arg("num_replicas"), py::arg("num_pipelines"))
       .def("expect", &LossBoard::expect, py::arg("batch"))
       .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
       .def("wait",
@@ -355,8 +360,10 @@ void bind_executor(py::module_& module) {
                    options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
                      return call_forward(*held, std::move(call));
                    };
-                   options.on_loss = [losses](std::int64_t batch, BatchLoss loss) {
-                     losses->publish(batch, std::move(loss));
+                   const int pipeline = schedule.pipeline(stage);
+                   options.first_microbatch = pipeline * schedule.num_microbatches;
+                   options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
+                     losses->publish(batch, std::move(loss), pipeline);
                    };
                    workers.push_back(
                        std::make_unique<StageWorker>(std::move(options), std::move(state)));
@@ -366,6 +373,8 @@ void bind_executor(py::module_& module) {
                  options.replica = replica;
                  options.num_replicas = num_replicas;
                  options.num_microbatches = schedule.num_microbatches;
+                 options.num_pipelines = schedule.num_pipelines;
+                 options.depth = schedule.depth();
                  options.actions = schedule.ranks.at(rank);
                  options.num_threads = num_threads;
                  options.describe = describe;

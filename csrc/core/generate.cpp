@@ -1,6 +1,7 @@
 #include "core/generate.h"
 
 #include "core/check.h"
+#include "core/generate_chimera.h"
 
 #include <algorithm>
 #include <array>
@@ -71,28 +72,42 @@ constexpr std::array kMethods = {
     Method{"interleaved_zero_bubble", kFlushed, true, true, kDepth, round_trip, filling},
 };
 
+// Not of that pattern: how many microbatches have their forwards in one slot.
+struct Bidirectional {
+  std::string_view name;
+  int together;
+};
+constexpr std::array kBidirectional = {
+    Bidirectional{"chimera", 1},
+    Bidirectional{"chimera_doubled", 2},
+};
+
 const Method& find_method(std::string_view name) {
   for (const Method& method : kMethods) {
     if (method.name == name) return method;
   }
   std::string known;
-  for (const Method& method : kMethods) {
+  for (const std::string& each : schedule_names()) {
     if (!known.empty()) known += ", ";
-    known += method.name;
+    known += each;
   }
   detail::throw_value_error(
       detail::concat("schedule: \"", name, "\": the known schedules are ", known));
 }
 
-void check_shape(const Method& method, const Shape& s) {
+void check_sizes(std::string_view name, bool has_chunks, const Shape& s) {
   PD2_CHECK(s.d >= 1, "num_stages: ", s.d, ": a pipeline needs num_stages >= 1");
   PD2_CHECK(s.m >= 1, "num_microbatches: ", s.m, ": a batch needs num_microbatches >= 1");
   PD2_CHECK(s.v >= 1 && s.d % s.v == 0, "num_stages: ", s.d, ", stages_per_rank: ", s.v,
             ": every rank has the same number of stages, so stages_per_rank must divide "
             "num_stages");
-  PD2_CHECK(s.v == 1 || method.has_chunks, "stages_per_rank: ", s.v, ", schedule: ", method.name,
+  PD2_CHECK(s.v == 1 || has_chunks, "stages_per_rank: ", s.v, ", schedule: ", name,
             ": only interleaved_2bw, interleaved, looped_bfs and interleaved_zero_bubble take more "
             "than 1");
+}
+
+void check_shape(const Method& method, const Shape& s) {
+  check_sizes(method.name, method.has_chunks, s);
   if (method.weights == Weights::kStashed) {
     PD2_CHECK(s.m == 1, "num_microbatches: ", s.m, ": ", method.name,
               " updates after every microbatch, so num_microbatches must be 1");
@@ -189,13 +204,19 @@ class RankLists {
 std::vector<std::string> schedule_names() {
   std::vector<std::string> names;
   for (const Method& method : kMethods) names.emplace_back(method.name);
+  for (const Bidirectional& method : kBidirectional) names.emplace_back(method.name);
   return names;
 }
 
 Schedule make_schedule(std::string_view name, int num_stages, int num_microbatches,
                        int stages_per_rank) {
-  const Method& method = find_method(name);
   const Shape shape = {.d = num_stages, .m = num_microbatches, .v = stages_per_rank};
+  for (const Bidirectional& method : kBidirectional) {
+    if (method.name != name) continue;
+    check_sizes(name, false, shape);
+    return make_chimera(name, num_stages, num_microbatches, method.together);
+  }
+  const Method& method = find_method(name);
   check_shape(method, shape);
 
   Schedule schedule;

@@ -10,7 +10,8 @@
 
 namespace pd2 {
 
-// d stages, p = d / v ranks with v stages each (stage s on rank s mod p), m microbatches a batch:
+// d stages of the model, p = d / v ranks with v stages each (stage s on rank s mod p), m
+// microbatches a batch:
 //
 //   name             m             method
 //   2bw              m >= d        PipeDream-2BW (arXiv 2006.09503, section 3.1)
@@ -27,6 +28,15 @@ namespace pd2 {
 //   zero_bubble      m >= 1        ZB-H1 (arXiv 2401.10241): W late, 1f1b's memory
 //   zero_bubble_2p   m >= 1        ZB-H2: twice 1f1b's memory
 //   interleaved_zero_bubble  p divides m    zero_bubble over v chunks a rank
+//   chimera          m, d even     two pipelines in opposite directions (arXiv 2107.06925, section
+//                                  3.1), units of d microbatches concatenated (section 3.5)
+//   chimera_doubled  m, d even     with forward doubling (section 3.5): no bubbles between units
+//                                  where B = 2 F, twice the activations. Backward halving is the
+//                                  same grid with microbatches of half the size
+//
+// m is the batch's, of which chimera's pipelines take half each; d is the model's, of which chimera
+// has two copies (see Schedule). The paper has m a multiple of d, or m < d; with what is between,
+// the last unit is not full.
 //
 // The first four: delay 1, two weight versions. pipedream: delay d - 1 - i, d - i versions. The
 // others: delay 0, one version. Only the interleaved ones and looped_bfs take v > 1.

@@ -30,11 +30,22 @@
 //   rank 2 | .. .. F0 F1 F2 F3 .. .. B0 B1 B2 B3*
 //   rank 3 | .. .. .. F0 F1 F2 F3 B0 B1 B2 B3*
 //
+// chimera (bidirectional pipelines): ranks hold one stage of each of two pipelines over the same
+// weights, the second one in the opposite direction (small letters), each with half the batch. What
+// is a bubble in one is work in the other, and of 2 (d-1) slots d-2 stay idle. Both copies of a
+// stage update together (*), with the sum of their gradients:
+//
+//   rank 0 | F0 .. F1 f0 b0 f1 b1 B0 *  B1 *
+//   rank 1 | .. F0 f0 F1 f1 B0 b0 B1 b1 *  *
+//   rank 2 | .. f0 F0 f1 F1 b0 B0 b1 B1 *  *
+//   rank 3 | f0 .. f1 F0 B0 F1 B1 b0 *  b1 *
+//
 // The other generators' grids are typed out in tests/cpp/core/generate_test.cpp.
 
 #pragma once
 
 #include <compare>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -71,16 +82,39 @@ struct RankActions {
 };
 
 // A value: copy it, change it, then ask validate() whether it is legal.
+//
+// With two pipelines every stage of the model exists twice: stages 0 .. d - 1 are pipeline 0's,
+// stages d .. 2 d - 1 are the copies in pipeline 1, and `num_stages` counts both. A batch has
+// `num_pipelines * num_microbatches` microbatches, the first `num_microbatches` are pipeline 0's;
+// each pipeline numbers its own from 0. A batch's updates of the two copies happen together.
 struct Schedule {
   std::string name;
+  int num_pipelines = 1;
   int num_stages = 0;
-  int num_microbatches = 0;
+  int num_microbatches = 0;  // of each pipeline
   // Per stage: batch t reads weight version max(t - delay, 0), version t + 1 is made by batch t's
   // update.
   std::vector<int> delay;
   std::vector<int> placement;     // stage -> rank
   std::vector<int> num_versions;  // per stage: weight versions kept, version v in slot v mod this
   std::vector<RankActions> ranks;
+
+  // Stages of the model.
+  int depth() const { return num_stages / num_pipelines; }
+  bool is_first(int stage) const { return stage % depth() == 0; }
+  bool is_last(int stage) const { return stage % depth() == depth() - 1; }
+  int pipeline(int stage) const { return stage / depth(); }
+  // Of a batch, in all pipelines; and the number there of what the stage's pipeline calls
+  // `microbatch`.
+  int total_microbatches() const { return num_pipelines * num_microbatches; }
+  int number_in_batch(int stage, int microbatch) const {
+    return pipeline(stage) * num_microbatches + microbatch;
+  }
+  // The stage's copy in the other pipeline, if there is one.
+  std::optional<int> twin(int stage) const {
+    if (num_pipelines == 1) return std::nullopt;
+    return (stage + depth()) % num_stages;
+  }
 
   bool operator==(const Schedule&) const = default;
 };
@@ -96,6 +130,7 @@ bool has_late_forwards(const Schedule& schedule);
 // row per rank of comma-separated actions ("-": a rank that does nothing there):
 //
 //   name: 2bw
+//   pipelines: 1               (may be left out)
 //   stages: 2
 //   microbatches: 2
 //   delay: 1                   (one per stage, or one for all)
@@ -111,7 +146,8 @@ bool has_late_forwards(const Schedule& schedule);
 std::string to_text(const Schedule& schedule);
 
 // The compute-only CSV of torch.distributed.pipelining: one row per rank, updates left out. Throws
-// ValueError for a schedule that does not drain at every batch: the CSV cannot say so.
+// ValueError for a schedule that does not drain at every batch, or that has two pipelines: the CSV
+// cannot say so.
 std::string to_csv(const Schedule& schedule);
 
 // Reads to_text's form; from_text(to_text(s)) == s. Also reads the compute-only CSV of

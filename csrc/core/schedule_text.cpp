@@ -189,6 +189,8 @@ class Header {
     return count;
   }
 
+  bool has(std::string_view key) const { return values_.contains(key); }
+
   const Token& value(std::string_view key) const {
     const auto entry = values_.find(key);
     if (entry == values_.end()) end_.fail("\"", key, ": ...\" before the first section");
@@ -196,8 +198,8 @@ class Header {
   }
 
  private:
-  static constexpr std::array<std::string_view, 6> kKeys = {"name",  "stages",    "microbatches",
-                                                            "delay", "placement", "versions"};
+  static constexpr std::array<std::string_view, 7> kKeys = {
+      "name", "pipelines", "stages", "microbatches", "delay", "placement", "versions"};
 
   void add(const Token& line) {
     const std::size_t colon = line.text.find(':');
@@ -207,7 +209,7 @@ class Header {
         Token{line.text.substr(colon + 1), line.line, line.column + static_cast<int>(colon) + 1}
             .trimmed();
     if (std::find(kKeys.begin(), kKeys.end(), key.text) == kKeys.end()) {
-      key.fail("one of name, stages, microbatches, delay, placement, versions");
+      key.fail("one of name, pipelines, stages, microbatches, delay, placement, versions");
     }
     if (!values_.emplace(key.text, value).second) key.fail("each key once");
   }
@@ -221,6 +223,7 @@ Schedule parse_sections(const std::vector<Token>& lines) {
   std::size_t next = header.read(lines);
   Schedule schedule;
   schedule.name = header.value("name").text;
+  if (header.has("pipelines")) schedule.num_pipelines = parse_number(header.value("pipelines"));
   schedule.num_stages = parse_number(header.value("stages"));
   schedule.num_microbatches = parse_number(header.value("microbatches"));
   schedule.delay = parse_numbers(header.value("delay"));
@@ -287,7 +290,9 @@ std::string to_text(const Schedule& schedule) {
   const bool all_equal =
       schedule.delay.size() == schedule.placement.size() &&
       std::ranges::adjacent_find(schedule.delay, std::not_equal_to()) == schedule.delay.end();
-  return detail::concat("name: ", schedule.name, "\nstages: ", schedule.num_stages,
+  const std::string pipelines =
+      schedule.num_pipelines == 1 ? "" : detail::concat("\npipelines: ", schedule.num_pipelines);
+  return detail::concat("name: ", schedule.name, pipelines, "\nstages: ", schedule.num_stages,
                         "\nmicrobatches: ", schedule.num_microbatches,
                         "\ndelay: ", joined(all_equal ? one_delay : schedule.delay, number),
                         "\nplacement: ", joined(schedule.placement, number),
@@ -298,6 +303,9 @@ std::string to_text(const Schedule& schedule) {
 }
 
 std::string to_csv(const Schedule& schedule) {
+  PD2_CHECK(schedule.num_pipelines == 1, "schedule ", schedule.name,
+            ": pipelines: ", schedule.num_pipelines,
+            ": the CSV holds schedules of one pipeline only");
   std::string text;
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
     const RankActions& actions = schedule.ranks[rank];

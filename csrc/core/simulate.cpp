@@ -25,7 +25,7 @@ void check_cost(const char* what, std::size_t index, double value) {
 }
 
 void check_costs(const Schedule& schedule, const Costs& costs) {
-  const int d = schedule.num_stages;
+  const int d = schedule.depth();
   PD2_CHECK(costs.stages.size() == static_cast<std::size_t>(d),
             "costs of stages: ", costs.stages.size(), ", num_stages: ", d, ": one for each stage");
   PD2_CHECK(costs.edges.empty() || costs.edges.size() == static_cast<std::size_t>(d - 1),
@@ -72,6 +72,11 @@ double seconds(const StageCosts& stage, ActionKind kind) {
   return 0;
 }
 
+// The copies of a stage cost the same.
+const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.stages[stage % schedule.depth()];
+}
+
 bool begins_backward(ActionKind kind) { return kind == kBackward || kind == kInputGrad; }
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
@@ -95,12 +100,12 @@ class Execution {
       : schedule_(schedule),
         costs_(costs),
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
-        arrival_(2 * schedule.num_stages * num_microbatches_, kUnknown),
+        arrival_(3 * schedule.num_stages * num_microbatches_, kUnknown),
         link_free_(2 * schedule.num_stages, 0),
         edges_(costs.edges),
         ranks_(schedule.ranks.size()),
         timeline_(schedule.ranks.size()) {
-    edges_.resize(schedule.num_stages - 1);
+    edges_.resize(schedule.depth() - 1);
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
       ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
       timeline_[rank].reserve(ranks_[rank].steps.size());
@@ -132,20 +137,20 @@ class Execution {
   };
 
   std::optional<Message> input(const Step& step) const {
-    if (step.kind == kForward && step.stage > 0) {
+    if (step.kind == kForward && !schedule_.is_first(step.stage)) {
       return Message{step.stage - 1, step.stage, step.microbatch};
     }
-    if (begins_backward(step.kind) && step.stage + 1 < schedule_.num_stages) {
+    if (begins_backward(step.kind) && !schedule_.is_last(step.stage)) {
       return Message{step.stage + 1, step.stage, step.microbatch};
     }
     return std::nullopt;
   }
 
   std::optional<Message> output(const Step& step) const {
-    if (step.kind == kForward && step.stage + 1 < schedule_.num_stages) {
+    if (step.kind == kForward && !schedule_.is_last(step.stage)) {
       return Message{step.stage, step.stage + 1, step.microbatch};
     }
-    if (begins_backward(step.kind) && step.stage > 0) {
+    if (begins_backward(step.kind) && !schedule_.is_first(step.stage)) {
       return Message{step.stage, step.stage - 1, step.microbatch};
     }
     return std::nullopt;
@@ -154,6 +159,12 @@ class Execution {
   std::int64_t index(const Message& message) const {
     const int link = 2 * message.receiver + message.is_gradient();
     return link * num_microbatches_ + message.microbatch;
+  }
+
+  // Where arrival_ keeps the time at which the stage comes to the update of the microbatch's batch.
+  std::int64_t update_index(int stage, std::int64_t microbatch) const {
+    const int m = schedule_.num_microbatches;
+    return (2 * schedule_.num_stages + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
   }
 
   int rank_of(int stage) const { return schedule_.placement[stage]; }
@@ -172,7 +183,17 @@ class Execution {
         }
         start = std::max(start, arrived);
       }
-      rank.free_at = start + seconds(costs_.stages[step.stage], step.kind);
+      if (const std::optional<int> twin = schedule_.twin(step.stage);
+          twin && step.kind == kUpdate) {
+        come_to_update(number, step);
+        const std::int64_t others = update_index(*twin, step.microbatch);
+        if (arrival_[others] == kUnknown) {
+          rank.awaits = others;
+          return;
+        }
+        start = std::max(start, arrival_[others]);
+      }
+      rank.free_at = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
       record(number, step, start, rank.free_at);
       ++rank.next;
       rank.has_recomputed = false;
@@ -180,9 +201,19 @@ class Execution {
     }
   }
 
+  void come_to_update(int number, const Step& step) {
+    const std::int64_t slot = update_index(step.stage, step.microbatch);
+    arrival_[slot] = ranks_[number].free_at;
+    const int other = rank_of(*schedule_.twin(step.stage));
+    if (ranks_[other].awaits == slot) {
+      ranks_[other].awaits = kNone;
+      ready_.push_back(other);
+    }
+  }
+
   void recompute(int number, const Step& step) {
     Rank& rank = ranks_[number];
-    const double takes = costs_.stages[step.stage].recompute;
+    const double takes = cost_of(schedule_, costs_, step.stage).recompute;
     if (takes == 0 || !begins_backward(step.kind) || rank.has_recomputed) return;
     rank.has_recomputed = true;
     Step again = step;
@@ -227,7 +258,7 @@ class Execution {
 
   void transfer(const Message& message) {
     Rank& sender = ranks_[rank_of(message.sender)];
-    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver)];
+    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver) % schedule_.depth()];
     double& link_free = link_free_[2 * message.receiver + message.is_gradient()];
     double leaves = std::max(sender.free_at, link_free);
     if (costs_.sends == Sends::kRendezvous) {
@@ -264,8 +295,9 @@ class Execution {
       marks.push_back({step.cell});
       stuck += detail::concat("\n  rank ", number, is_sending ? " waits after " : " waits in ",
                               describe(schedule_, step));
-      stuck += is_sending
-                   ? detail::concat(" until stage ", output(step)->receiver, " receives")
+      stuck += is_sending ? detail::concat(" until stage ", output(step)->receiver, " receives")
+               : step.kind == kUpdate
+                   ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
                    : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
                                     " of stage ", input(step)->sender);
     }
@@ -278,8 +310,9 @@ class Execution {
   const Schedule& schedule_;
   const Costs& costs_;
   const std::int64_t num_microbatches_;  // of the run
-  std::vector<double> arrival_;          // by receiving stage, direction and microbatch
-  std::vector<double> link_free_;        // by receiving stage and direction
+  // By receiving stage, direction and microbatch; then by stage and microbatch: at updates.
+  std::vector<double> arrival_;
+  std::vector<double> link_free_;  // by receiving stage and direction
   std::vector<EdgeCosts> edges_;
   std::vector<Rank> ranks_;
   std::vector<int> ready_;
@@ -325,7 +358,7 @@ double seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) 
   double sum = 0;
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
-    const StageCosts& cost = costs.stages[stage];
+    const StageCosts& cost = cost_of(schedule, costs, stage);
     sum += schedule.num_microbatches *
                (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward)) +
            seconds(cost, kUpdate);
@@ -358,13 +391,13 @@ std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& 
   MemoryStep now;
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
-    const StageCosts& cost = costs.stages[stage];
+    const StageCosts& cost = cost_of(schedule, costs, stage);
     now.bytes +=
         schedule.num_versions[stage] * cost.weight_bytes + cost.gradient_bytes + cost.state_bytes;
   }
   std::vector<MemoryStep> steps = {now};
   for (const SimulatedAction& action : actions) {
-    const StageCosts& cost = costs.stages[action.stage];
+    const StageCosts& cost = cost_of(schedule, costs, action.stage);
     const bool recomputes = cost.recompute > 0;
     if (action.kind == kForward) {
       now = {action.start, now.bytes + (recomputes ? cost.input_bytes : cost.activation_bytes)};

@@ -16,7 +16,7 @@ struct StageCosts {
   // Of running a forward again before each B or I, while its message may be under way. 0: the
   // activations are kept.
   double recompute = 0;
-  double all_reduce = 0;  // of the gradients over the replicas, before each update
+  double all_reduce = 0;  // of the gradients over replicas and copies, before each update
   double update = 0;
   double activation_bytes = 0;  // kept from the start of a microbatch's F to the end of its B or W,
                                 // with recompute from that on
@@ -43,7 +43,7 @@ enum class Sends {
 const char* to_string(Sends sends);
 
 struct Costs {
-  std::vector<StageCosts> stages;  // one per stage
+  std::vector<StageCosts> stages;  // one per stage of the model; its copies cost the same
   std::vector<EdgeCosts> edges;    // one fewer than stages; empty: free
   Sends sends = Sends::kAsynchronous;
 };
@@ -75,9 +75,10 @@ struct Simulation {
 
 // Runs batches 0 .. num_batches - 1 and a drain. Every rank executes its unrolled lists strictly in
 // order. An action begins when its rank is free and its message has arrived: F of stage s needs
-// that of F of stage s - 1, B and I of stage s need that of B or I of stage s + 1. Messages of one
-// edge and direction occupy the link one after another, each for message_bytes / bandwidth seconds,
-// and arrive latency seconds later. Takes time linear in the number of actions.
+// that of F of stage s - 1, B and I of stage s need that of B or I of stage s + 1, of the same
+// pipeline. U of a stage with two copies begins when both have come to it. Messages of one edge and
+// direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
+// arrive latency seconds later. Takes time linear in the number of actions.
 //
 // The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
 // ValueError for those, for sizes that don't fit, costs that are negative or not finite, and for a

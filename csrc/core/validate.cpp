@@ -51,7 +51,12 @@ void check_sizes(const Schedule& schedule) {
     PD2_CHECK(value >= least, "schedule ", schedule.name, ": ", what, ": expected >= ", least,
               ", found ", value);
   };
+  PD2_CHECK(schedule.num_pipelines == 1 || schedule.num_pipelines == 2, "schedule ", schedule.name,
+            ": num_pipelines: expected 1 or 2, found ", schedule.num_pipelines);
   check_least("num_stages", d, 1);
+  PD2_CHECK(d % schedule.num_pipelines == 0, "schedule ", schedule.name,
+            ": every pipeline has all stages: expected num_stages to be a multiple of ",
+            schedule.num_pipelines, ", found ", d);
   check_least("num_microbatches", schedule.num_microbatches, 1);
   check_size("placement", schedule.placement.size(), d);
   check_size("delay", schedule.delay.size(), d);
@@ -63,6 +68,16 @@ void check_sizes(const Schedule& schedule) {
     const int rank = schedule.placement[stage];
     PD2_CHECK(rank >= 0 && rank < num_ranks, "schedule ", schedule.name, ": placement of stage ",
               stage, ": expected a rank from 0 to ", num_ranks - 1, ", found ", rank);
+  }
+  for (int stage = 0; stage < d; ++stage) {
+    const int twin = schedule.twin(stage).value_or(stage);
+    if (twin <= stage) continue;
+    PD2_CHECK(schedule.placement[stage] != schedule.placement[twin], "schedule ", schedule.name,
+              ": the two copies of a stage are on two ranks: expected stages ", stage, " and ",
+              twin, " on different ranks, found both on rank ", schedule.placement[stage]);
+    PD2_CHECK(schedule.delay[stage] == schedule.delay[twin], "schedule ", schedule.name,
+              ": the two copies of a stage have one delay: expected ", schedule.delay[stage],
+              " of stage ", twin, " as of stage ", stage, ", found ", schedule.delay[twin]);
   }
   const std::set<int> used(schedule.placement.begin(), schedule.placement.end());
   PD2_CHECK(static_cast<int>(used.size()) == num_ranks, "schedule ", schedule.name,
@@ -202,11 +217,13 @@ class RunCheck {
     std::int64_t input_grads = 0;
     std::int64_t weight_grads = 0;
     int newest_version = 0;
+    int updates_reached = 0;  // batches whose U the rank has come to
   };
 
   Progress at_start() const {
     // After a drain all earlier batches have been updated with.
-    return {first_microbatch_, first_microbatch_, first_microbatch_, run_.first_batch};
+    return {first_microbatch_, first_microbatch_, first_microbatch_, run_.first_batch,
+            run_.first_batch};
   }
 
   void check_next(const Step& step, std::int64_t next, const char* rule) const {
@@ -285,13 +302,18 @@ class RunCheck {
   std::optional<int> waits_for(const Step& step, const std::vector<Progress>& progress) const {
     const int before = step.stage - 1;
     const int after = step.stage + 1;
-    if (step.kind == kForward && before >= 0 && progress[before].forwards <= step.microbatch) {
+    if (step.kind == kForward && !schedule_.is_first(step.stage) &&
+        progress[before].forwards <= step.microbatch) {
       return before;
     }
     const bool needs_gradient = step.kind == kBackward || step.kind == kInputGrad;
-    if (needs_gradient && after < schedule_.num_stages &&
+    if (needs_gradient && !schedule_.is_last(step.stage) &&
         progress[after].input_grads <= step.microbatch) {
       return after;
+    }
+    const std::optional<int> twin = schedule_.twin(step.stage);
+    if (step.kind == kUpdate && twin && progress[*twin].updates_reached <= batch(step.microbatch)) {
+      return twin;
     }
     return std::nullopt;
   }
@@ -304,6 +326,11 @@ class RunCheck {
       for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
         for (; next[rank] < by_rank_[rank].size(); ++next[rank]) {
           const Step& step = by_rank_[rank][next[rank]];
+          int& reached = progress[step.stage].updates_reached;
+          if (step.kind == kUpdate && reached <= batch(step.microbatch)) {
+            reached = batch(step.microbatch) + 1;
+            moved = true;
+          }
           if (waits_for(step, progress)) break;
           if (step.kind == kForward) ++progress[step.stage].forwards;
           if (step.kind == kBackward || step.kind == kInputGrad) {

@@ -12,6 +12,7 @@ namespace pd2 {
 //
 // Rules:
 //  1. sizes: one rank per stage in placement, one num_versions per stage, every rank has lists;
+//     one pipeline, or two with the copies of a stage on two ranks and of one delay;
 //  2. an action's stage exists and lives on the rank that runs it;
 //  3. microbatch numbers: 0 <= n < m in the prologue, -m d <= n < m in steady and epilogue;
 //  4. each stage does F, B (or I and W) once per microbatch and U once per batch; a drain leaves
@@ -24,8 +25,9 @@ namespace pd2 {
 //  8. batch t's forwards read version max(t - delay, 0): its U is done by then, and from the
 //     oldest version read by a microbatch in flight (or to come) to the newest there are never
 //     more than num_versions, which holds just if num_versions > delay;
-//  9. no deadlock with sends that don't block: F waits for F of the stage before, B and I for
-//     B or I of the stage after.
+//  9. no deadlock with sends that don't block: F waits for F of the stage before in its pipeline,
+//     B and I for B or I of the stage after, and U until the stage's copy in the other pipeline has
+//     come to its own: their gradients are added up.
 void validate(const Schedule& schedule);
 
 // Rules 1 to 3 alone, which make it safe to run the lists.

@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <numeric>
+#include <utility>
 
 namespace pd2 {
 
@@ -14,13 +15,14 @@ at::Tensor BatchLoss::weighted(const at::Tensor& value, std::size_t microbatch) 
     return value / static_cast<std::int64_t>(rows.size());
   }
   const auto all = std::accumulate(rows.begin(), rows.end(), 0.0);
-  return value * (static_cast<double>(rows[microbatch]) / all);
+  return value * (static_cast<double>(rows.at(first + microbatch)) / all);
 }
 
-at::Tensor BatchLoss::sum() const {
-  at::Tensor sum = weighted(losses.front(), 0);
-  for (std::size_t microbatch = 1; microbatch < losses.size(); ++microbatch) {
-    sum = sum + weighted(losses[microbatch], microbatch);
+at::Tensor BatchLoss::sum(at::Tensor before) const {
+  at::Tensor sum = std::move(before);
+  for (std::size_t microbatch = 0; microbatch < losses.size(); ++microbatch) {
+    const at::Tensor loss = weighted(losses[microbatch], microbatch);
+    sum = sum.defined() ? sum.to(loss.options()).reshape(loss.sizes()) + loss : loss;
   }
   return sum;
 }

@@ -10,13 +10,17 @@
 namespace pd2 {
 
 // The mean over the batch's rows of what are means over the microbatches' rows, or the sum of sums.
+// With two pipelines each has a part of the microbatches.
 struct BatchLoss {
-  std::vector<std::int64_t> rows;  // by microbatch; empty if losses are sums
+  std::vector<std::int64_t> rows;  // by microbatch of the batch; empty if losses are sums
   std::vector<at::Tensor> losses;  // by microbatch, those forwarded so far
+  std::size_t first = 0;           // the number in the batch of the first of them
 
-  // `value` with the weight of `microbatch`: what autograd would do forwards and backwards.
+  // `value` with the weight of the `microbatch`-th of them: what autograd would do forwards and
+  // backwards.
   at::Tensor weighted(const at::Tensor& value, std::size_t microbatch) const;
-  at::Tensor sum() const;
+  // Added in microbatch order to `before`, the sum of the microbatches before the first.
+  at::Tensor sum(at::Tensor before = {}) const;
 };
 
 }  // namespace pd2

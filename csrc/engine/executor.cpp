@@ -79,11 +79,11 @@ Executor::Ticket Executor::submit(std::function<void()> command) {
 }
 
 Executor::Ticket Executor::submit_batch(Run run) {
-  const auto m = static_cast<std::size_t>(options_.num_microbatches);
+  const auto m = static_cast<std::size_t>(options_.num_pipelines * options_.num_microbatches);
   PD2_ASSERT(run.layouts.size() == m, run.layouts.size(), " microbatches");
   PD2_ASSERT(run.rows.empty() || run.rows.size() == m, run.rows.size(), " numbers of rows");
   for (const auto& worker : workers_) {
-    worker->expect_values(run);
+    worker->expect_values(run, options_.num_microbatches);
   }
   return submit([this, run = std::move(run)] {
     const bool continues = running_ && last_run_.wiring == run.wiring;
@@ -108,8 +108,8 @@ Executor::Ticket Executor::submit_drain() {
 }
 
 Executor::Ticket Executor::submit_evaluation(Run run) {
-  for (const auto& worker : workers_) {
-    worker->expect_values(run);
+  for (StageWorker* worker : evaluating()) {
+    worker->expect_values(run, static_cast<int>(run.layouts.size()));
   }
   return submit([this, run = std::move(run)] { evaluate(run); });
 }
@@ -205,10 +205,24 @@ std::string Executor::where() const {
                        : doing_.kind == ActionKind::kUpdate     ? "update"
                        : doing_.kind == ActionKind::kWeightGrad ? "backward of the weights"
                                                                 : "backward";
-  return pd2::detail::concat(stage_name(doing_.stage, options_.replica, options_.num_replicas),
-                             doing_.evaluating ? ", evaluation" : ", batch ",
-                             doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ",
-                             doing_.microbatch, ", ", action);
+  const int depth = options_.num_pipelines > 1 ? options_.depth : doing_.stage + 1;
+  const int pipeline = doing_.stage / depth;
+  return pd2::detail::concat(
+      stage_name(doing_.stage % depth, options_.replica, options_.num_replicas),
+      options_.num_pipelines > 1 ? " in pipeline " + std::to_string(pipeline) : "",
+      doing_.evaluating ? ", evaluation" : ", batch ",
+      doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ",
+      pipeline * options_.num_microbatches + doing_.microbatch, ", ", action);
+}
+
+std::vector<StageWorker*> Executor::evaluating() const {
+  std::vector<StageWorker*> workers;
+  for (const auto& worker : workers_) {
+    if (worker->first_microbatch() == 0) {
+      workers.push_back(worker.get());
+    }
+  }
+  return workers;
 }
 
 void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
@@ -258,7 +272,7 @@ void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
   // Microbatch by microbatch: a channel holds only so many messages that nobody has received.
   for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
-    for (const auto& worker : workers_) {
+    for (StageWorker* worker : evaluating()) {
       doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
       worker->evaluate(run, microbatch);
     }

@@ -23,7 +23,9 @@ struct ExecutorOptions {
   int rank = 0;  // of the schedule's
   int replica = 0;
   int num_replicas = 1;
-  int num_microbatches = 1;
+  int num_microbatches = 1;  // of each pipeline
+  int num_pipelines = 1;
+  int depth = 0;  // stages of each pipeline
   RankActions actions;
   int num_threads = 0;  // intra-op threads of this executor's thread, 0: as they are
   // Runs the loop that it is given, in the executor's thread, with what the forwards need there.
@@ -58,7 +60,8 @@ class Executor {
   // `apply` makes the stage's next version from the batch's gradients and publishes it.
   Ticket submit_update(int stage, std::int64_t batch, std::function<void(Stage&)> apply);
   Ticket submit_drain();
-  // Forward only, no gradients, on the newest version. The pipeline must be drained.
+  // Forward only, no gradients, on the newest version. The pipeline must be drained. Of two
+  // pipelines the first one does it.
   Ticket submit_evaluation(Run run);
 
   // True when everything up to the ticket has been executed, within `timeout`. Throws PipelineError
@@ -82,6 +85,8 @@ class Executor {
   void run_actions(const std::vector<Action>& actions, const Run& run);
   void drain();
   void evaluate(const Run& run);
+  // Without the stages of the other pipeline.
+  std::vector<StageWorker*> evaluating() const;
   void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;

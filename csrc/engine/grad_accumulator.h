@@ -21,7 +21,8 @@ namespace pd2 {
 // them; they run on the thread that runs the backward, one backward at a time.
 class GradAccumulator {
  public:
-  // `flags` appends one element per parameter, for replicas to tell which gradients exist.
+  // `flags` appends one element per parameter, for replicas and copies to tell which gradients
+  // exist.
   GradAccumulator(const FlatLayout& layout, std::vector<std::string> names, bool flags);
 
   // Hooks parameter i of one weight slot.
@@ -33,8 +34,8 @@ class GradAccumulator {
   // Which parameters received a gradient since begin_batch().
   const std::vector<bool>& has_gradient() const { return has_gradient_; }
 
-  // Before and after the all-reduce over replicas: a parameter that got no gradient here counts as
-  // zero if another replica's got one.
+  // Before and after the sum over replicas and copies: a parameter that got no gradient here counts
+  // as zero if another one's got one.
   void fill_missing();
   void read_flags();
 

@@ -9,28 +9,31 @@ namespace pd2 {
 namespace {
 
 constexpr int kLossTag = 7;
+constexpr int kPartTag = 8;
+
+at::Tensor one_double(const at::Tensor& value) {
+  return value.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+}
 
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     const std::vector<int>& ranks, int replica, int num_replicas)
+                     const std::vector<int>& ranks, int replica, int num_replicas,
+                     int num_pipelines)
     : fault_(std::move(fault)),
       group_(std::move(group)),
-      last_stage_rank_(ranks.back()),
-      last_stage_(stage_name(static_cast<int>(ranks.size()) - 1, replica, num_replicas)),
-      readers_(ranks.begin(), ranks.end()) {
-  readers_.erase(last_stage_rank_);
-  if (!group_ || group_->getRank() == last_stage_rank_) {
-    thread_ = std::thread([this] {
-      name_this_thread("pd2 losses");
-      send_losses();
-    });
-  } else {
-    thread_ = std::thread([this] {
-      name_this_thread("pd2 losses");
-      receive_losses();
-    });
+      readers_(ranks.begin(), ranks.end()),
+      published_(num_pipelines) {
+  const int depth = static_cast<int>(ranks.size()) / num_pipelines;
+  for (int pipeline = 0; pipeline < num_pipelines; ++pipeline) {
+    last_stages_.push_back(ranks[(pipeline + 1) * depth - 1]);
   }
+  last_stage_ = stage_name(depth - 1, replica, num_replicas);
+  readers_.erase(last_stages_.back());
+  thread_ = std::thread([this, sends = is_here(num_pipelines - 1)] {
+    name_this_thread("pd2 losses");
+    sends ? send_losses() : receive_losses();
+  });
 }
 
 LossBoard::~LossBoard() { close(); }
@@ -45,13 +48,10 @@ std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t batch) {
   return slot;
 }
 
-void LossBoard::publish(std::int64_t batch, BatchLoss loss) {
+void LossBoard::publish(std::int64_t batch, BatchLoss loss, int pipeline) {
   {
     const std::lock_guard lock(mutex_);
-    PD2_ASSERT(!expected_.empty() && expected_.front().first == batch, "loss of batch ", batch,
-               " out of order");
-    published_.push_back({batch, std::move(expected_.front().second), std::move(loss)});
-    expected_.pop_front();
+    published_[pipeline].push_back({batch, std::move(loss)});
   }
   changed_.notify_all();
 }
@@ -71,73 +71,108 @@ bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout
   return there;
 }
 
-void LossBoard::send_losses() {
-  while (true) {
-    Published published;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return closed_ || !published_.empty(); });
-      if (published_.empty()) {
-        return;
+std::optional<LossBoard::Next> LossBoard::wait_for_next() {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [this] {
+    for (std::size_t pipeline = 0; pipeline < published_.size(); ++pipeline) {
+      if (is_here(static_cast<int>(pipeline)) && published_[pipeline].empty()) {
+        return false;
       }
-      published = published_.front();
     }
+    return !expected_.empty();
+  };
+  changed_.wait(lock, [&] { return closed_ || is_ready(); });
+  if (!is_ready()) {
+    return std::nullopt;
+  }
+  Next next{expected_.front().first, {}};
+  for (std::deque<Part>& parts : published_) {
+    next.parts.emplace_back();
+    if (parts.empty()) {
+      continue;
+    }
+    PD2_ASSERT(parts.front().batch == next.batch, "loss of batch ", parts.front().batch,
+               " out of order");
+    next.parts.back() = std::move(parts.front().loss);
+    parts.pop_front();
+  }
+  return next;
+}
+
+void LossBoard::send_losses() {
+  while (std::optional<Next> next = wait_for_next()) {
     try {
-      const at::Tensor value =
-          published.loss.sum().to(at::kCPU, at::kDouble).reshape({1}).contiguous();
+      at::Tensor sum;
+      for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
+        if (next->parts[pipeline]) {
+          sum = next->parts[pipeline]->sum(std::move(sum));
+          continue;
+        }
+        sum = at::empty({1}, at::kDouble);
+        if (!receive(sum, last_stages_[pipeline], kPartTag)) {
+          return;
+        }
+      }
+      const at::Tensor value = one_double(sum);
       {
         const std::lock_guard lock(mutex_);
-        published.slot->value = *value.const_data_ptr<double>();
+        expected_.front().second->value = *value.const_data_ptr<double>();
       }
       changed_.notify_all();
-      transfer([&] {
-        std::vector<Work> works;
-        for (int rank : readers_) {
-          std::vector<at::Tensor> tensors{value};
-          works.push_back(group_->send(tensors, rank, kLossTag));
-        }
-        return works;
-      });
+      send(value, readers_, kLossTag);
     } catch (const std::exception& error) {
-      fail(published.batch, std::string("sending it failed: ") + error.what());
+      fail(next->batch, std::string("sending it failed: ") + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
-    published_.pop_front();
+    expected_.pop_front();
     changed_.notify_all();
   }
 }
 
 void LossBoard::receive_losses() {
-  while (true) {
-    std::int64_t batch;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return closed_ || !expected_.empty(); });
-      if (closed_) {
-        return;
-      }
-      batch = expected_.front().first;
-    }
+  while (std::optional<Next> next = wait_for_next()) {
+    const int sender = last_stages_.back();
     const at::Tensor value = at::empty({1}, at::kDouble);
     try {
-      transfer([&] {
-        std::vector<at::Tensor> tensors{value};
-        return std::vector<Work>{group_->recv(tensors, last_stage_rank_, kLossTag)};
-      });
+      for (const std::optional<BatchLoss>& part : next->parts) {
+        if (part) {
+          send(one_double(part->sum()), {sender}, kPartTag);
+        }
+      }
+      if (!receive(value, sender, kLossTag)) {
+        return;
+      }
     } catch (const std::exception& error) {
-      fail(batch, "receiving it from rank " + std::to_string(last_stage_rank_) +
-                      " failed: " + error.what());
+      fail(next->batch,
+           "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
-    if (closed_) {
-      return;
-    }
     expected_.front().second->value = *value.const_data_ptr<double>();
     expected_.pop_front();
     changed_.notify_all();
   }
+}
+
+void LossBoard::send(const at::Tensor& value, const std::set<int>& ranks, int tag) {
+  transfer([&] {
+    std::vector<Work> works;
+    for (int rank : ranks) {
+      std::vector<at::Tensor> tensors{value};
+      works.push_back(group_->send(tensors, rank, tag));
+    }
+    return works;
+  });
+}
+
+bool LossBoard::receive(const at::Tensor& value, int rank, int tag) {
+  transfer([&] {
+    std::vector<at::Tensor> tensors{value};
+    return std::vector<Work>{group_->recv(tensors, rank, tag)};
+  });
+  const std::lock_guard lock(mutex_);
+  return !closed_;
 }
 
 template <typename Post>
@@ -171,9 +206,9 @@ void LossBoard::fail(std::int64_t batch, const std::string& what) {
 
 bool LossBoard::finish_for(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  const bool there = changed_.wait_for(
-      lock, timeout, [&] { return (expected_.empty() && published_.empty()) || fault_->raised(); });
-  if (there && !(expected_.empty() && published_.empty())) {
+  const bool there =
+      changed_.wait_for(lock, timeout, [&] { return expected_.empty() || fault_->raised(); });
+  if (there && !expected_.empty()) {
     fault_->rethrow_if_raised();
   }
   return there;

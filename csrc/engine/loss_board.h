@@ -33,26 +33,31 @@ struct LossSlot {
 // that a reader can give up (Ctrl-C), the executor never waits for a reader, and the last stage's
 // executor, for which all others wait in the end, does none of it.
 //
-// expect() is called once per batch in batch order; publish() in the last stage's process only.
+// With two pipelines each one's last stage publishes its part of the batch's loss. Pipeline 0's
+// goes to pipeline 1's last stage, which adds its own (losses add up in microbatch order) and sends
+// the loss to all: a chain of two.
+//
+// expect() is called once per batch in batch order; publish() in the last stages' processes only,
+// for each pipeline in batch order.
 class LossBoard {
  public:
-  // Without a group everything happens in one process. `ranks`: of each stage of the replica,
-  // within `group`.
+  // Without a group everything happens in one process. `ranks`: of each stage of the replica, in
+  // the order of the pipelines, within `group`.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-            const std::vector<int>& ranks, int replica, int num_replicas);
+            const std::vector<int>& ranks, int replica, int num_replicas, int num_pipelines = 1);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
 
   std::shared_ptr<LossSlot> expect(std::int64_t batch);
-  void publish(std::int64_t batch, BatchLoss loss);
+  void publish(std::int64_t batch, BatchLoss loss, int pipeline = 0);
 
   bool done(const LossSlot& slot) const;
   // True when the loss is there within `timeout`; throws PipelineError if the pipeline has failed
   // before it arrived.
   bool wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const;
 
-  // True when every expected loss has arrived here and, at the last stage, everywhere else.
+  // True when every expected loss has arrived here and, where it is sent from, everywhere else.
   bool finish_for(std::chrono::milliseconds timeout);
 
   // Ends the thread; losses that have not been published or have not arrived never will.
@@ -60,13 +65,26 @@ class LossBoard {
 
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  struct Published {
+  struct Part {
     std::int64_t batch;
-    std::shared_ptr<LossSlot> slot;
     BatchLoss loss;
   };
+  bool is_here(int pipeline) const {
+    return !group_ || group_->getRank() == last_stages_[pipeline];
+  }
+  // Of the next batch, when the parts that are published here are there; none if closed before.
+  struct Next {
+    std::int64_t batch;
+    std::vector<std::optional<BatchLoss>> parts;  // by pipeline
+  };
+  std::optional<Next> wait_for_next();
+  void deliver(double value);
+
   void send_losses();
   void receive_losses();
+  void send(const at::Tensor& value, const std::set<int>& ranks, int tag);
+  // False if the board was closed meanwhile.
+  bool receive(const at::Tensor& value, int rank, int tag);
   // Posts transfers and waits for them; close() can end the wait.
   template <typename Post>
   void transfer(Post post);
@@ -74,15 +92,16 @@ class LossBoard {
 
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const int last_stage_rank_;
-  const std::string last_stage_;
+  std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
+  std::string last_stage_;
   std::set<int> readers_;  // the replica's other ranks
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  // Not yet here, and not yet everywhere if they are sent from here.
   std::deque<std::pair<std::int64_t, std::shared_ptr<LossSlot>>> expected_;
-  std::deque<Published> published_;  // not yet everywhere
-  std::vector<Work> under_way_;      // what the thread waits for
+  std::vector<std::deque<Part>> published_;  // by pipeline: not yet added
+  std::vector<Work> under_way_;              // what the thread waits for
   bool closed_ = false;
   std::thread thread_;
 };

@@ -9,8 +9,10 @@
 namespace pd2 {
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-             int num_slots, c10::intrusive_ptr<c10d::ProcessGroup> replicas)
-    : versions_(num_slots), replicas_(std::move(replicas)) {
+             int num_slots, c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies)
+    : versions_(num_slots), replicas_(std::move(replicas)), copies_(std::move(copies)) {
+  PD2_ASSERT(!replicas_ || !copies_.sum, "copies in this process have no group");
+  const bool has_flags = replicas_ || copies_.sum;
   PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
   std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -35,7 +37,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
       }
     }
     gradients_.push_back(
-        std::make_unique<GradAccumulator>(layout, std::move(tensor_names), replicas_ != nullptr));
+        std::make_unique<GradAccumulator>(layout, std::move(tensor_names), has_flags));
   }
 }
 
@@ -67,18 +69,20 @@ void Stage::begin_batch() {
 
 std::vector<c10::intrusive_ptr<c10d::Work>> Stage::start_reduction() {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  if (replicas_) {
-    for (auto& gradient : gradients_) {
-      gradient->fill_missing();
-      std::vector<at::Tensor> flat{gradient->flat()};
-      works.push_back(replicas_->allreduce(flat));
-    }
+  if (!replicas_ && !copies_.sum) {
+    return works;
+  }
+  for (std::size_t buffer = 0; buffer < gradients_.size(); ++buffer) {
+    gradients_[buffer]->fill_missing();
+    std::vector<at::Tensor> flat{gradients_[buffer]->flat()};
+    works.push_back(replicas_ ? replicas_->allreduce(flat)
+                              : copies_.sum->add(copies_.copy, buffer, flat.front()));
   }
   return works;
 }
 
 void Stage::finish_reduction() {
-  if (replicas_) {
+  if (replicas_ || copies_.sum) {
     for (auto& gradient : gradients_) {
       gradient->read_flags();
     }

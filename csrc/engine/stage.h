@@ -1,6 +1,7 @@
 // The trainable state of one stage: weight slots, gradients, optimizer state.
 #pragma once
 
+#include "engine/copy_sum.h"
 #include "engine/flat_buffer.h"
 #include "engine/fused_optimizer.h"
 #include "engine/grad_accumulator.h"
@@ -28,10 +29,11 @@ struct StageBytes {
 // Used by the stage's executor thread; by other threads only while that executor is drained.
 class Stage {
  public:
-  // Copies the values of `parameters` (trainable, one device) into every slot. With a `replicas`
-  // group, gradients are summed over it once per batch.
+  // Copies the values of `parameters` (trainable, one device) into every slot. Gradients are summed
+  // once per batch: over the `replicas` group of the processes that hold the stage, or with the
+  // stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_slots,
-        c10::intrusive_ptr<c10d::ProcessGroup> replicas);
+        c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies = {});
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -50,12 +52,17 @@ class Stage {
   const WeightStore& versions() const { return versions_; }
 
   void begin_batch();
-  // Starts one all-reduce per dtype over the replicas, none without replicas. The gradients are
-  // theirs from the time all works have completed and finish_reduction() has been called.
+  // Starts one sum per dtype over replicas and copies, none without any. The gradients are theirs
+  // from the time all works have completed and finish_reduction() has been called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
   void finish_reduction();
+  // Whether the host has to wait for the works, not the device: a thread adds them up.
+  bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
   // Lets go of the connections to the replicas, which ends their waiting for this one.
-  void drop_replicas() { replicas_.reset(); }
+  void drop_replicas() {
+    replicas_.reset();
+    copies_.sum.reset();
+  }
 
   // Fused path. `group_of_parameter` gives each parameter's param_group.
   void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
@@ -88,6 +95,7 @@ class Stage {
   std::vector<std::unique_ptr<FusedOptimizer>> optimizers_;
   WeightStore versions_;
   c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
+  CopySumEnd copies_;
 };
 
 }  // namespace pd2

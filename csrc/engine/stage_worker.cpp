@@ -22,10 +22,10 @@ void StageWorker::set_wiring(int id, Wiring wiring) {
   wirings_[id] = std::move(wiring);
 }
 
-void StageWorker::expect_values(const Run& run) {
+void StageWorker::expect_values(const Run& run, int num_microbatches) {
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
-    for (LayoutId layout : run.layouts) {
-      edge.values->expect(layout);
+    for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
+      edge.values->expect(layout(run, microbatch));
     }
   }
 }
@@ -103,7 +103,7 @@ void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& res
                               InFlight* in_flight) {
   const Wiring& wiring = wirings_.at(run.wiring);
   PD2_ASSERT(result.outbound.size() == wiring.outbound.size(), "a message for each edge");
-  const LayoutId layout = run.layouts[microbatch];
+  const LayoutId layout = this->layout(run, microbatch);
   for (std::size_t e = 0; e < wiring.outbound.size(); ++e) {
     Message& message = result.outbound[e];
     message.requires_grad.clear();
@@ -126,6 +126,7 @@ void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& los
                            InFlight& in_flight) {
   if (microbatch == 0) {
     loss_.rows = run.rows;
+    loss_.first = options_.first_microbatch;
   }
   if (loss.requires_grad()) {
     // The mean over replicas: each adds its gradients with weight 1/w.
@@ -140,7 +141,7 @@ void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& los
 
 void StageWorker::forward(const Run& run, int microbatch) {
   InFlight in_flight;
-  in_flight.layout = run.layouts[microbatch];
+  in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
   in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
   ForwardCall call = receive_values(run, microbatch);
@@ -337,7 +338,7 @@ void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& a
 void StageWorker::wait_for_replicas(c10d::Work& work) {
   // A collective cannot be aborted, so look whether the pipeline has failed meanwhile. On CUDA
   // wait() only orders streams and asking for completion would stop the host.
-  while (!stage_->on_cuda() && !work.isCompleted()) {
+  while (stage_->reduces_on_host() && !work.isCompleted()) {
     if (around_.is_stopped()) {
       throw ChannelAborted();
     }
@@ -365,7 +366,8 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
 
 void StageWorker::log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version,
                       double start, double end) {
-  around_.log({options_.stage, kind, batch, microbatch, version, start, end});
+  around_.log(
+      {options_.stage, kind, batch, options_.first_microbatch + microbatch, version, start, end});
 }
 
 std::int64_t StageWorker::message_buffer_bytes() const {

@@ -65,7 +65,7 @@ using Forward = std::function<ForwardResult(ForwardCall)>;
 struct Run {
   std::int64_t id = 0;
   int wiring = 0;
-  std::vector<LayoutId> layouts;  // by microbatch
+  std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
   // By microbatch, weighs the losses' means; empty if losses are sums.
   std::vector<std::int64_t> rows;
 };
@@ -88,6 +88,8 @@ struct StageWorkerOptions {
   int stage = 0;
   int num_replicas = 1;
   int num_microbatches = 1;
+  // The number in the batch of the stage's first microbatch: with two pipelines each has a part.
+  int first_microbatch = 0;
   int delay = 0;
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
@@ -113,13 +115,14 @@ class StageWorker {
   StageWorker& operator=(const StageWorker&) = delete;
 
   int stage() const { return options_.stage; }
+  int first_microbatch() const { return options_.first_microbatch; }
   // Before the thread begins.
   void set_surroundings(WorkerSurroundings surroundings) { around_ = std::move(surroundings); }
 
   // From the submitting thread, before the first run that uses it.
   void set_wiring(int id, Wiring wiring);
-  // From the submitting thread.
-  void expect_values(const Run& run);
+  // From the submitting thread: values of the run's first `num_microbatches` of this stage.
+  void expect_values(const Run& run, int num_microbatches);
   // From any thread.
   void abort_channels();
   // When the thread has ended: lets go of the channels and the replicas, and so of their
@@ -167,6 +170,9 @@ class StageWorker {
   using Backward =
       std::function<void(torch::autograd::edge_list, const torch::autograd::variable_list&)>;
 
+  LayoutId layout(const Run& run, int microbatch) const {
+    return run.layouts.at(options_.first_microbatch + microbatch);
+  }
   ForwardCall receive_values(const Run& run, int microbatch);
   static void add_sinks(ForwardCall& call, InFlight& in_flight);
   void keep_edges(const ForwardResult& result, InFlight& in_flight);

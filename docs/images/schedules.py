@@ -24,6 +24,8 @@ CASES = (
     ("zero_bubble", 8, 1),
     ("zero_bubble_2p", 8, 1),
     ("interleaved_zero_bubble", 8, 2),
+    ("chimera", 8, 1),
+    ("chimera_doubled", 8, 1),
 )
 
 

@@ -211,16 +211,17 @@ def replicas_average(rank: int, world_size: int, width: int) -> None:
 
 
 def replicas_follow_the_mean(
-    task: Task, by_replica: list[list[Batch]], make: Make, d: int, m: int
+    task: Task, by_replica: list[list[Batch]], make: Make, d: int, m: int, schedule: str = "2bw"
 ) -> None:
     width = len(by_replica)
     model = whole(task.model())
-    oracle = Oracle(model, make(model.parameters()), m, task.loss_fn, delay=1)
+    delay = int(schedule == "2bw")
+    oracle = Oracle(model, make(model.parameters()), m, task.loss_fn, delay)
     want = [oracle.train_replicas(batches) for batches in zip(*by_replica, strict=True)]
     own = torch.distributed.get_rank() // d
     # Initial weights come from replica 0: the others start from something else.
-    pipe = make_pipeline(task, d, m, by_replica[0][0], model=task.model(seed=1 + own), width=width)
-    with pipe:
+    options: Any = {"model": task.model(seed=1 + own), "width": width, "schedule": schedule}
+    with make_pipeline(task, d, m, by_replica[0][0], **options) as pipe:
         assert pipe.replica == own
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
         losses = []

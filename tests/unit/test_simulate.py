@@ -45,6 +45,30 @@ def test_a_flush_idles_d_minus_1_of_m_plus_d_minus_1(name: str) -> None:
     assert simulation.bubbles == pytest.approx([3 / 11] * 4)
 
 
+def test_chimera_idles_d_minus_2_slots_where_backwards_are_as_long_as_forwards() -> None:
+    costs = {"num_stages": 4, "num_microbatches": 8, "forward": 1.0, "backward": 1.0}
+    simulation = pd2.simulate("chimera", **costs)
+    assert simulation.period == 2 * 8 + 4 - 2
+    assert simulation.bubbles == pytest.approx([2 / 18] * 4)
+    assert len(simulation.most_in_flight) == 8  # two copies of four stages
+
+
+def test_microbatches_of_two_pipelines_are_numbered_through_the_batch() -> None:
+    events = pd2.simulate("chimera", num_stages=2, num_microbatches=4, num_batches=1).events
+    done = {(event.stage, event.microbatch) for event in events if event.kind == "B"}
+    first = {(stage, microbatch) for stage in (0, 1) for microbatch in (0, 1)}
+    assert done == first | {(stage, microbatch) for stage in (2, 3) for microbatch in (2, 3)}
+
+
+def test_a_text_of_two_pipelines_has_the_models_sizes() -> None:
+    text = str(pd2.make_schedule("chimera", 4, 8))
+    named = pd2.simulate("chimera", num_stages=4, num_microbatches=8)
+    assert pd2.simulate(text, num_stages=4, num_microbatches=8) == named
+    message = "num_stages: 8, of the given schedule: 4: they must be equal"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pd2.simulate(text, num_stages=8, num_microbatches=8)
+
+
 def test_values_may_be_given_for_each_stage_and_each_edge() -> None:
     simulation = pd2.simulate(
         "gpipe",

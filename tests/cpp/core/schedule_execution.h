@@ -5,6 +5,7 @@
 
 #include "core/schedule.h"
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <string>
@@ -40,10 +41,26 @@ class ScheduleExecution {
     std::vector<long> statistics;        // forwards in order, as BatchNorm sees them
     long num_input_gradients = 0;        // done
     int num_updates = 0;
+    int num_at_update = 0;                // updates that the rank has come to
+    std::map<int, int> gradient_version;  // by batch: the weights that its gradients are of
   };
+
+  // Of two pipelines the second one's stages follow the first one's.
+  bool begins_pipeline(int stage) const {
+    return stage == 0 || (schedule_.num_pipelines == 2 && stage == schedule_.num_stages / 2);
+  }
+  bool ends_pipeline(int stage) const {
+    return stage == schedule_.num_stages - 1 || begins_pipeline(stage + 1);
+  }
+  int other_copy(int stage) const {
+    const int half = schedule_.num_stages / 2;
+    return stage < half ? stage + half : stage - half;
+  }
 
   bool is_well_formed() const {
     const auto d = static_cast<std::size_t>(schedule_.num_stages);
+    if (schedule_.num_pipelines < 1 || schedule_.num_pipelines > 2) return false;
+    if (schedule_.num_stages % schedule_.num_pipelines != 0) return false;
     if (schedule_.num_stages < 1 || schedule_.num_microbatches < 1) return false;
     if (schedule_.placement.size() != d || schedule_.num_versions.size() != d ||
         schedule_.delay.size() != d) {
@@ -89,6 +106,11 @@ class ScheduleExecution {
         if (action.stage < 0 || action.stage >= schedule_.num_stages) return wrong("no stage");
         if (schedule_.placement[action.stage] != static_cast<int>(rank)) return wrong("rank");
         const long microbatch = base[rank].front() + action.microbatch;
+        if (action.kind == ActionKind::kUpdate) {
+          Stage& stage = stages_[action.stage];
+          moved |= stage.num_at_update == stage.num_updates;
+          stage.num_at_update = stage.num_updates + 1;
+        }
         if (!can_run(action)) continue;
         if (!execute(action, microbatch)) return false;
         todo[rank].pop_front();
@@ -116,8 +138,13 @@ class ScheduleExecution {
   // Are the messages there? The wrong message is taken, and found wrong.
   bool can_run(const Action& action) const {
     const Stage& stage = stages_[action.stage];
-    const bool is_last = action.stage == schedule_.num_stages - 1;
-    if (action.kind == ActionKind::kForward) return action.stage == 0 || !stage.inputs.empty();
+    const bool is_last = ends_pipeline(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      return begins_pipeline(action.stage) || !stage.inputs.empty();
+    }
+    if (action.kind == ActionKind::kUpdate && schedule_.num_pipelines == 2) {
+      return stages_[other_copy(action.stage)].num_at_update > stage.num_updates;
+    }
     if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGrad) {
       return is_last || !stage.gradients.empty();
     }
@@ -134,8 +161,8 @@ class ScheduleExecution {
 
   bool execute(const Action& action, long microbatch) {
     Stage& stage = stages_[action.stage];
-    const bool is_first = action.stage == 0;
-    const bool is_last = action.stage == schedule_.num_stages - 1;
+    const bool is_first = begins_pipeline(action.stage);
+    const bool is_last = ends_pipeline(action.stage);
     const ActionKind kind = action.kind;
     if (kind == ActionKind::kForward) {
       if (!is_first) {
@@ -156,6 +183,13 @@ class ScheduleExecution {
         expected.push_back(long{t} * schedule_.num_microbatches + j);
       }
       if (stage.gradient_sum != expected) return wrong("gradient");
+      if (schedule_.num_pipelines == 2) {
+        Stage& other = stages_[other_copy(action.stage)];
+        if (!other.gradient_version.contains(t)) return wrong("no gradient of the other copy");
+        if (other.gradient_version[t] != stage.gradient_version[t]) {
+          return wrong("sum of gradients of two versions");
+        }
+      }
       stage.gradient_sum.clear();
       ++stage.num_updates;
       stage.slots[stage.num_updates % stage.slots.size()] = stage.num_updates;
@@ -178,6 +212,8 @@ class ScheduleExecution {
     if (kind != ActionKind::kInputGrad) {
       if (!activation->second) return wrong("weight gradient before input gradient");
       stage.gradient_sum.push_back(microbatch);
+      const int t = static_cast<int>(microbatch / schedule_.num_microbatches);
+      stage.gradient_version[t] = std::max(t - schedule_.delay[action.stage], 0);
       stage.activations.erase(activation);
     }
     return true;

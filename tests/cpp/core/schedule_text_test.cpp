@@ -67,6 +67,18 @@ TEST(ScheduleText, ComputeOnlyCsvIsASynchronousSchedule) {
   EXPECT_NO_THROW(validate(schedule));
 }
 
+TEST(ScheduleText, OfTwoPipelinesSaysSo) {
+  const Schedule schedule = make_schedule("chimera", 2, 2);
+  EXPECT_EQ(to_text(schedule),
+            "name: chimera\npipelines: 2\nstages: 4\nmicrobatches: 1\ndelay: 0\n"
+            "placement: 0,1,1,0\nversions: 1,1,1,1\n"
+            "[prologue]\n0F0,3F0,3B0,0B0,3U0,0U0\n2F0,1F0,1B0,2B0,1U0,2U0\n"
+            "[steady]\n0F0,3F0,3B0,0B0,3U0,0U0\n2F0,1F0,1B0,2B0,1U0,2U0\n"
+            "[epilogue]\n-\n-\n");
+  EXPECT_EQ(value_error([&] { to_csv(schedule); }),
+            "schedule chimera: pipelines: 2: the CSV holds schedules of one pipeline only");
+}
+
 TEST(ScheduleText, CsvPlacesSeveralStagesOnARank) {
   const Schedule schedule = from_text("0F0,,2F0,,,2B0,,0B0\n,1F0,,3F0,3B0,,1B0,\n");
   EXPECT_EQ(schedule.num_stages, 4);
@@ -119,9 +131,10 @@ TEST(ScheduleText, HeaderErrorsNameLineAndColumn) {
             "line 2, column 9: expected a whole number, found \"two\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "placement: 0,1", "placement: 0, ,1")),
             "line 5, column 14: expected a whole number, found nothing");
-  EXPECT_EQ(text_error(replaced(kTwoStages, "delay", "  dellay")),
-            "line 4, column 3: expected one of name, stages, microbatches, delay, placement, "
-            "versions, found \"dellay\"");
+  EXPECT_EQ(
+      text_error(replaced(kTwoStages, "delay", "  dellay")),
+      "line 4, column 3: expected one of name, pipelines, stages, microbatches, delay, placement, "
+      "versions, found \"dellay\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "delay: 1", "stages: 2")),
             "line 4, column 1: expected each key once, found \"stages\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "delay: 1\n", "")),

@@ -291,9 +291,9 @@ TEST(Simulate, ARecomputedForwardRunsWhileTheGradientIsUnderWay) {
 
 TEST(Simulate, WhatIsInFlightDoesNotDependOnTime) {
   for (const Schedule& schedule : testing::made_schedules(6, 12)) {
-    const int d = schedule.num_stages;
+    const int d = schedule.depth();
     const Simulation simulation = simulate(schedule, equal_stages(d), d + 3);
-    for (int stage = 0; stage < d; ++stage) {
+    for (int stage = 0; stage < schedule.num_stages; ++stage) {
       EXPECT_EQ(simulation.most_in_flight[stage], max_in_flight(schedule, stage)) << schedule.name;
     }
   }
@@ -301,10 +301,87 @@ TEST(Simulate, WhatIsInFlightDoesNotDependOnTime) {
 
 TEST(Simulate, ShortRunsReportTheSamePeriod) {
   for (const Schedule& schedule : testing::made_schedules(5, 10)) {
-    const Costs costs = equal_stages(schedule.num_stages);
+    const Costs costs = equal_stages(schedule.depth());
     const double expected = period(schedule, costs);
     EXPECT_DOUBLE_EQ(simulate(schedule, costs, 1).period, expected) << schedule.name;
     EXPECT_DOUBLE_EQ(simulate(schedule, costs, 30).period, expected) << schedule.name;
+  }
+}
+
+// arXiv 2107.06925, table 2 and section 3.3: with N = m microbatches, D = d and units of D, the
+// critical path has D forwards and 2 D - 2 backwards, hence D - 2 idle slots where F = B (of any
+// number of units: the next one fills all others), and (D - 2) / (3 N / 2 + D - 2) of the time
+// where B = 2 F and N = D.
+TEST(Simulate, ChimerasBubblesAreThePapers) {
+  const auto bubble = [](const Simulation& simulation) {
+    for (const double each : simulation.bubbles) EXPECT_NEAR(each, simulation.bubbles[0], 1e-12);
+    return simulation.bubbles[0];
+  };
+  for (int d = 2; d <= 12; d += 2) {
+    for (int units = 1; units <= 4; ++units) {
+      const double n = units * d;
+      const Schedule schedule = make_schedule("chimera", d, units * d);
+      const Simulation equal = simulate(schedule, equal_stages(d, 1, 0.5, 0.5), 4);
+      EXPECT_DOUBLE_EQ(equal.period, 2 * n + d - 2);
+      EXPECT_NEAR(bubble(equal), (d - 2) / (2 * n + d - 2), 1e-12);
+    }
+    const Simulation longer = simulate(make_schedule("chimera", d, d), equal_stages(d, 1, 1, 1), 4);
+    EXPECT_DOUBLE_EQ(longer.period, d + 2 * (2 * d - 2));
+    EXPECT_NEAR(bubble(longer), (d - 2) / (1.5 * d + d - 2), 1e-12);
+  }
+}
+
+// Section 3.5: where B = 2 F, concatenated units leave bubbles between them; with forwards doubled
+// there are none but a batch's first and last: d - 2 slots as long as a backward, and a quarter of
+// that less, since of two forwards in a slot the first one's output leaves when it is done.
+TEST(Simulate, DoubledForwardsLeaveNoBubblesBetweenUnits) {
+  for (int d = 2; d <= 12; d += 2) {
+    for (int units = 1; units <= 4; ++units) {
+      const int m = units * 2 * d;
+      const Costs costs = equal_stages(d, 1, 1, 1);
+      const double work = 3 * m;
+      const double doubled = simulate(make_schedule("chimera_doubled", d, m), costs, 4).period;
+      const double plain = simulate(make_schedule("chimera", d, m), costs, 4).period;
+      EXPECT_DOUBLE_EQ(doubled, work + 1.5 * (d - 2));
+      EXPECT_GE(plain, doubled) << d << " " << m;
+      if (d > 2) {
+        EXPECT_GT(plain, doubled) << d << " " << m;
+      }
+    }
+  }
+}
+
+// Section 3.2, table 2: from d / 2 + 1 microbatches a rank to d, where 1f1b has from 1 to d; with
+// forwards doubled up to twice as many.
+TEST(Simulate, ChimeraBalancesWhatRanksHaveInFlight) {
+  const auto most_in_flight = [](const std::string& name, int d, int m) {
+    Costs costs = equal_stages(d);
+    for (StageCosts& stage : costs.stages) stage.activation_bytes = 1;
+    return simulate(make_schedule(name, d, m), costs, 4).peak_bytes;
+  };
+  EXPECT_EQ(most_in_flight("chimera", 4, 4), (std::vector<double>{3, 4, 4, 3}));
+  EXPECT_EQ(most_in_flight("chimera", 8, 8), (std::vector<double>{5, 6, 7, 8, 8, 7, 6, 5}));
+}
+
+TEST(Simulate, CopiesUpdateTogether) {
+  Costs costs = equal_stages(2, 1, 0.5, 0.5);
+  for (StageCosts& stage : costs.stages) {
+    stage.all_reduce = 3;
+    stage.update = 1;
+  }
+  // The second pipeline after the first one, so that rank 0 has done its part a second earlier.
+  const Schedule schedule = from_text(
+      "name: one after the other\npipelines: 2\nstages: 4\nmicrobatches: 1\ndelay: 0\n"
+      "placement: 0,1,1,0\nversions: 1,1,1,1\n"
+      "[prologue]\n0F0,0B0,3F0,3B0,3U0,0U0\n1F0,1B0,2F0,2B0,1U0,2U0\n"
+      "[steady]\n0F0,0B0,3F0,3B0,3U0,0U0\n1F0,1B0,2F0,2B0,1U0,2U0\n"
+      "[epilogue]\n-\n-\n");
+  const Simulation simulation = simulate(schedule, costs, 1);
+  EXPECT_EQ(simulation.timeline[0][3].end, 6);
+  EXPECT_EQ(simulation.timeline[1][3].end, 7);
+  for (const auto& actions : simulation.timeline) {
+    EXPECT_EQ(std::pair(actions[4].start, actions[4].end), std::pair(7.0, 11.0));
+    EXPECT_EQ(std::pair(actions[5].start, actions[5].end), std::pair(11.0, 15.0));
   }
 }
 

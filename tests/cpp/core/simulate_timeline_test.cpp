@@ -77,8 +77,7 @@ class TimelineCheck {
       for (std::size_t i = 0; i < simulation_.timeline[rank].size(); ++i) {
         const SimulatedAction& action = simulation_.timeline[rank][i];
         ASSERT_GE(action.start, 0);
-        ASSERT_NEAR(action.end - action.start, work(costs_.stages[action.stage], action.kind),
-                    kRounding);
+        ASSERT_NEAR(action.end - action.start, work(cost_of(action.stage), action.kind), kRounding);
         ASSERT_EQ(schedule_.placement[action.stage], static_cast<int>(rank));
         ASSERT_NEAR(action.start, earliest_start(rank, i), kRounding);
         check_order_within_stage(action);
@@ -86,7 +85,7 @@ class TimelineCheck {
       }
       for (int stage = 0; stage < schedule_.num_stages; ++stage) {
         if (schedule_.placement[stage] != static_cast<int>(rank)) continue;
-        const StageCosts& cost = costs_.stages[stage];
+        const StageCosts& cost = cost_of(stage);
         const double batch = schedule_.num_microbatches * (cost.forward + work(cost, kBackward)) +
                              work(cost, kUpdate);
         expected += kNumBatches * batch;
@@ -111,25 +110,30 @@ class TimelineCheck {
     return {stage, kind, of.batch, of.microbatch};
   }
 
+  const StageCosts& cost_of(int stage) const { return costs_.stages[stage % schedule_.depth()]; }
   bool are_apart(int a, int b) const { return schedule_.placement[a] != schedule_.placement[b]; }
   double transfer(int a, int b) const {
-    const EdgeCosts& edge = costs_.edges[std::min(a, b)];
+    const EdgeCosts& edge = costs_.edges[std::min(a, b) % schedule_.depth()];
     return are_apart(a, b) ? edge.message_bytes / edge.bandwidth : 0;
   }
   double latency(int a, int b) const {
-    return are_apart(a, b) ? costs_.edges[std::min(a, b)].latency : 0;
+    return are_apart(a, b) ? costs_.edges[std::min(a, b) % schedule_.depth()].latency : 0;
   }
+
+  // Of a pipeline: there may be two, one after the other.
+  bool is_begin(int stage) const { return stage == 0 || stage == schedule_.depth(); }
+  bool is_end(int stage) const { return is_begin(stage + 1) || stage + 1 == schedule_.num_stages; }
 
   // The stage that an action's message goes to, or -1.
   int receiver(const SimulatedAction& action) const {
-    if (action.kind == kForward && action.stage + 1 < schedule_.num_stages) return action.stage + 1;
-    if (action.kind == kBackward || action.kind == kInputGrad) return action.stage - 1;
-    return -1;
+    if (action.kind == kForward && !is_end(action.stage)) return action.stage + 1;
+    const bool is_backward = action.kind == kBackward || action.kind == kInputGrad;
+    return is_backward && !is_begin(action.stage) ? action.stage - 1 : -1;
   }
   int sender(const SimulatedAction& action) const {
-    if (action.kind == kForward) return action.stage - 1;
+    if (action.kind == kForward) return is_begin(action.stage) ? -1 : action.stage - 1;
     const bool is_backward = action.kind == kBackward || action.kind == kInputGrad;
-    return is_backward && action.stage + 1 < schedule_.num_stages ? action.stage + 1 : -1;
+    return is_backward && !is_end(action.stage) ? action.stage + 1 : -1;
   }
   static ActionKind message_kind(const SimulatedAction& action) {
     return action.kind == kForward ? kForward : kInputGrad;
@@ -177,6 +181,12 @@ class TimelineCheck {
     if (const int from = sender(action); from >= 0) {
       start = std::max(start, arrival(*when_.at(key(from, message_kind(action), action)).action));
     }
+    if (action.kind == kUpdate && schedule_.num_pipelines == 2) {
+      const int d = schedule_.depth();
+      const int twin = action.stage < d ? action.stage + d : action.stage - d;
+      const Place& others = when_.at(key(twin, kUpdate, action));
+      start = std::max(start, free_after(schedule_.placement[twin], others.index));
+    }
     return start;
   }
 
@@ -207,7 +217,7 @@ class TimelineCheck {
 
   void check_chain_of_one_microbatch() const {
     double chain = work(costs_.stages[0], kUpdate);
-    for (int stage = 0; stage < schedule_.num_stages; ++stage) {
+    for (int stage = 0; stage < schedule_.depth(); ++stage) {
       const StageCosts& cost = costs_.stages[stage];
       chain += cost.forward + cost.input_grad;
       if (stage > 0) chain += 2 * (transfer(stage - 1, stage) + latency(stage - 1, stage));
@@ -229,7 +239,7 @@ TEST(SimulateTimeline, EveryActionBeginsAsSoonAsItsRankAndItsMessageAllow) {
   for (const Schedule& schedule : testing::made_schedules(5, 9)) {
     for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
       SCOPED_TRACE(detail::concat(to_string(sends), "\n", to_text(schedule)));
-      const Costs costs = random_costs(schedule.num_stages, sends, random);
+      const Costs costs = random_costs(schedule.depth(), sends, random);
       Simulation simulation;
       const std::string refusal =
           value_error([&] { simulation = simulate(schedule, costs, kNumBatches); });
@@ -248,7 +258,7 @@ TEST(SimulateTimeline, EveryActionBeginsAsSoonAsItsRankAndItsMessageAllow) {
 TEST(SimulateTimeline, ThePeriodIsThatOfALongRun) {
   std::mt19937 random(2);
   for (const Schedule& schedule : testing::made_schedules(5, 9)) {
-    const Costs costs = random_costs(schedule.num_stages, Sends::kAsynchronous, random);
+    const Costs costs = random_costs(schedule.depth(), Sends::kAsynchronous, random);
     const double expected = simulate(schedule, costs, 300).period;
     EXPECT_NEAR(simulate(schedule, costs, 1).period, expected, 0.01 * expected) << schedule.name;
   }

@@ -250,6 +250,46 @@ TEST(Validate, ADeadlockShowsEachStuckRanksAction) {
                  ">1F1<", ">2F1<"}));
 }
 
+TEST(Validate, CopiesThatUpdateInTwoOrdersDeadlock) {
+  Schedule schedule = make_schedule("chimera", 2, 2);
+  std::vector<Action>& list = schedule.ranks[1].steady;
+  std::swap(list[4], list[5]);
+  EXPECT_EQ(refusal(schedule),
+            "schedule chimera: deadlock: expected every rank to finish, found 2 of 2 waiting for "
+            "each other:\n"
+            "  rank 0 waits in 3U0 (steady, batch 1) for stage 1\n"
+            "  rank 1 waits in 2U0 (steady, batch 1) for stage 0\n"
+            "prologue:\n"
+            "  rank 0 | 0F0  3F0  3B0  0B0  3U0  0U0\n"
+            "  rank 1 | 2F0  1F0  1B0  2B0  1U0  2U0\n"
+            "steady:\n"
+            "  rank 0 | 0F0  3F0  3B0  0B0 >3U0< 0U0\n"
+            "  rank 1 | 2F0  1F0  1B0  2B0 >2U0< 1U0\n"
+            "epilogue:\n"
+            "  rank 0 |\n"
+            "  rank 1 |\n");
+}
+
+TEST(Validate, CopiesAreOnTwoRanksAndOfOneDelay) {
+  Schedule schedule = make_schedule("chimera", 2, 2);
+  schedule.placement = {0, 1, 0, 1};
+  EXPECT_EQ(refusal(schedule),
+            "schedule chimera: the two copies of a stage are on two ranks: expected stages 0 and 2 "
+            "on different ranks, found both on rank 0");
+  schedule = make_schedule("chimera", 2, 2);
+  schedule.delay = {0, 0, 0, 1};
+  EXPECT_EQ(refusal(schedule),
+            "schedule chimera: the two copies of a stage have one delay: expected 0 of stage 3 as "
+            "of stage 1, found 1");
+  schedule.num_pipelines = 3;
+  EXPECT_EQ(refusal(schedule), "schedule chimera: num_pipelines: expected 1 or 2, found 3");
+  schedule.num_pipelines = 2;
+  schedule.num_stages = 3;
+  EXPECT_EQ(refusal(schedule),
+            "schedule chimera: every pipeline has all stages: expected num_stages to be a multiple "
+            "of 2, found 3");
+}
+
 TEST(Validate, ADrainAfterTheFirstBatchMayDeadlockWhereLongerRunsDoNot) {
   // Rank 0 waits for its first gradient before its second forward, which rank 1's epilogue wants
   // first, and only its epilogue.

@@ -35,6 +35,18 @@ TEST(ExecutorTest, EveryScheduleFollowsTheVersionRule) {
   }
 }
 
+TEST(ExecutorTest, TwoPipelinesTrainOneModel) {
+  for (const char* name : {"chimera", "chimera_doubled"}) {
+    for (const int d : {2, 4}) {
+      for (const int m : {2, d, 3 * d}) {
+        SCOPED_TRACE(name + (" d=" + std::to_string(d)) + " m=" + std::to_string(m));
+        expect_trajectory(make_schedule(name, d, m), {});
+        expect_trajectory(make_schedule(name, d, m), {.before_step = 0b0110100});
+      }
+    }
+  }
+}
+
 TEST(ExecutorTest, DrainingAnywhereChangesNothing) {
   for (const testing::Drains drains :
        {testing::Drains{.before_step = 0b1010101}, testing::Drains{.after_step = 0b0110100},

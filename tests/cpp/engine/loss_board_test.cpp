@@ -32,6 +32,22 @@ TEST(BatchLoss, TheSeedHasTheWeightOfItsMicrobatch) {
   EXPECT_EQ(loss.weighted(number(1), 1).item<double>(), 0.25);
 }
 
+TEST(BatchLoss, TheSecondPipelinesPartGoesOnWhereTheFirstOnesEnds) {
+  const BatchLoss first{{3, 2, 2, 1}, {number(8), number(16)}};
+  const BatchLoss second{{3, 2, 2, 1}, {number(4), number(8)}, 2};
+  EXPECT_EQ(second.weighted(number(8), 1).item<double>(), 1);
+  EXPECT_EQ(second.sum(first.sum()).item<double>(), 3 + 4 + 1 + 1);
+}
+
+TEST(BatchLoss, PartsAddUpInMicrobatchOrder) {
+  // 1 would vanish if the second part were added up first.
+  const at::Tensor big = at::full({}, 1e8, at::kFloat), one = at::full({}, 1, at::kFloat);
+  const BatchLoss first{{}, {big}}, second{{}, {-big, one}, 1};
+  const at::Tensor first_as_sent = first.sum().to(at::kDouble).reshape({1});
+  EXPECT_EQ(second.sum(first_as_sent).item<double>(), 1);
+  EXPECT_EQ((first.sum() + second.sum()).item<double>(), 0);
+}
+
 struct LossBoardTest : testing::Test {
   std::shared_ptr<Fault> fault = std::make_shared<Fault>();
   LossBoard board{fault, nullptr, {0, 0}, 0, 1};
@@ -52,6 +68,27 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
   EXPECT_TRUE(board.done(*first));
   EXPECT_EQ(*first->value, 3);
   EXPECT_EQ(*second->value, 4);
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+}
+
+TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board(fault, nullptr, {0, 0, 0, 0}, 0, 1, 2);
+  const auto first = board.expect(0), second = board.expect(1);
+  const auto publish = [&](std::int64_t batch, double value, int pipeline) {
+    const auto from = static_cast<std::size_t>(pipeline);
+    board.publish(batch, BatchLoss{{1, 1}, {number(value)}, from}, pipeline);
+  };
+  publish(0, 1, 1);
+  publish(1, 10, 1);  // a batch ahead of the other
+  EXPECT_FALSE(board.wait_for(*first, milliseconds(50)));
+  publish(0, 2, 0);
+  ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
+  EXPECT_EQ(*first->value, 1.5);
+  EXPECT_FALSE(board.done(*second));
+  publish(1, 20, 0);
+  ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
+  EXPECT_EQ(*second->value, 15);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 

@@ -13,7 +13,9 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -22,23 +24,28 @@ namespace pd2::testing {
 using namespace std::chrono_literals;
 
 // A pipeline of stages that multiply by one scalar weight, without Python. Microbatch j of batch t
-// enters as (t + 1) * (j + 1); the loss is the product over m.
+// enters as (t + 1) * (j + 1); the loss is the product over m. Of two pipelines the second one has
+// the second half of the microbatches, and copies of the weights.
 class ScalarPipeline {
  public:
   ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
       : schedule_(schedule), fault_(std::make_shared<Fault>()) {
-    const int d = schedule.num_stages;
+    const int d = schedule.depth();
+    std::vector<std::shared_ptr<CopySum>> sums(d);
+    for (auto& sum : sums) {
+      sum = schedule.num_pipelines > 1 ? std::make_shared<CopySum>() : nullptr;
+    }
     std::vector<std::vector<std::unique_ptr<StageWorker>>> workers(schedule.ranks.size());
     std::vector<std::shared_ptr<LocalChannel>> down, up;
-    for (int i = 0; i + 1 < d; ++i) {
+    for (int i = 0; i + 1 < schedule.num_stages; ++i) {
       down.push_back(std::make_shared<LocalChannel>(at::kCPU));
       up.push_back(std::make_shared<LocalChannel>(at::kCPU));
     }
-    for (int i = 0; i < d; ++i) {
-      const at::Tensor initial = at::full({1}, weights[i], at::kDouble);
-      auto stage =
-          std::make_shared<Stage>(std::vector<at::Tensor>{initial}, std::vector<std::string>{"w"},
-                                  schedule.num_versions[i], nullptr);
+    for (int i = 0; i < schedule.num_stages; ++i) {
+      const at::Tensor initial = at::full({1}, weights[i % d], at::kDouble);
+      auto stage = std::make_shared<Stage>(std::vector<at::Tensor>{initial},
+                                           std::vector<std::string>{"w"}, schedule.num_versions[i],
+                                           nullptr, CopySumEnd{sums[i % d], schedule.pipeline(i)});
       stage->set_optimizer(OptimizerKind::kSgd, {0});
       std::vector<at::Tensor> slots;
       for (int slot = 0; slot < schedule.num_versions[i]; ++slot) {
@@ -49,18 +56,18 @@ class ScalarPipeline {
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
       options.delay = schedule.delay[i];
-      options.forward = [this, slots, i, d](ForwardCall call) {
-        return forward(slots, i, d, call);
-      };
-      options.on_loss = [this](std::int64_t, BatchLoss loss) {
-        losses.push_back(loss.sum().item<double>());
+      options.first_microbatch = schedule.number_in_batch(i, 0);
+      options.forward = [this, slots, i](ForwardCall call) { return forward(slots, i, call); };
+      options.on_loss = [this](std::int64_t batch, BatchLoss loss) {
+        const std::lock_guard lock(losses_mutex_);
+        losses[batch] += loss.sum().item<double>();
       };
       auto worker = std::make_unique<StageWorker>(std::move(options), stage);
       Wiring wiring;
-      if (i > 0) {
+      if (!schedule.is_first(i)) {
         wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
       }
-      if (i + 1 < d) {
+      if (!schedule.is_last(i)) {
         wiring.outbound.push_back({i + 1, down[i], up[i]});
       }
       worker->set_wiring(0, std::move(wiring));
@@ -71,6 +78,8 @@ class ScalarPipeline {
       ExecutorOptions options;
       options.rank = static_cast<int>(rank);
       options.num_microbatches = schedule.num_microbatches;
+      options.num_pipelines = schedule.num_pipelines;
+      options.depth = d;
       options.actions = schedule.ranks[rank];
       options.describe = [](std::exception_ptr error) -> std::string {
         try {
@@ -92,7 +101,7 @@ class ScalarPipeline {
       wait_for(tickets_.front());
       tickets_.pop_front();
     }
-    const std::vector<LayoutId> layouts(schedule_.num_microbatches, 0);
+    const std::vector<LayoutId> layouts(schedule_.total_microbatches(), 0);
     tickets_.emplace_back();
     for (auto& executor : executors) {
       tickets_.back().push_back(executor->submit_batch({batch, 0, layouts, {}}));
@@ -126,8 +135,8 @@ class ScalarPipeline {
 
   std::vector<std::shared_ptr<Stage>> stages;
   std::vector<std::unique_ptr<Executor>> executors;
-  std::vector<double> losses;
-  std::int64_t fail_at = -1;  // batch whose microbatch 1 fails on stage 1
+  std::map<std::int64_t, double> losses;  // by batch
+  std::int64_t fail_at = -1;              // batch whose microbatch 1 fails on stage 1
 
  private:
   void wait_for(const std::vector<Executor::Ticket>& tickets) {
@@ -138,16 +147,17 @@ class ScalarPipeline {
     }
   }
 
-  ForwardResult forward(const std::vector<at::Tensor>& slots, int stage, int d, ForwardCall& call) {
+  ForwardResult forward(const std::vector<at::Tensor>& slots, int stage, ForwardCall& call) {
     PD2_CHECK(!(call.run == fail_at && call.microbatch == 1 && stage == 1), "on purpose");
-    const double entering = static_cast<double>((call.run + 1) * (call.microbatch + 1));
-    const at::Tensor input =
-        stage == 0 ? at::full({1}, entering, at::kDouble) : call.inbound[0].tensors[0];
+    const int number = schedule_.number_in_batch(stage, call.microbatch);
+    const double entering = static_cast<double>((call.run + 1) * (number + 1));
+    const at::Tensor input = schedule_.is_first(stage) ? at::full({1}, entering, at::kDouble)
+                                                       : call.inbound[0].tensors[0];
     const at::Tensor output = input * slots[call.slot];
     ForwardResult result;
     result.bytes_kept = 8;
-    if (stage == d - 1) {
-      result.loss = (output / schedule_.num_microbatches).sum();
+    if (schedule_.is_last(stage)) {
+      result.loss = (output / schedule_.total_microbatches()).sum();
     } else {
       Message message;
       message.tensors = {output};
@@ -158,6 +168,7 @@ class ScalarPipeline {
 
   const Schedule schedule_;
   std::shared_ptr<Fault> fault_;
+  std::mutex losses_mutex_;
   std::deque<std::vector<Executor::Ticket>> tickets_;  // of the batches since the drain, by rank
 };
 
@@ -170,7 +181,7 @@ struct Drains {
 // The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
 // every stage has its delay.
 inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_batches = 7) {
-  const int d = schedule.num_stages, m = schedule.num_microbatches;
+  const int d = schedule.depth(), m = schedule.total_microbatches();
   std::vector<double> initial;
   for (int i = 0; i < d; ++i) {
     initial.push_back(1 + 0.25 * i);
@@ -212,8 +223,9 @@ inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_b
   }
   const bool is_filled = drains.before_step == 0 && drains.after_step == 0 &&
                          num_batches >= most_batches_behind(schedule) + 2;
-  for (int i = 0; i < d; ++i) {
-    const double weight = versions.back()[i];
+  for (int i = 0; i < schedule.num_stages; ++i) {
+    const double weight = versions.back()[i % d];
+    EXPECT_EQ(pipeline.newest(i), pipeline.newest(schedule.twin(i).value_or(i)));
     EXPECT_NEAR(pipeline.newest(i), weight, 1e-9 * std::abs(weight)) << "stage " << i;
     EXPECT_LE(pipeline.stages[i]->versions().most_live_versions(), schedule.num_versions[i]);
     const StageWorker& worker = pipeline.executors[schedule.placement[i]]->worker(i);
