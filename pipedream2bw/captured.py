@@ -87,12 +87,12 @@ def first_layers(captured: Captured) -> dict[str, int]:
 
 
 def blocks_of_layers(
-    captured: Captured, root: nn.Module, names: Sequence[str]
+    captured: Captured, root: nn.Module, names: Sequence[str], *, training: bool
 ) -> dict[fx.Node, str]:
     """The layers that are in the named modules, and in which; of nested ones the outermost.
 
     Raises:
-        ValueError: there is no such module, or no layer that can be told to be in it.
+        ValueError: there is no such module, or in training no layer that can be told to be in it.
     """
     known = {name for name, _ in root.named_modules(remove_duplicate=False)}
     for name in names:
@@ -106,7 +106,7 @@ def blocks_of_layers(
                 blocks[node] = name
                 break
     found = set(blocks.values())
-    for name in names:
+    for name in names if training else ():
         if not any(name == block or name.startswith(f"{block}.") for block in found):
             raise ValueError(
                 f"recompute: no layer of the captured model is in {name!r}: it computes nothing, "

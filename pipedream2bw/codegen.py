@@ -77,7 +77,7 @@ class _Writer:
     ) -> None:
         self._attribute_of = attribute_of
         self._block_of = block_of
-        self._attributes: dict[tuple[str, str], str] = {}
+        self._attributes: dict[tuple[str, str, Any], str] = {}
         self._attribute_list: list[Attribute] = []
         self._globals: dict[str, Any] = {}
         self._global_names: dict[int, str] = {}
@@ -142,8 +142,9 @@ class _Writer:
         dead = [name for node in nodes for name in last_use.get(node, ())]
         given = [self._variable(node.name) for node in nodes if node.name not in dead]
         arguments = [self._variable(name) for name in used]
-        runner = self._add_attribute(Attribute("block", block))
-        function = f"block{next(self._num_blocks)}"
+        number = next(self._num_blocks)
+        runner = self._add_attribute(Attribute("block", block, number))
+        function = f"block{number}"
         # The caller holds the arguments: what dies inside is what was made inside.
         own = {node: [name for name in last_use.get(node, ()) if name in inside] for node in nodes}
         yield f"def {function}({', '.join(arguments)}):"
@@ -246,7 +247,9 @@ class _Writer:
         )
 
     def _add_attribute(self, attribute: Attribute) -> str:
-        key = (attribute.kind, attribute.target)
+        # Each part of a block has a runner of its own.
+        part = attribute.value if attribute.kind == "block" else None
+        key = (attribute.kind, attribute.target, part)
         if key not in self._attributes:
             label = "".join(char if char.isalnum() else "_" for char in attribute.target)
             self._attributes[key] = f"a{len(self._attributes)}_{label}"

@@ -76,7 +76,7 @@ class Modes:
             boundaries = choose_boundaries(captured, self._num_stages, self._split)
         leaves = [captured.layout.tensors[position] for position in captured.input_positions]
         whole = [any(key in self._replicated for key in leaf.keys) for leaf in leaves]
-        blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks)
+        blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks, training=training)
         programs = split_into_stages(captured, boundaries, blocks)
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode

@@ -216,6 +216,7 @@ class PipelineModule(nn.Module):
             self._fault,
             loss_fn,
             self._recompute,
+            bool(blocks),
             timeout,
         )
         self._losses_are_means = loss_reduction == "mean"
@@ -603,6 +604,7 @@ class PipelineModule(nn.Module):
         _open_pipelines.discard(self)
         for stage in self._stages:
             stage.state.remove_guards()
+            stage.runner.forget()
         self._stages.end()
 
     # ------------------------------------------------------------------ parts of the above

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from . import _C
 from .saved_bytes import count_as_saved
@@ -30,89 +30,124 @@ class Replayer:
     """Makes forwards of one layout repeatable.
 
     The first one tells which inputs and buffers they write to. Only those are copied for the later
-    ones.
+    ones, which may write to no others.
 
     Args:
         device: of the stage.
-        buffer_places: of the buffers that the forwards may use.
+        buffer_places: of the buffers that the forwards may use; a buffer may be None.
     """
 
     def __init__(self, device: torch.device, buffer_places: BufferPlaces) -> None:
         self._generator = None if device.type == "cpu" else _Generator(device)
         self._buffer_places = buffer_places
         self._written_inputs: list[int] | None = None  # None: nothing is known yet
-        self._written_buffers: list[int] = []
+        self._written_buffers: set[tuple[int, str]] = set()
 
     @property
     def writes_to_inputs(self) -> bool:
         """Whether the forwards so far did."""
         return bool(self._written_inputs)
 
+    @property
+    def draws_on_a_device(self) -> bool:
+        """Whether random numbers come from a device's generator, too."""
+        return self._generator is not None
+
     @contextlib.contextmanager
-    def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[Replay]:
-        """Around a first forward on ``inputs``; gives what the second one needs."""
-        places = self._buffer_places()
+    def first(self, inputs: Sequence[torch.Tensor], *, keep_inputs: bool) -> Iterator[Replay]:
+        """Around a first forward on ``inputs``; gives what the second one needs.
+
+        Raises:
+            RuntimeError: the forward has written to what earlier ones did not write to.
+        """
+        places = list(self._buffer_places())
         buffers = [holder[leaf] for holder, leaf in places]
-        is_known = self._written_inputs is not None
-        input_indices = self._written_inputs if is_known else range(len(inputs))
-        buffer_indices = self._written_buffers if is_known else range(len(buffers))
-        assert input_indices is not None
-        replay = Replay(list(inputs), self._generator)
-        for index in input_indices:
-            replay.inputs[index] = _copy(inputs[index])
-        replay.buffers = [(*places[i], _copy(buffers[i])) for i in buffer_indices]
-        counts = [tensor._version for tensor in (*inputs, *buffers)]
+        known = self._written_inputs
+        replay = Replay(self._generator)
+        if keep_inputs:
+            replay.inputs = [
+                _copy(tensor) if known is None or index in known else tensor
+                for index, tensor in enumerate(inputs)
+            ]
+        replay.buffers = [
+            (holder, leaf, _copy(buffer))
+            for (holder, leaf), buffer in zip(places, buffers, strict=True)
+            if known is None or (id(holder), leaf) in self._written_buffers
+        ]
+        counts = [_version(tensor) for tensor in (*inputs, *buffers)]
         with _drawing if self._generator else contextlib.nullcontext():
             if self._generator:
                 replay.drawn_from = self._generator.state()
             yield replay
             if self._generator:
                 replay.drawn_to = self._generator.state()
-        if is_known:
-            return
-        changed = [t._version != n for t, n in zip((*inputs, *buffers), counts, strict=True)]
-        self._written_inputs = [i for i in range(len(inputs)) if changed[i]]
+        after = [_version(tensor) for tensor in (*inputs, *(h[leaf] for h, leaf in places))]
+        changed = [was != now for was, now in zip(counts, after, strict=True)]
+        written_inputs = [i for i in range(len(inputs)) if changed[i]]
         # BatchNorm's operator writes without counting; and a module's buffers change together.
+        copies = {(id(holder), leaf): copied for holder, leaf, copied in replay.buffers}
         writers = {
             id(holder)
-            for (holder, leaf, copied), buffer, is_changed in zip(
-                replay.buffers, buffers, changed[len(inputs) :], strict=True
-            )
-            if is_changed or holder[leaf] is not buffer or not torch.equal(buffer, copied)
+            for (holder, leaf), is_changed in zip(places, changed[len(inputs) :], strict=True)
+            if is_changed or (known is None and not _equal(holder[leaf], copies[id(holder), leaf]))
         }
-        self._written_buffers = [i for i, (holder, _) in enumerate(places) if id(holder) in writers]
-        replay.inputs = [
-            replay.inputs[i] if i in self._written_inputs else tensor
-            for i, tensor in enumerate(inputs)
-        ]
-        replay.buffers = [replay.buffers[i] for i in self._written_buffers]
+        if known is None:
+            self._written_inputs = written_inputs
+            self._written_buffers = {(id(h), leaf) for h, leaf in places if id(h) in writers}
+            if keep_inputs:
+                replay.inputs = [
+                    copied if i in written_inputs else tensor
+                    for i, (copied, tensor) in enumerate(zip(replay.inputs, inputs, strict=True))
+                ]
+            replay.buffers = [place for place in replay.buffers if id(place[0]) in writers]
+        elif not set(written_inputs) <= set(known) or not writers <= {
+            holder for holder, _ in self._written_buffers
+        }:
+            names = [leaf for holder, leaf in places if id(holder) in writers]
+            raise RuntimeError(
+                f"recompute: a forward wrote to inputs {written_inputs} and buffers {names}, the "
+                f"first microbatch's to inputs {known} and {len(self._written_buffers)} buffers: "
+                "what is run again has to write to the same ones in every microbatch"
+            )
+        replay.remember_versions()
 
 
 class Replay:
     """What one forward read that will not be there any more when it is run again."""
 
-    def __init__(self, inputs: list[torch.Tensor], generator: _Generator | None) -> None:
-        self.inputs = inputs
-        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    def __init__(self, generator: _Generator | None) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self._versions: list[Any] = []
         self._generator = generator
         self.drawn_from: torch.Tensor | None = None  # states of a device's generator
         self.drawn_to: torch.Tensor | None = None
 
     def nbytes(self) -> int:
         """Bytes held for the second forward, the inputs apart."""
-        return sum(copied.nbytes for _, _, copied in self.buffers)
+        return sum(copied.nbytes for _, _, copied in self.buffers if copied is not None)
+
+    def remember_versions(self) -> None:
+        """From now on nobody may write to the inputs."""
+        self._versions = [_version(tensor) for tensor in self.inputs]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Around the second forward, which uses ``inputs``. Leaves everything as it was.
 
         Raises:
-            RuntimeError: another thread drew from the device's generator during the forwards.
+            RuntimeError: somebody wrote to the inputs since the first forward, or drew from the
+                device's generator meanwhile.
         """
+        if self._versions != [_version(tensor) for tensor in self.inputs]:
+            raise RuntimeError(
+                "recompute: an input was written to before its forward was run again: a batch's "
+                "tensors are read until its backward is done"
+            )
         now = [holder[leaf] for holder, leaf, _ in self.buffers]
         try:
             for holder, leaf, copied in self.buffers:
-                holder[leaf] = copied
+                holder[leaf] = _copy(copied)  # it may be run a third time
             with contextlib.nullcontext() if self._generator is None else self._drawn_again():
                 yield
         finally:
@@ -138,6 +173,17 @@ class Replay:
                 "numbers from the device's default generator meanwhile; give what runs beside the "
                 "pipeline a torch.Generator of its own"
             )
+
+
+def _version(tensor: torch.Tensor | None) -> Any:
+    """Changes when the tensor is written to, or another takes its place."""
+    return None if tensor is None else (id(tensor), tensor._version)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 class _Generator:
@@ -166,12 +212,7 @@ class Block:
         modules = list(root.get_submodule(name).modules())
         self._replayer = Replayer(
             device,
-            lambda: [
-                (module._buffers, leaf)
-                for module in modules
-                for leaf, buffer in module._buffers.items()
-                if buffer is not None
-            ],
+            lambda: [(module._buffers, leaf) for module in modules for leaf in module._buffers],
         )
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -185,14 +226,16 @@ class Block:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         for tensor in tensors:
             count_as_saved(tensor)
-        passes = _Passes(self._replayer, tensors)
-        outputs = checkpoint(
-            function,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (passes.first(), _EachTime(passes.again)),
-        )
+        passes = _Passes(self._replayer)
+        # Ending the second forward early would leave out the look at a device's generator.
+        with set_checkpoint_early_stop(not self._replayer.draws_on_a_device):
+            outputs = checkpoint(
+                function,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (passes.first(tensors), _EachTime(passes.again)),
+            )
         if self._replayer.writes_to_inputs:
             raise ValueError(
                 f"recompute: block {self._name} writes to its inputs in place: it cannot be run "
@@ -204,18 +247,19 @@ class Block:
 class _Passes:
     """Around both forwards of one call of a block."""
 
-    def __init__(self, replayer: Replayer, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
-        self._inputs = inputs
-        self._seed = _C.draw_seed()
+        self._seed = _C.next_seed()
         self._replay: Replay | None = None
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        with _C.PrivateGenerator(self._seed), self._replayer.first(self._inputs) as replay:
+    def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        with (
+            _C.PrivateGenerator(self._seed),
+            self._replayer.first(inputs, keep_inputs=False) as replay,  # the checkpoint does
+        ):
             yield
         self._replay = replay
-        replay.inputs = []
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -239,5 +283,5 @@ class _EachTime:
         return self._entered.pop().__exit__(*exception)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+def _copy(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().clone()

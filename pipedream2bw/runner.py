@@ -7,10 +7,11 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .codegen import StageFunction
@@ -99,6 +100,7 @@ class StageRunner:
         device: the stage's.
         state_pointers: storages of weights and buffers, which are no activations.
         buffer_places: where the stage's buffers are.
+        frozen: the stage's frozen parameters.
         recompute: a forward of a batch is called again before its backward.
     """
 
@@ -110,6 +112,7 @@ class StageRunner:
         device: torch.device,
         state_pointers: Callable[[], set[int]],
         buffer_places: BufferPlaces,
+        frozen: Sequence[torch.Tensor],
         *,
         recompute: bool,
     ) -> None:
@@ -118,7 +121,10 @@ class StageRunner:
         self._loss_fn = loss_fn
         self._device = device
         self._state_pointers = state_pointers
-        self._buffer_places = buffer_places
+        losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
+        loss_places = [(module._buffers, leaf) for module in losses for leaf in module._buffers]
+        self._buffer_places = lambda: [*buffer_places(), *loss_places]
+        self._frozen = frozen
         self.recompute = recompute
         self._bytes_kept: dict[int, int] = {}  # by layout
         self._replayers: dict[int, Replayer] = {}  # by layout
@@ -166,7 +172,9 @@ class StageRunner:
             if self.recompute:
                 if layout not in self._replayers:
                     self._replayers[layout] = Replayer(self._device, self._buffer_places)
-                replay = around.enter_context(self._replayers[layout].first(given.tensors()))
+                replayer = self._replayers[layout]
+                replay = around.enter_context(replayer.first(given.tensors(), keep_inputs=True))
+                around.enter_context(self._frozen_stay())
             saved = None
             if layout not in self._bytes_kept:
                 # The first microbatch of a layout tells how much every one of them keeps. Views of
@@ -184,6 +192,21 @@ class StageRunner:
             self._replays[run, microbatch] = (inputs.bound, replay, given)
             return *result, replay.nbytes()
         return *result, self._bytes_kept[layout]
+
+    @contextlib.contextmanager
+    def _frozen_stay(self) -> Iterator[None]:
+        before = [parameter._version for parameter in self._frozen]
+        yield
+        if before != [parameter._version for parameter in self._frozen]:
+            raise RuntimeError(
+                "recompute: the forward writes to a frozen parameter, which would change twice: "
+                "make it a buffer"
+            )
+
+    def forget(self) -> None:
+        """Drops what was kept for microbatches that will not be finished."""
+        self.runs.clear()
+        self._replays.clear()
 
     def _forward_again(
         self, run: int, microbatch: int, slot: int, inbound: list[Structured]

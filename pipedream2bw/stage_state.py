@@ -136,6 +136,13 @@ class StageState:
                 places.append((holder, leaf))
         return places
 
+    def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
+        """The same of all buffers, None ones too, of the modules of which the stage has a part."""
+        names = (*self.trainable, *self.frozen, *self.buffer_names)
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        modules = [self._root.get_submodule(owner) for owner in owners]
+        return [(module._buffers, leaf) for module in modules for leaf in module._buffers]
+
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""
         return [program.bind(clone, self.device) for clone in self.clones]

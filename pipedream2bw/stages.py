@@ -51,6 +51,7 @@ class LocalStages:
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         recompute: Sequence[bool],
+        recomputes_blocks: bool,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -98,7 +99,8 @@ class LocalStages:
                 loss_fn,
                 state.device,
                 state.storage_pointers,
-                state.buffer_places,
+                state.replayed_places,
+                list(state.frozen.values()),
                 recompute=recompute[state.index % d],
             )
             for state in states
@@ -107,7 +109,7 @@ class LocalStages:
         self._stages: list[LocalStage] = []
         self._executors: list[_C.Executor] = []
         self._in_update_order: list[LocalStage] = []
-        seed = _C.draw_seed()
+        seed = _C.draw_seed() if any(recompute) or recomputes_blocks else 0
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             executor = _C.Executor(
@@ -124,6 +126,7 @@ class LocalStages:
                         state_of[stage].engine,
                         runners[stage].forward_while_alive(),
                         recompute[stage % d],
+                        recomputes_blocks,
                     )
                     for stage in grid.stages_of(rank)
                 ],

@@ -288,6 +288,7 @@ void bind_channels(py::module_& module) {
 
 void bind_generator(py::module_& module) {
   module.def("draw_seed", &draw_seed);
+  module.def("next_seed", &next_seed);
   struct Entered {
     std::optional<std::uint64_t> seed;
     std::optional<PrivateGenerator> generator;
@@ -346,16 +347,17 @@ void bind_executor(py::module_& module) {
       .def(py::init(
                [](const Schedule& schedule, int rank, int replica, int num_replicas,
                   int num_threads, std::uint64_t seed,
-                  std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool>> stages,
+                  std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>> stages,
                   std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
                  std::vector<std::unique_ptr<StageWorker>> workers;
-                 for (auto& [stage, state, forward, recompute] : stages) {
+                 for (auto& [stage, state, forward, recompute, recomputes_blocks] : stages) {
                    StageWorkerOptions options;
                    options.stage = stage;
                    options.num_replicas = num_replicas;
                    options.num_microbatches = schedule.num_microbatches;
                    options.delay = schedule.delay.at(stage);
                    options.recompute = recompute;
+                   options.recomputes_blocks = recomputes_blocks;
                    options.seed = mix_seed(seed, replica);
                    options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
                      return call_forward(*held, std::move(call));

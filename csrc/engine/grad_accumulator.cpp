@@ -57,13 +57,21 @@ void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {
   at::Tensor& gradient = variable.mutable_grad();
   PD2_CHECK(!gradient.is_sparse(), "parameter ", names_[parameter],
             ": gradients must be dense, got a sparse one (use sparse=False)");
+  if (held_) {
+    held_->push_back({this, parameter, gradient});
+  } else {
+    add(parameter, gradient);
+  }
+  gradient.reset();
+}
+
+void GradAccumulator::add(std::size_t parameter, const at::Tensor& gradient) {
   if (has_gradient_[parameter]) {
     views_[parameter].add_(gradient);
   } else {
     views_[parameter].copy_(gradient);
     has_gradient_[parameter] = true;
   }
-  gradient.reset();
 }
 
 at::Tensor GradAccumulator::gradients() const { return flat_.narrow(0, 0, layout_.numel()); }

@@ -12,6 +12,15 @@
 
 namespace pd2 {
 
+class GradAccumulator;
+
+// A gradient that is to be added later.
+struct HeldGradient {
+  GradAccumulator* accumulator = nullptr;
+  std::size_t parameter = 0;
+  at::Tensor gradient;
+};
+
 // Takes every gradient out of autograd by a post-accumulate hook as soon as it exists: the batch's
 // first microbatch writes it into the flat buffer, the later ones add, so the buffer is never
 // zero-filled and no `.grad` outlives the hook. Microbatches add up in the order of their
@@ -29,6 +38,10 @@ class GradAccumulator {
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
   // Whether the autograd node is the one through which a hooked parameter gets its gradient.
   static bool takes_from(const torch::autograd::Node& node);
+
+  // From now on gradients are put there in place of being added; null: no longer.
+  void hold(std::vector<HeldGradient>* where) { held_ = where; }
+  void add(std::size_t parameter, const at::Tensor& gradient);
 
   void begin_batch();
   // Which parameters received a gradient since begin_batch().
@@ -53,6 +66,7 @@ class GradAccumulator {
   bool flags_;
   std::vector<at::Tensor> views_;
   std::vector<bool> has_gradient_;
+  std::vector<HeldGradient>* held_ = nullptr;
 };
 
 }  // namespace pd2

@@ -20,6 +20,7 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local at::Generator* drawn_from = nullptr;
+thread_local std::optional<std::uint64_t> forward_seed;
 
 // An operator with a `Generator? generator` argument.
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -27,13 +28,19 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   // Calls without a tensor come by again with the one that they make.
   for (std::size_t i = 0; i < arguments.size() && keys.has(c10::DispatchKey::CPU); ++i) {
     c10::IValue& value = stack->at(stack->size() - arguments.size() + i);
-    if (*arguments[i].type() == *c10::OptionalType::create(c10::GeneratorType::get()) &&
-        value.isNone()) {
+    if (*arguments[i].type() != *c10::OptionalType::create(c10::GeneratorType::get())) {
+      continue;
+    }
+    if (value.isNone()) {
       PD2_CHECK(drawn_from, "recompute: random numbers are drawn in the backward, by ",
                 op.schema().name(),
                 ": a stage that recomputes may not contain a checkpoint (torch.utils.checkpoint) "
                 "around what draws random numbers, as that would draw others than its forward did");
       value = *drawn_from;
+    } else {
+      PD2_CHECK(drawn_from && value.toGenerator() == *drawn_from, "recompute: ", op.schema().name(),
+                " draws from a torch.Generator of the model's own: what is run again has to draw "
+                "from torch's default generator");
     }
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
@@ -83,6 +90,16 @@ std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return z ^ (z >> 31);
+}
+
+ForwardSeeds::ForwardSeeds(std::uint64_t seed) : outer_(std::exchange(forward_seed, seed)) {}
+
+ForwardSeeds::~ForwardSeeds() { forward_seed = outer_; }
+
+std::uint64_t next_seed() {
+  PD2_CHECK(forward_seed, "seeds are given in a stage's forward only");
+  *forward_seed = mix_seed(*forward_seed, 0);
+  return *forward_seed;
 }
 
 PrivateGenerator::PrivateGenerator(std::optional<std::uint64_t> seed)

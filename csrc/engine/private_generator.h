@@ -16,10 +16,26 @@ std::uint64_t draw_seed();
 // A seed for each value, as far from one another as if they were drawn.
 std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value);
 
+// While it lives, next_seed() in this thread gives the seeds that follow from `seed`, one after
+// another.
+class ForwardSeeds {
+ public:
+  explicit ForwardSeeds(std::uint64_t seed);
+  ~ForwardSeeds();
+  ForwardSeeds(const ForwardSeeds&) = delete;
+  ForwardSeeds& operator=(const ForwardSeeds&) = delete;
+
+ private:
+  const std::optional<std::uint64_t> outer_;
+};
+
+// Throws ValueError outside of a ForwardSeeds.
+std::uint64_t next_seed();
+
 // While it lives, operators on CPU tensors that this thread calls and that would draw from torch's
 // default generator draw from one that was seeded with `seed`. That generator is shared by all
 // threads, so a forward that is run again would find other numbers in it. Without a seed drawing is
-// an error.
+// an error, and so is drawing from a generator of the caller's.
 class PrivateGenerator {
  public:
   explicit PrivateGenerator(std::optional<std::uint64_t> seed);

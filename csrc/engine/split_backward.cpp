@@ -1,12 +1,10 @@
 #include "engine/split_backward.h"
 
 #include "engine/grad_accumulator.h"
-#include "engine/input_sink.h"
 
 #include <c10/util/Type.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <array>
@@ -120,31 +118,10 @@ class SplitBackward::Graph {
   std::unordered_map<const Node*, int> num_edges_;
 };
 
-void SplitBackward::run_input_half(edge_list roots, const variable_list& gradients) {
+void SplitBackward::run_input_half(const edge_list& roots, const variable_list& gradients) {
   const Graph graph(roots);
   std::unordered_set<const Node*> kept;  // what the second half runs
   defer(graph, kept);
-  // All other weights.
-  std::unordered_map<const Node*, NodePtr> sinks;  // by accumulator
-  const auto hold = [&](Edge& edge) {
-    if (!edge.is_valid() || !GradAccumulator::takes_from(*edge.function) ||
-        kept.contains(edge.function.get())) {
-      return;
-    }
-    NodePtr& sink = sinks[edge.function.get()];
-    if (!sink) {
-      sink = make_input_sink<NodePtr>();
-      sink->add_input_metadata(
-          static_cast<const torch::autograd::AccumulateGrad&>(*edge.function).variable);
-      held_.push_back({edge.function, sink});
-    }
-    edge.function = sink;
-  };
-  std::ranges::for_each(roots, hold);
-  for (const NodePtr& node : graph.nodes()) {
-    std::ranges::for_each(node->next_edges(), hold);
-  }
-
   execute(roots, gradients, /*keep_graph=*/true);
 
   for (const Deferred& deferred : deferred_) {
@@ -211,15 +188,8 @@ void SplitBackward::run_weight_half() {
     }
     add_root(deferred.node, *deferred.gradient);
   }
-  for (const Held& held : held_) {
-    const variable_list& captured = static_cast<InputSink&>(*held.sink).captured;
-    if (!captured.empty()) {
-      add_root(held.accumulator, captured.front());
-    }
-  }
   execute(roots, gradients, /*keep_graph=*/false);
   deferred_.clear();
-  held_.clear();
 }
 
 }  // namespace pd2

@@ -16,13 +16,13 @@ namespace pd2 {
 // The first cuts the edges that lead from linear layers, convolutions and embeddings to their
 // weights, so that autograd computes these layers' input gradients only and keeps what reached
 // them; the second cuts their other edges and runs them again. Layers need not be rewritten for
-// that: whatever ends in these operators is split. All other weights' gradients are computed in the
-// first half and held until the second, because the gradients of the batch before may still be in
-// the accumulators.
+// that: whatever ends in these operators is split. All other weights get their gradients in the
+// first half: the caller holds those until the second, because the gradients of the batch before
+// may still be in the accumulators.
 class SplitBackward {
  public:
-  // I: the backward from `roots`, which brings no gradient to a weight of the stage.
-  void run_input_half(torch::autograd::edge_list roots,
+  // I: the backward from `roots`.
+  void run_input_half(const torch::autograd::edge_list& roots,
                       const torch::autograd::variable_list& gradients);
   // W, once.
   void run_weight_half();
@@ -40,18 +40,12 @@ class SplitBackward {
     std::vector<WeightEdge> weights;
     std::shared_ptr<at::Tensor> gradient;  // that reached the operator in the first half
   };
-  struct Held {
-    NodePtr accumulator;
-    NodePtr sink;  // gets the gradient instead, in the first half
-  };
-
   class Graph;
   class Capture;
   // Cuts the deferrable edges; `kept` gets the nodes that they lead from, over and to.
   void defer(const Graph& graph, std::unordered_set<const torch::autograd::Node*>& kept);
 
   std::vector<Deferred> deferred_;
-  std::vector<Held> held_;
 };
 
 }  // namespace pd2

@@ -67,6 +67,12 @@ void Stage::begin_batch() {
   }
 }
 
+void Stage::hold_gradients(std::vector<HeldGradient>* where) {
+  for (auto& gradient : gradients_) {
+    gradient->hold(where);
+  }
+}
+
 std::vector<c10::intrusive_ptr<c10d::Work>> Stage::start_reduction() {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   if (!replicas_ && !copies_.sum) {

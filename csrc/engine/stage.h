@@ -52,6 +52,8 @@ class Stage {
   const WeightStore& versions() const { return versions_; }
 
   void begin_batch();
+  // See GradAccumulator.
+  void hold_gradients(std::vector<HeldGradient>* where);
   // Starts one sum per dtype over replicas and copies, none without any. The gradients are theirs
   // from the time all works have completed and finish_reduction() has been called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();

@@ -177,14 +177,21 @@ void StageWorker::forward(const Run& run, int microbatch) {
 }
 
 ForwardResult StageWorker::call_forward(ForwardCall call) const {
+  // The same for any schedule, and however threads and processes take turns.
+  std::uint64_t seed = mix_seed(options_.seed, options_.stage);
+  seed = mix_seed(mix_seed(seed, call.run), call.microbatch);
+  const ForwardSeeds seeds(seed);
   std::optional<PrivateGenerator> generator;
   if (options_.recompute) {
-    // The same for any schedule, and however threads and processes take turns.
-    std::uint64_t seed = mix_seed(options_.seed, options_.stage);
-    seed = mix_seed(mix_seed(seed, call.run), call.microbatch);
     generator.emplace(seed);
   }
   return options_.forward(std::move(call));
+}
+
+std::unique_ptr<PrivateGenerator> StageWorker::forbid_drawing() const {
+  return options_.recompute || options_.recomputes_blocks
+             ? std::make_unique<PrivateGenerator>(std::nullopt)
+             : nullptr;
 }
 
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
@@ -224,20 +231,24 @@ void StageWorker::end_flight(std::int64_t batch, int microbatch) {
 
 void StageWorker::backward(std::int64_t batch, int microbatch) {
   begin_gradients(microbatch);
-  run_backward(ActionKind::kBackward, batch, microbatch, [](auto roots, const auto& gradients) {
-    torch::autograd::Engine::get_default_engine().execute(
-        roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
-  });
+  run_backward(ActionKind::kBackward, batch, microbatch,
+               [](const auto& roots, const auto& gradients) {
+                 torch::autograd::Engine::get_default_engine().execute(
+                     roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
+                     /*accumulate_grad=*/true);
+               });
   end_flight(batch, microbatch);
 }
 
 void StageWorker::input_grad(std::int64_t batch, int microbatch) {
-  auto split = std::make_unique<SplitBackward>();
-  run_backward(ActionKind::kInputGrad, batch, microbatch, [&](auto roots, const auto& gradients) {
-    split->run_input_half(std::move(roots), gradients);
-  });
   InFlight& in_flight = this->in_flight(batch, microbatch);
-  in_flight.split = std::move(split);
+  in_flight.split = std::make_unique<SplitBackward>();
+  stage_->hold_gradients(&in_flight.held);
+  run_backward(ActionKind::kInputGrad, batch, microbatch,
+               [&](const auto& roots, const auto& gradients) {
+                 in_flight.split->run_input_half(roots, gradients);
+               });
+  stage_->hold_gradients(nullptr);
   in_flight.sinks.clear();
   in_flight.outputs.clear();
   in_flight.loss = {};
@@ -247,7 +258,13 @@ void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
   InFlight& in_flight = this->in_flight(batch, microbatch);
   const double start = now();
   begin_gradients(microbatch);
-  in_flight.split->run_weight_half();
+  {
+    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+    in_flight.split->run_weight_half();
+  }
+  for (const HeldGradient& held : in_flight.held) {
+    held.accumulator->add(held.parameter, held.gradient);
+  }
   log(ActionKind::kWeightGrad, batch, microbatch, in_flight.version, start, now());
   end_flight(batch, microbatch);
 }
@@ -298,12 +315,11 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
       static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&send, e] { send(e); };
     }
   }
-  std::optional<PrivateGenerator> none;
-  if (options_.recompute) {
-    none.emplace(std::nullopt);
-  }
-  if (!roots.empty()) {
-    execute(std::move(roots), gradients);
+  {
+    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+    if (!roots.empty()) {
+      execute(roots, gradients);
+    }
   }
   log(kind, batch, microbatch, in_flight.version, start, sent_at.value_or(now()));
   for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {

@@ -5,6 +5,7 @@
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
 #include "engine/message.h"
+#include "engine/private_generator.h"
 #include "engine/split_backward.h"
 #include "engine/stage.h"
 
@@ -94,7 +95,8 @@ struct StageWorkerOptions {
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
-  std::uint64_t seed = 0;  // of the random numbers of forwards that are called again
+  bool recomputes_blocks = false;  // parts of the forward do so by themselves
+  std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
   Forward forward;
   // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
   std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;
@@ -165,10 +167,11 @@ class StageWorker {
     torch::autograd::Edge loss;
     at::Tensor loss_seed;
     std::unique_ptr<SplitBackward> split;  // between I and W
+    std::vector<HeldGradient> held;        // and the gradients that I gave
     std::int64_t bytes = 0;
   };
   using Backward =
-      std::function<void(torch::autograd::edge_list, const torch::autograd::variable_list&)>;
+      std::function<void(const torch::autograd::edge_list&, const torch::autograd::variable_list&)>;
 
   LayoutId layout(const Run& run, int microbatch) const {
     return run.layouts.at(options_.first_microbatch + microbatch);
@@ -179,6 +182,8 @@ class StageWorker {
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
   void recompute(std::int64_t batch, int microbatch, InFlight& in_flight);
   ForwardResult call_forward(ForwardCall call) const;
+  // In the backward of what was or will be run again, while the result lives.
+  std::unique_ptr<PrivateGenerator> forbid_drawing() const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t batch, int microbatch);
   // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
 from typing import Any
 
@@ -273,10 +275,99 @@ def test_nothing_is_kept_for_a_forward_that_draws_and_changes_nothing() -> None:
     replayer = Replayer(torch.device("cpu"), lambda: [(buffers, name) for name in buffers])
     x = torch.randn(3)
     for _ in range(2):
-        with replayer.first([x]) as replay:
+        with replayer.first([x], keep_inputs=True) as replay:
             x * 2 + buffers["a"]
         assert replay.nbytes() == 0
         assert replay.inputs[0] is x
+
+
+class Sometimes(nn.Module):
+    """Writes to its buffer where the input is large."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 10:
+            self.scale.mul_(1.1)
+        return x * self.scale
+
+
+def test_writing_to_what_the_first_microbatch_did_not_write_to_is_an_error() -> None:
+    module = Sometimes()
+    replayer = Replayer(torch.device("cpu"), lambda: [(module._buffers, "scale")])
+    with replayer.first([torch.zeros(3)], keep_inputs=True):
+        module(torch.zeros(3))
+    with (
+        pytest.raises(RuntimeError, match=r"wrote to inputs \[\] and buffers \['scale'\]"),
+        replayer.first([torch.zeros(3)], keep_inputs=True),
+    ):
+        module(torch.full((3,), 20.0))
+
+
+def test_a_buffer_that_comes_to_be_is_taken_away_again() -> None:
+    module = nn.Module()
+    module.register_buffer("before", None)
+    module.register_buffer("count", None)
+    places = [(module._buffers, leaf) for leaf in module._buffers]
+    replayer = Replayer(torch.device("cpu"), lambda: places)
+
+    def forward() -> None:
+        module.count = torch.ones(()) if module.count is None else module.count + 1
+
+    for microbatch in (1, 2, 3):
+        with replayer.first([], keep_inputs=True) as replay:
+            forward()
+        assert module.count == microbatch
+        with replay.again():
+            forward()
+        assert module.count == microbatch
+
+
+def test_an_input_that_was_written_to_since_is_an_error() -> None:
+    x = torch.zeros(3)
+    replayer = Replayer(torch.device("cpu"), list)
+    with replayer.first([x], keep_inputs=True) as replay:
+        pass
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="an input was written to"), replay.again():
+        pass
+
+
+class FakeGenerator:
+    """A device's generator, on which others draw."""
+
+    def __init__(self) -> None:
+        self.draws = 0
+
+    def state(self) -> torch.Tensor:
+        return torch.tensor(self.draws)
+
+    def set(self, state: torch.Tensor) -> None:
+        self.draws = int(state)
+
+
+@pytest.mark.parametrize("others_draw", [False, True])
+def test_a_devices_generator_is_set_back_and_what_others_draw_is_seen(others_draw: bool) -> None:
+    replayer = Replayer(torch.device("cpu"), list)
+    generator = FakeGenerator()
+    replayer._generator = generator  # type: ignore[assignment]
+    with replayer.first([], keep_inputs=True) as replay:
+        generator.draws += 2 + others_draw
+    generator.draws += 5
+    after = generator.draws
+    seen = (
+        pytest.raises(RuntimeError, match="another thread drew")
+        if others_draw
+        else contextlib.nullcontext()
+    )
+    with seen, replay.again():
+        assert generator.draws == 0
+        generator.draws += 2
+    assert generator.draws == after
 
 
 def test_buffers_of_a_module_that_changed_one_are_kept_though_they_are_equal_yet() -> None:
@@ -284,7 +375,7 @@ def test_buffers_of_a_module_that_changed_one_are_kept_though_they_are_equal_yet
     places = [(norm._buffers, name) for name in norm._buffers]
     replayer = Replayer(torch.device("cpu"), lambda: places)
     for x in (torch.zeros(4, 3), torch.randn(4, 3)):  # the mean stays 0 at first
-        with replayer.first([x]) as replay:
+        with replayer.first([x], keep_inputs=True) as replay:
             norm(x)
         after = {name: buffer.clone() for name, buffer in norm.named_buffers()}
         with replay.again():
@@ -365,6 +456,186 @@ def test_a_recomputed_block_draws_the_same_numbers_and_keeps_its_inputs_only() -
             kept[not recompute] = pipe.memory_report()[0].activations
     assert kept[True] > 0
     assert kept[False] == 0  # the block's input is the user's
+
+
+class InnerBackward(torch.autograd.Function):
+    """x * w, whose backward runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            y: torch.Tensor = module(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = InnerBackward.apply(x, self.linear)  # type: ignore[no-untyped-call]
+        return y
+
+
+class OneAfterTheOther(nn.Module):
+    """As nn.Sequential, but traced into its parts."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        for number, part in enumerate(parts):
+            self.add_module(str(number), part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+class StatefulParts(nn.Module):
+    """A block whose layers are used with others between them, and one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counts()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[1](self.parts[0](x) * 2)
+        y: torch.Tensor = self.parts[2](x + 1)
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "2bw_split"])
+@pytest.mark.parametrize("recompute", [True, ["1"], ["1.parts"]])
+@pytest.mark.parametrize("make", [Nested, StatefulParts])
+def test_backwards_inside_backwards_and_blocks_with_state(
+    make: Any, recompute: Any, schedule: str
+) -> None:
+    if make is Nested and recompute == ["1.parts"]:
+        recompute = ["1", "2"]
+    model = [nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)]
+    if recompute == ["1.parts"]:
+        root: Any = OneAfterTheOther(model)
+        options: dict[str, Any] = {"split": ["1", "2"], "num_stages": 3}
+    else:
+        root, options = model, {}
+    whole = copy.deepcopy(nn.Sequential(*model))
+    batches = [Batch((torch.randn(12, WIDTH),), torch.randn(12, WIDTH)) for _ in range(4)]
+    sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
+    want = run_oracle(whole, sgd, batches, 4, F.mse_loss, delay=int("2bw" in schedule))
+    with pd2.PipelineModule(
+        root,
+        F.mse_loss,
+        num_microbatches=4,
+        schedule=schedule,
+        example_args=(torch.randn(2, WIDTH),),
+        recompute=recompute,
+        timeout=60.0,
+        **options,
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        losses = []
+        for batch in batches:
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            optimizer.step()
+        assert [loss.item() for loss in losses] == want
+        for name, theirs in whole.state_dict().items():
+            assert torch.equal(pipe.state_dict()[name], theirs), name
+
+
+def test_a_blocks_random_numbers_leave_the_users_alone() -> None:
+    def drawn(recompute: Any) -> list[float]:
+        torch.manual_seed(0)
+        x = torch.randn(4, WIDTH)
+        seen = []
+        with pd2.PipelineModule(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)), nn.Linear(WIDTH, WIDTH)],
+            F.mse_loss,
+            num_microbatches=2,
+            schedule="1f1b",
+            example_args=(x,),
+            recompute=recompute,
+            timeout=60.0,
+        ) as pipe:
+            torch.manual_seed(1)
+            pipe.train_step(x, target=x)
+            pipe.flush()
+            seen.append(torch.rand(()).item())
+        return seen
+
+    found = drawn(["0"])
+    torch.manual_seed(1)
+    assert found == [torch.rand(()).item()]
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", ["0"]), ("zero_bubble", True)])
+def test_a_checkpoint_around_a_weight_or_in_a_block_that_draws_is_an_error(
+    schedule: str, recompute: Any
+) -> None:
+    class DropConnect(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w = checkpoint(lambda w: F.dropout(w, 0.5), self.w, use_reentrant=False)
+            return F.linear(x, w)
+
+    x = torch.randn(4, 4)
+    pipe = pd2.PipelineModule(
+        [DropConnect(), nn.Linear(4, 4)],
+        F.mse_loss,
+        num_microbatches=2,
+        schedule=schedule,
+        example_args=(x,),
+        recompute=recompute,
+        timeout=60.0,
+    )
+    with pytest.raises(RuntimeError, match=r"random numbers are drawn in the backward, by aten::"):
+        pipe.train_step(x, target=x)
+        pipe.flush()
+
+
+def test_a_block_may_have_no_layers_in_the_other_mode() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.aux = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.main(x)
+            if self.training:
+                y = y + self.aux(y)
+            z: torch.Tensor = y.tanh()
+            return z
+
+    x = torch.randn(4, 4)
+    with pd2.PipelineModule(
+        OneAfterTheOther([Auxiliary(), nn.Linear(4, 4)]),
+        F.mse_loss,
+        num_stages=2,
+        split=["1"],
+        num_microbatches=2,
+        example_args=(x,),
+        recompute=["0.aux"],
+        timeout=60.0,
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.train_step(x, target=x)
+        optimizer.step()
+        pipe.eval()
+        assert pipe(x).shape == (4, 4)
 
 
 def test_a_blocks_input_counts_as_held() -> None:

@@ -44,8 +44,9 @@ int most_lists_ahead(const Schedule& schedule, int num_batches) {
       const bool is_backward =
           action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGrad;
       if (number >= 0) {
-        if (is_forward && action.stage > 0 && !outputs[action.stage - 1].contains(number)) break;
-        if (is_backward && action.stage + 1 < schedule.num_stages &&
+        if (is_forward && !schedule.is_first(action.stage) &&
+            !outputs[action.stage - 1].contains(number)) break;
+        if (is_backward && !schedule.is_last(action.stage) &&
             !gradients[action.stage + 1].contains(number)) {
           break;
         }
@@ -103,7 +104,7 @@ class Fuzz {
     const std::string text = to_text(schedule);
     ASSERT_EQ(from_text(text), schedule);
     Costs costs;
-    costs.stages.assign(schedule.num_stages, {1, 1, 1});
+    costs.stages.assign(schedule.depth(), {1, 1, 1});
     for (const int num_batches : {1, 2, most_batches_behind(schedule) + 3}) {
       Simulation result;
       ASSERT_EQ(value_error([&] { result = simulate(schedule, costs, num_batches); }), "") << text;

@@ -16,6 +16,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -63,12 +64,21 @@ TEST(PrivateGeneratorTest, WhatDrawsDrawsTheSameNumbersAgainAndNobodyElsesChange
   }
 }
 
-TEST(PrivateGeneratorTest, AGeneratorThatIsGivenIsUsed) {
+TEST(PrivateGeneratorTest, AGeneratorOfOnesOwnIsRefused) {
   at::Generator given = at::detail::createCPUGenerator(7);
-  const at::Tensor want = at::ones({9}).normal_(0, 1, given);
-  given.set_current_seed(7);
   const PrivateGenerator generator(1);
-  EXPECT_TRUE(at::ones({9}).normal_(0, 1, given).equal(want));
+  EXPECT_THROW(at::ones({9}).normal_(0, 1, given), std::exception);
+}
+
+TEST(PrivateGeneratorTest, AForwardsSeedsFollowFromItsOwn) {
+  const auto three = [](std::uint64_t seed) {
+    const ForwardSeeds seeds(seed);
+    return std::set<std::uint64_t>{next_seed(), next_seed(), next_seed()};
+  };
+  EXPECT_EQ(three(5).size(), 3u);
+  EXPECT_EQ(three(5), three(5));
+  EXPECT_NE(three(5), three(6));
+  EXPECT_THROW(next_seed(), std::exception);
 }
 
 TEST(PrivateGeneratorTest, OtherThreadsDrawAsEver) {
