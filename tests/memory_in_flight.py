@@ -34,5 +34,6 @@ def assert_as_simulated(schedule: str, sizes: Sizes) -> None:
         kept = [0.0] * d
         kept[stage] = per_microbatch[stage]
         simulation = pd2.simulate(made, activation_bytes=kept, num_batches=num_batches)
-        assert memory.most_in_flight == simulation.most_in_flight[stage]
-        assert memory.activations == simulation.peak_bytes[made.placement[stage]]
+        held = (memory.most_in_flight, memory.activations)
+        foretold = (simulation.most_in_flight[stage], simulation.peak_bytes[made.placement[stage]])
+        assert held == foretold, f"{sizes}, stage {stage}: {held}, simulated: {foretold}"

@@ -28,6 +28,16 @@ CHANGES = st.builds(Change, st.sampled_from([*KINDS, *OFTEN]), NUMBERS, NUMBERS,
 WHEN = ("before the step", "after the step")
 
 
+def settings(max_examples: int) -> hypothesis.settings:
+    """A failure is not made smaller, which takes minutes: it shows the schedule as it is."""
+    return hypothesis.settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        phases=[hypothesis.Phase.generate],
+    )
+
+
 @st.composite
 def made_plans(draw: Any) -> Plan:
     name = draw(st.sampled_from(pd2.schedule_names()))
@@ -57,7 +67,7 @@ def is_convention(plan: Plan, error: str) -> bool:
     return plan.num_stages == 1 and "backwards are in microbatch order" in error
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@settings(150)
 @hypothesis.given(plan=made_plans(), changes=st.lists(CHANGES, min_size=20, max_size=40))
 def test_what_computes_the_right_numbers_is_accepted_and_nothing_else(
     plan: Plan, changes: list[Change]
@@ -75,7 +85,7 @@ def test_what_computes_the_right_numbers_is_accepted_and_nothing_else(
             pd2.simulate(pd2.load_schedule(plan.text()))
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@settings(60)
 @hypothesis.given(
     plan=made_plans(),
     changes=st.lists(CHANGES, min_size=20, max_size=40),
@@ -107,4 +117,5 @@ def test_what_is_accepted_trains_as_its_delays_say(
     delays = [plan.delay[stage_of[name]] for name, _ in model.named_parameters()]
     oracle = Oracle(model, sgd(model.parameters()), m, task.loss_fn, delays)
     want = [oracle.train_step(batch) for batch in batches]
+    hypothesis.note(plan.text())
     assert_same(got, Trajectory(want, copy_of(model.state_dict())))

@@ -126,15 +126,15 @@ class Fuzz {
 
 TEST(ScheduleFuzz, WhatTrainsRightIsAcceptedAndNothingElse) {
   Fuzz fuzz;
-  for (unsigned seed = 0; seed < 600; ++seed) {
+  for (unsigned seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE(seed);
     ScheduleMutator mutator(seed);
     testing::walk(mutator, mutator.make(6, 8), 60,
                   [&](const Schedule& schedule) { return fuzz.visit(schedule); });
     if (::testing::Test::HasFailure()) break;
   }
-  EXPECT_GT(fuzz.num_legal, 2000);
-  EXPECT_GT(fuzz.num_refused, 15000);
+  EXPECT_GT(fuzz.num_legal, 1000);
+  EXPECT_GT(fuzz.num_refused, 7000);
   EXPECT_GT(fuzz.num_late_forwards, 10);
   RecordProperty("legal", fuzz.num_legal);
   RecordProperty("refused", fuzz.num_refused);
