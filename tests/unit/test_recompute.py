@@ -508,11 +508,13 @@ class StatefulParts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counts()])
+        self.parts = nn.ModuleList(
+            [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counts(), Counts()]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts[1](self.parts[0](x) * 2)
-        y: torch.Tensor = self.parts[2](x + 1)
+        y: torch.Tensor = self.parts[3](self.parts[2](x + 1))
         return y
 
 
