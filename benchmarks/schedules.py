@@ -1,7 +1,7 @@
 """Step time of every schedule that the engine runs, against what the simulator predicts.
 
-One process per rank, stages that sleep (F 5 ms, B 10 ms), free messages in the prediction. With
-several stages a rank every stage takes as long.
+One process per rank, stages that sleep (F 5 ms, B 10 ms; where I and W are apart, 5 ms each), free
+messages in the prediction. With several stages a rank every stage takes as long.
 
     python benchmarks/schedules.py [--rounds 5] [--smoke] [--json PATH]
 
@@ -33,11 +33,19 @@ class Case:
     num_microbatches: int
     num_stages: int
     stages_per_rank: int = 1
+    is_split: bool = False
+    recompute: bool = False
 
     @property
     def label(self) -> str:
         chunks = f", v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
-        return f"{self.schedule}, m={self.num_microbatches}{chunks}"
+        again = ", recompute" if self.recompute else ""
+        return f"{self.schedule}, m={self.num_microbatches}{chunks}{again}"
+
+    def on(self, workload: Workload) -> Workload:
+        """The stages."""
+        half = workload.backward_seconds / 2
+        return dataclasses.replace(workload, weight_seconds=half) if self.is_split else workload
 
     def predicted(self, workload: Workload) -> float:
         """Seconds per batch."""
@@ -48,6 +56,7 @@ class Case:
             stages_per_rank=self.stages_per_rank,
             forward=workload.forward_seconds,
             backward=workload.backward_seconds,
+            recompute=workload.forward_seconds if self.recompute else 0.0,
         ).period
 
 
@@ -62,6 +71,13 @@ def cases(p: int) -> list[Case]:
         Case("interleaved_2bw", 2 * p, 2 * p, 2),
         Case("interleaved", p, 2 * p, 2),
         Case("looped_bfs", p, 2 * p, 2),
+        Case("chimera", p, p),
+        Case("chimera_doubled", 2 * p, p),
+        Case("2bw_split", p, p, is_split=True),
+        Case("zero_bubble", 2 * p, p, is_split=True),
+        Case("zero_bubble_2p", 2 * p, p, is_split=True),
+        Case("interleaved_zero_bubble", p, 2 * p, 2, is_split=True),
+        Case("2bw", p, p, recompute=True),
     ]
 
 
@@ -73,13 +89,14 @@ def measure(
     steps: dict[str, int] = {}
     for case in cases(world_size):
         pipeline = Pipeline(
-            workload,
+            case.on(workload),
             case.num_stages,
             case.num_microbatches,
             case.schedule,
             stages_per_rank=case.stages_per_rank,
             # A batch of one microbatch is at the last stage only when d - 1 more have begun.
             batches_late=world_size if case.num_microbatches == 1 else 1,
+            recompute=case.recompute,
         )
         # As many steps on every rank; a stage may be as many batches behind as there are stages.
         warm = pipeline.train(MIN_STEPS + world_size)

@@ -74,8 +74,9 @@ class PipelineModule(nn.Module):
         num_stages: the depth d; may be left out for a list of modules.
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
-        schedule: ``"2bw"``, ``"2bw_eager"``, ``"pipedream"``, ``"1f1b"``, ``"gpipe"``,
-            ``"chimera"``, ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
+        schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
+            ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
+            ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
             ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``. Or one's own:
             what :func:`load_schedule` takes.
         stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
@@ -95,8 +96,9 @@ class PipelineModule(nn.Module):
             ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
             or names of modules: of each of these only the inputs are kept, and it runs again when
             its gradient arrives.
-            Hooks run twice, and so does Python code with effects of its own. Inside there may be no
-            torch.utils.checkpoint around what draws random numbers.
+            Hooks run twice, and so does Python code with effects of its own; where a schedule has I
+            and W, those of named modules three times. Inside there may be no torch.utils.checkpoint
+            around what draws random numbers, and no torch.Generator of the model's own.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -289,8 +291,9 @@ class PipelineModule(nn.Module):
         same batch); the others may pass the same or leave them out. Every tensor is split
         along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
         its name is in ``replicated``. The microbatches are views of these tensors and are read
-        after this call has returned: write to them only after the loss of the batch after the next,
-        or a :meth:`flush`. Call ``step()`` of the :class:`PipelineOptimizer` once after each.
+        after this call has returned: write to them only after the loss of the batch after the next
+        (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
+        :class:`PipelineOptimizer` once after each.
 
         Raises:
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of

@@ -68,6 +68,7 @@ class Pipeline:
         schedule: str | pd2.Schedule,
         stages_per_rank: int = 1,
         batches_late: int = 1,
+        recompute: bool = False,
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -77,6 +78,7 @@ class Pipeline:
             num_microbatches=num_microbatches,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
+            recompute=recompute,
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(
