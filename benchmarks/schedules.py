@@ -3,7 +3,7 @@
 One process per rank, stages that sleep (F 5 ms, B 10 ms; where I and W are apart, 5 ms each), free
 messages in the prediction. With several stages a rank every stage takes as long.
 
-    python benchmarks/schedules.py [--rounds 5] [--smoke] [--json PATH]
+    python benchmarks/schedules.py [--only 2bw,1f1b] [--rounds 5] [--smoke] [--json PATH]
 
 All schedules of one number of ranks live in one set of processes and take turns there. Figures are
 the medians of measured over predicted.
@@ -60,9 +60,9 @@ class Case:
         ).period
 
 
-def cases(p: int) -> list[Case]:
-    """All schedules on ``p`` ranks."""
-    return [
+def cases(p: int, only: str = "") -> list[Case]:
+    """All schedules on ``p`` ranks, or the named ones."""
+    everything = [
         Case("2bw", p, p),
         Case("2bw_eager", 2 * p, p),
         Case("pipedream", 1, p),
@@ -79,15 +79,16 @@ def cases(p: int) -> list[Case]:
         Case("interleaved_zero_bubble", p, 2 * p, 2, is_split=True),
         Case("2bw", p, p, recompute=True),
     ]
+    return [case for case in everything if not only or case.schedule in only.split(",")]
 
 
 def measure(
-    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float
+    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float, only: str
 ) -> dict[str, list[float]] | None:
     """Runs on every rank; the last one returns the seconds per step of each round."""
     trainers: dict[str, Trainer] = {}
     steps: dict[str, int] = {}
-    for case in cases(world_size):
+    for case in cases(world_size, only):
         pipeline = Pipeline(
             case.on(workload),
             case.num_stages,
@@ -116,7 +117,9 @@ def measure(
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], rounds=5).parse_args()
+    parser = arguments(__doc__.splitlines()[0], rounds=5)
+    parser.add_argument("--only", default="", help="names of schedules, separated by commas")
+    options = parser.parse_args()
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.0)
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
     where = machine()
@@ -124,9 +127,9 @@ def main() -> None:
     figures: list[Figure] = []
     times: list[Figure] = []
     for p in (2,) if options.smoke else NUM_RANKS:
-        measured = run_on_ranks(p, measure, workload, rounds, seconds)[-1]
+        measured = run_on_ranks(p, measure, workload, rounds, seconds, options.only)[-1]
         assert measured is not None
-        for case in cases(p):
+        for case in cases(p, options.only):
             predicted = case.predicted(workload)
             taken = measured[case.label]
             setting = f"{p} ranks"

@@ -32,6 +32,12 @@ LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::Proc
   readers_.erase(last_stages_.back());
   thread_ = std::thread([this, sends = is_here(num_pipelines - 1)] {
     name_this_thread("pd2 losses");
+    // Nobody waits for a loss as urgently as the next stage waits for this one's executor, which
+    // may share its core. But a sender must not be kept waiting while it has the lock of a
+    // connection: gloo's thread would ask for that over and over.
+    if (!sends) {
+      lower_priority_of_this_thread();
+    }
     sends ? send_losses() : receive_losses();
   });
 }
