@@ -19,6 +19,7 @@ from . import _C
 from .capture import as_root
 from .control import Announcement, ControlPlane, Operation
 from .intake import Batch, Intake
+from .local_part import LocalPart
 from .loss import Loss
 from .memory import StageMemory
 from .microbatch import join_outputs
@@ -221,6 +222,7 @@ class PipelineModule(nn.Module):
             bool(blocks),
             timeout,
         )
+        self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
         self._losses_are_means = loss_reduction == "mean"
         self.training = root.training
         _open_pipelines.add(self)
@@ -385,10 +387,7 @@ class PipelineModule(nn.Module):
 
         Each once in one process; with two pipelines two processes hold each, with the same bits.
         """
-        mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
-        for name, parameter in self._held[1].named_parameters(prefix, recurse, remove_duplicate):
-            if id(parameter) in mine:
-                yield name, parameter
+        return self._part.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This process's parameters.
@@ -407,10 +406,7 @@ class PipelineModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """This process's buffers under the model's own names."""
-        mine = self._buffers_here()
-        for name, buffer in self._held[1].named_buffers("", recurse, remove_duplicate):
-            if name in mine:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        return self._part.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
         self, *, prefix: str = "", keep_vars: bool = False
@@ -420,12 +416,7 @@ class PipelineModule(nn.Module):
         Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``.
         """
         self._flush_for(Operation.state_dict)
-        return self._state_here(prefix, keep_vars)
-
-    def _state_here(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        mine = self._names_here()
-        full = self._held[1].state_dict(keep_vars=keep_vars)
-        return type(full)((prefix + name, full[name]) for name in full if name in mine)
+        return self._part.state(prefix, keep_vars)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains."""
@@ -433,7 +424,7 @@ class PipelineModule(nn.Module):
         # Copies, as a view would be sent with the whole buffer that it is a part of.
         mine = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for name, value in self._state_here().items()
+            for name, value in self._part.state().items()
         }
         if self.replica > 0:
             mine = {}
@@ -452,26 +443,15 @@ class PipelineModule(nn.Module):
         if assign:
             raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
         self._flush_for(Operation.load_state_dict)
-        root = self._held[1]
-        known = set(root.state_dict().keys())
-        mine = self._names_here() & known
-        wanted = {name: value for name, value in state_dict.items() if name in mine}
-        missing = sorted(mine - wanted.keys())
-        unexpected = sorted(state_dict.keys() - known)
         error: Exception | None = None
         result: Any = None
         try:
-            if strict and (missing or unexpected):
-                raise RuntimeError(
-                    f"Error(s) in loading state_dict for {type(root).__name__}: "
-                    f"missing keys: {missing}, unexpected keys: {unexpected}"
-                )
-            result = root.load_state_dict(wanted, strict=False)
+            result = self._part.load(state_dict, strict)
         except Exception as raised:
             error = raised
         self._control.agree_on_objects(error, {})
         self._stages.spread_newest()
-        return type(result)(missing, unexpected)
+        return result
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.
@@ -518,23 +498,8 @@ class PipelineModule(nn.Module):
             f"num_microbatches={self.num_microbatches}, width={self.width}",
             f"model={type(self._held[1]).__name__}, captured by {mode.captured.how}",
             *(f"  {note}" for note in mode.captured.notes),
+            *self._part.describe(mode),
         ]
-        for program in mode.programs:
-            names = [mode.captured.layers[i].name for i in program.layers]
-            shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
-            line = f"stage {program.index}: {len(names)} layers ({shown})"
-            for stage in self._stages:
-                if stage.index % self.num_stages != program.index:
-                    continue
-                engine = stage.state.engine
-                memory = StageMemory.of(stage.state, stage.executor)
-                of = f" (pipeline {stage.state.pipeline})" if self._grid.num_pipelines > 1 else ""
-                line += (
-                    f"{of}, {stage.state.num_elements:,} parameters on {stage.device}, "
-                    f"{engine.num_slots} weight version{'s' if engine.num_slots > 1 else ''} "
-                    f"(newest W({engine.newest_version})), {memory.total:,} bytes"
-                )
-            lines.append(line)
         return "\n".join(lines)
 
     # ------------------------------------------------------------------ ending
@@ -668,22 +633,6 @@ class PipelineModule(nn.Module):
         self._stages.finish_submitted()  # updates submitted after the last drain
         for stage in self._stages:
             stage.state.show_newest()
-
-    def _buffers_here(self) -> set[str]:
-        """Of two pipelines each has statistics of its own; the first one's are the model's."""
-        stages = self._stages.of_first_pipeline()
-        return {name for stage in stages for name in stage.state.buffer_names}
-
-    def _names_here(self) -> set[str]:
-        """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
-        root = self._held[1]
-        parameters = list(root.named_parameters(remove_duplicate=False))
-        buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
-        mine = self._buffers_here()
-        mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        if 0 in self._grid.stages:  # extra state has no stage of its own
-            mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
-        return mine
 
     # ------------------------------------------------------------------ for PipelineOptimizer
 

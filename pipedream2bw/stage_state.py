@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class StageState:
         self.device = device
         self._model = model
         self._root = root
-        self._group, self._first = part.group, part.first
+        self._first = part.first
         used = (*program.parameters, *program.unused_parameters)
         named = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
         for parameter in named.values():
@@ -189,20 +189,21 @@ class StageState:
         weights = self.engine.slot_buffers(self.engine.newest_slot)
         return [*weights, *(parameter.data for parameter in self.frozen.values()), *self.buffers]
 
-    def take_over(self, first: StageState | None) -> None:
+    def take_over(self, first: StageState | None, group: dist.ProcessGroup | None) -> None:
         """Sets every version to what the first of those that hold the stage has.
 
         Args:
             first: the stage's copy in this process; else all processes of its group call it.
+            group: not kept, as its last owner has to be the engine.
         """
         if first is not None:
             with torch.no_grad():
                 for mine, theirs in zip(self._tensors(), first._tensors(), strict=True):
                     mine.copy_(theirs)
-        elif self._group is not None:
-            source = dist.get_group_rank(self._group, self._first)
+        elif group is not None:
+            source = dist.get_group_rank(group, self._first)
             for tensor in self._tensors():
-                dist.broadcast(tensor, group=self._group, group_src=source)
+                dist.broadcast(tensor, group=group, group_src=source)
         self.engine.spread_newest()
 
 
@@ -245,16 +246,19 @@ def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
         of_pipeline = [StageState(model, root, part) for part in mine]
         _make_clones(model, root, of_pipeline)
         states += of_pipeline
-    take_over(states)
+    take_over(states, {part.index: part.group for part in parts}.get)
     return states
 
 
-def take_over(states: Sequence[StageState]) -> None:
+def take_over(
+    states: Sequence[StageState], group_of: Callable[[int], dist.ProcessGroup | None]
+) -> None:
     """Gives replicas and copies of a stage the weights of the first. All processes call it."""
     firsts = {state.index_in_model: state for state in states if state.is_shown}
     # In one order everywhere: two processes may hold the same two stages.
     for state in sorted(states, key=lambda state: state.index_in_model):
-        state.take_over(None if state.is_shown else firsts[state.index_in_model])
+        first = None if state.is_shown else firsts[state.index_in_model]
+        state.take_over(first, group_of(state.index))
 
 
 def _second_model(model: nn.Module) -> nn.Module:

@@ -197,7 +197,7 @@ class LocalStages:
     def spread_newest(self) -> None:
         """After weights were loaded: every version, and both copies of a stage, get them."""
         if self._grid.num_pipelines > 1:
-            take_over([stage.state for stage in self._stages])
+            take_over([stage.state for stage in self._stages], self._grid.replica_group)
         else:  # replicas may have loaded what is their own
             for stage in self._stages:
                 stage.state.engine.spread_newest()

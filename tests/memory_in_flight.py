@@ -32,7 +32,7 @@ def assert_as_simulated(schedule: str, sizes: Sizes) -> None:
     for stage, memory in report.items():
         # A rank's peak is that of its stages together, so one stage at a time.
         kept = [0.0] * d
-        kept[stage] = per_microbatch[stage]
+        kept[stage % d] = per_microbatch[stage]
         simulation = pd2.simulate(made, activation_bytes=kept, num_batches=num_batches)
         held = (memory.most_in_flight, memory.activations)
         foretold = (simulation.most_in_flight[stage], simulation.peak_bytes[made.placement[stage]])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pipedream2bw as pd2
 
+TWO_PIPELINES = ("chimera", "chimera_doubled")
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -23,11 +25,14 @@ class Sizes:
 def sizes_for(name: str, num_stages: int) -> list[Sizes]:
     """With one stage a rank, and with several where the schedule takes that.
 
-    The fewest microbatches that the rule allows, and the fewest that are more than the stages.
+    The fewest microbatches that the rule allows, and the fewest that are more than the stages. None
+    for an odd number of stages where two pipelines need an even one.
 
     Raises:
         LookupError: no sizes were found; a new rule must be said here.
     """
+    if num_stages % 2 and name in TWO_PIPELINES:
+        return []
     found: list[Sizes] = []
     refusal = ""
     for stages_per_rank in (v for v in range(1, num_stages + 1) if num_stages % v == 0):

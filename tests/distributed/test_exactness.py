@@ -98,6 +98,8 @@ def every_schedule(num_ranks: int) -> None:
             d, m, v = dataclasses.astuple(sizes)
             rows = [2 * m] * (d + 3 if m == 1 else 4)
             check(task, d, m, rows, schedule=schedule, stages_per_rank=v)
+        if not of_ranks:
+            continue
         check(task, d, m, rows, schedule=schedule, stages_per_rank=v, recompute=True)
         if num_ranks == 3:
             assert_as_simulated(schedule, of_ranks[-1])

@@ -12,6 +12,7 @@ from tests.models import TASKS
 from tests.oracle import Oracle
 from tests.schedule_meaning import why_wrong
 from tests.schedule_plan import KINDS, Change, Plan, changed
+from tests.schedule_sizes import TWO_PIPELINES
 from tests.trajectory import (
     Trajectory,
     assert_same,
@@ -38,9 +39,13 @@ def settings(max_examples: int) -> hypothesis.settings:
     )
 
 
+# Plans have one pipeline; the C++ fuzz has two as well.
+ONE_PIPELINE = [name for name in pd2.schedule_names() if name not in TWO_PIPELINES]
+
+
 @st.composite
 def made_plans(draw: Any) -> Plan:
-    name = draw(st.sampled_from(pd2.schedule_names()))
+    name = draw(st.sampled_from(ONE_PIPELINE))
     d = draw(st.integers(1, 5))
     v = draw(st.sampled_from([v for v in range(1, d + 1) if d % v == 0]))
     least = draw(st.integers(1, 5))

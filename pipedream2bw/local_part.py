@@ -1,0 +1,103 @@
+"""The part of the model that this process holds, under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .memory import StageMemory
+from .modes import Mode
+from .stages import LocalStages
+
+
+class LocalPart:
+    """Parameters, buffers and ``state_dict`` of the stages of this process.
+
+    Args:
+        root: the model.
+        has_first_stage: extra state, which has no stage of its own, is with stage 0.
+    """
+
+    def __init__(self, root: nn.Module, stages: LocalStages, *, has_first_stage: bool) -> None:
+        self._root = root
+        self._stages = stages
+        self._has_first_stage = has_first_stage
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
+        for name, parameter in self._root.named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) in mine:
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = self._buffer_names()
+        for name, buffer in self._root.named_buffers("", recurse, remove_duplicate):
+            if name in mine:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The process's part of the ``state_dict``; its tensors are the live ones."""
+        mine = self._names()
+        full = self._root.state_dict(keep_vars=keep_vars)
+        return type(full)((prefix + name, full[name]) for name in full if name in mine)
+
+    def load(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
+        root = self._root
+        known = set(root.state_dict().keys())
+        mine = self._names() & known
+        wanted = {name: value for name, value in state_dict.items() if name in mine}
+        missing = sorted(mine - wanted.keys())
+        unexpected = sorted(state_dict.keys() - known)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(root).__name__}: "
+                f"missing keys: {missing}, unexpected keys: {unexpected}"
+            )
+        return type(root.load_state_dict(wanted, strict=False))(missing, unexpected)
+
+    def describe(self, mode: Mode) -> list[str]:
+        """A line for each stage of the model, with what this process holds of it."""
+        depth = len(mode.programs)
+        has_copies = any(stage.state.pipeline > 0 for stage in self._stages)
+        lines = []
+        for program in mode.programs:
+            names = [mode.captured.layers[i].name for i in program.layers]
+            shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
+            line = f"stage {program.index}: {len(names)} layers ({shown})"
+            for stage in self._stages:
+                if stage.index % depth != program.index:
+                    continue
+                engine = stage.state.engine
+                memory = StageMemory.of(stage.state, stage.executor)
+                of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
+                line += (
+                    f"{of}, {stage.state.num_elements:,} parameters on {stage.device}, "
+                    f"{engine.num_slots} weight version{'s' if engine.num_slots > 1 else ''} "
+                    f"(newest W({engine.newest_version})), {memory.total:,} bytes"
+                )
+            lines.append(line)
+        return lines
+
+    def _buffer_names(self) -> set[str]:
+        """Of two pipelines each has statistics of its own; the first one's are the model's."""
+        stages = self._stages.of_first_pipeline()
+        return {name for stage in stages for name in stage.state.buffer_names}
+
+    def _names(self) -> set[str]:
+        """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
+        root = self._root
+        parameters = list(root.named_parameters(remove_duplicate=False))
+        buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        mine = self._buffer_names()
+        mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if self._has_first_stage:
+            mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
+        return mine
