@@ -45,7 +45,8 @@ int most_lists_ahead(const Schedule& schedule, int num_batches) {
           action.kind == ActionKind::kBackward || action.kind == ActionKind::kInputGrad;
       if (number >= 0) {
         if (is_forward && !schedule.is_first(action.stage) &&
-            !outputs[action.stage - 1].contains(number)) break;
+            !outputs[action.stage - 1].contains(number))
+          break;
         if (is_backward && !schedule.is_last(action.stage) &&
             !gradients[action.stage + 1].contains(number)) {
           break;
