@@ -18,7 +18,7 @@ import dataclasses
 
 import torch.distributed as dist
 from measuring.ranks import last_ranks_value, run_on_ranks
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
 from measuring.trainers import (
     MIN_STEPS,
@@ -172,19 +172,15 @@ def times_of(setting: Setting, measured: Measured) -> list[Figure]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=7)
-    parser.add_argument("--only", default=",".join(SETTINGS), help="settings, by comma")
+    add_only(parser, list(SETTINGS))
     options = parser.parse_args()
-    names = options.only.split(",")
-    unknown = [name for name in names if name not in SETTINGS]
-    if unknown:
-        parser.error(f"--only: {', '.join(unknown)} unknown; known: {', '.join(SETTINGS)}")
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.5)
     where = machine()
     print(describe(where), flush=True)
     figures: list[Figure] = []
     times: list[Figure] = []
     notes = {}
-    for name in names:
+    for name in options.only:
         setting = (SMOKE_SETTINGS if options.smoke else SETTINGS)[name]
         measured = run_on_ranks(setting.num_stages, measure, setting, rounds, seconds)[-1]
         assert isinstance(measured, Measured)

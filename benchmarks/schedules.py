@@ -12,10 +12,11 @@ the medians of measured over predicted.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from measuring.ranks import last_ranks_value, run_on_ranks
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
 from measuring.trainers import MIN_STEPS, Pipeline, Trainer, alternate, steps_lasting
 
@@ -60,9 +61,9 @@ class Case:
         ).period
 
 
-def cases(p: int, only: str = "") -> list[Case]:
-    """All schedules on ``p`` ranks, or the named ones."""
-    everything = [
+def cases(p: int) -> list[Case]:
+    """All schedules on ``p`` ranks."""
+    return [
         Case("2bw", p, p),
         Case("2bw_eager", 2 * p, p),
         Case("pipedream", 1, p),
@@ -79,16 +80,24 @@ def cases(p: int, only: str = "") -> list[Case]:
         Case("interleaved_zero_bubble", p, 2 * p, 2, is_split=True),
         Case("2bw", p, p, recompute=True),
     ]
-    return [case for case in everything if not only or case.schedule in only.split(",")]
+
+
+def named_cases(p: int, names: Sequence[str]) -> list[Case]:
+    return [case for case in cases(p) if case.schedule in names]
 
 
 def measure(
-    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float, only: str
+    rank: int,
+    world_size: int,
+    workload: Workload,
+    rounds: int,
+    seconds: float,
+    names: Sequence[str],
 ) -> dict[str, list[float]] | None:
     """Runs on every rank; the last one returns the seconds per step of each round."""
     trainers: dict[str, Trainer] = {}
     steps: dict[str, int] = {}
-    for case in cases(world_size, only):
+    for case in named_cases(world_size, names):
         pipeline = Pipeline(
             case.on(workload),
             case.num_stages,
@@ -118,7 +127,7 @@ def measure(
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=5)
-    parser.add_argument("--only", default="", help="names of schedules, separated by commas")
+    add_only(parser, list(dict.fromkeys(case.schedule for case in cases(NUM_RANKS[0]))))
     options = parser.parse_args()
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.0)
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
@@ -129,7 +138,7 @@ def main() -> None:
     for p in (2,) if options.smoke else NUM_RANKS:
         measured = run_on_ranks(p, measure, workload, rounds, seconds, options.only)[-1]
         assert measured is not None
-        for case in cases(p, options.only):
+        for case in named_cases(p, options.only):
             predicted = case.predicted(workload)
             taken = measured[case.label]
             setting = f"{p} ranks"

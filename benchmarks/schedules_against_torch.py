@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from measuring.delays import delayed_messages
 from measuring.ranks import known_to_all, run_on_ranks
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
 from measuring.trainers import (
     MIN_STEPS,
@@ -397,18 +397,14 @@ def figures_of_kinds(setting: Setting, measured: list[Measured]) -> list[Figure]
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=5)
-    parser.add_argument("--only", default=",".join(SETTINGS), help="settings, by comma")
+    add_only(parser, list(SETTINGS))
     options = parser.parse_args()
-    names = options.only.split(",")
-    unknown = [name for name in names if name not in SETTINGS]
-    if unknown:
-        parser.error(f"--only: {', '.join(unknown)} unknown; known: {', '.join(SETTINGS)}")
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.5)
     where = machine()
     print(describe(where), flush=True)
     figures: list[Figure] = []
     notes = {}
-    for name in names:
+    for name in options.only:
         setting = (SMOKE_SETTINGS if options.smoke else SETTINGS)[name]
         has_latency = setting.latency > 0
         measure = measure_latency if has_latency else measure_pairs

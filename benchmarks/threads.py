@@ -39,12 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     where = machine()
     print(describe(where), flush=True)
-    forward, backward = workload.forward_and_backward_seconds()
-    print(
-        f"a microbatch's forward on one stage {1e3 * forward:.2f} ms, backward "
-        f"{1e3 * backward:.2f} ms; {rounds} rounds\n",
-        flush=True,
-    )
+    print(f"{workload.times_in_words()}; {rounds} rounds\n", flush=True)
     figures: list[Figure] = []
     times: list[Figure] = []
     for m in MICROBATCHES:

@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,21 @@ def arguments(description: str, *, rounds: int | None) -> argparse.ArgumentParse
     return parser
 
 
+def add_only(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """``--only``, a list of some of the known names, by default all."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} unknown; known: {', '.join(known)}"
+            )
+        return names
+
+    parser.add_argument("--only", default=",".join(known), type=chosen, help="names, by comma")
+
+
 def write_json(
     path: Path | None, where: dict[str, Any], figures: list[Figure], **details: Any
 ) -> None:
@@ -110,6 +126,8 @@ def write_json(
     if path is None:
         return
     script, *options = sys.argv
+    at = options.index("--json") if "--json" in options else len(options)
+    del options[at : at + 2]  # where the results went is no part of how they were measured
     report = {
         "command": " ".join(["python", f"benchmarks/{Path(script).name}", *options]),
         "machine": where,

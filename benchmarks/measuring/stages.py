@@ -239,6 +239,13 @@ class Workload:
         x, target = (torch.randn(shape, generator=generator) for _ in range(2))
         return x, target
 
+    def times_in_words(self) -> str:
+        forward, backward = self.forward_and_backward_seconds()
+        return (
+            f"a microbatch's forward on one stage {1e3 * forward:.2f} ms, "
+            f"backward {1e3 * backward:.2f} ms"
+        )
+
     def forward_and_backward_seconds(self, repeats: int = 5) -> tuple[float, float]:
         """Of one microbatch on one stage, alone: the shortest of ``repeats``."""
         stage = self.stage(0)
