@@ -80,7 +80,7 @@ class LocalPart:
                 of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
                 line += (
                     f"{of}, {stage.state.num_elements:,} parameters on {stage.device}, "
-                    f"{engine.num_slots} weight version{'s' if engine.num_slots > 1 else ''} "
+                    f"{engine.num_versions} weight version{'s' if engine.num_versions > 1 else ''} "
                     f"(newest W({engine.newest_version})), {memory.total:,} bytes"
                 )
             lines.append(line)

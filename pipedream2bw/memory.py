@@ -24,7 +24,8 @@ class StageMemory:
         activations: the most bytes that microbatches in flight held for their backward at once.
         message_buffers: what messages to and from other processes take up now.
         most_in_flight: the most microbatches that were between forward and backward at once.
-        most_live_versions: the most weight versions that were alive (newest, or still read).
+        most_live_versions: the most weight versions that were alive (newest, still read, or being
+            written).
     """
 
     weights: int

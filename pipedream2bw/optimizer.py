@@ -67,6 +67,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         }
         for state in states:
+            # Only the fused pass reads a gradient before it writes the weight there.
+            state.engine.rotate(self._kind is not None)
+            state.show_newest()
             if self._kind is not None:
                 groups = [group_of[id(original)] for original in state.originals]
                 state.engine.set_optimizer(self._kind, groups)
@@ -219,7 +222,6 @@ class _StageStepper:
         finally:
             for handle in self._stage.handles:
                 handle.grad = None
-        engine.publish()
 
 
 def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -450,7 +450,7 @@ class PipelineModule(nn.Module):
         except Exception as raised:
             error = raised
         self._control.agree_on_objects(error, {})
-        self._stages.spread_newest()
+        self._stages.restart_delay()
         return result
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:

@@ -42,7 +42,7 @@ class StagePart:
     pipeline: int
     program: StageProgram
     device: torch.device
-    num_slots: int
+    num_versions: int
     group: dist.ProcessGroup | None  # the processes that hold the stage
     first: int  # the one of them that gives the others its initial weights
     copies: _C.CopySum | None  # shared with the stage's copy in this process
@@ -53,7 +53,7 @@ class StageState:
 
     The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
     views of the newest version's buffer, brought up to date by :meth:`show_newest`. The stage
-    computes with other Parameters, one set for each weight slot, because autograd remembers the
+    computes with other Parameters, one set for each slot of the engine's, because autograd remembers the
     Parameter, not its storage: a handle that moves would corrupt the backwards in flight.
 
     Args:
@@ -62,7 +62,7 @@ class StageState:
     """
 
     def __init__(self, model: nn.Module, root: nn.Module, part: StagePart) -> None:
-        program, device, num_slots = part.program, part.device, part.num_slots
+        program, device = part.program, part.device
         self.index = part.index
         self.index_in_model = program.index
         self.pipeline = part.pipeline
@@ -91,13 +91,13 @@ class StageState:
         self.engine = _C.Stage(
             parameters=[handle.detach().to(device) for handle in self.handles],
             names=list(self.trainable),
-            num_slots=num_slots,
+            num_versions=part.num_versions,
             replica_group="" if part.group is None else part.group.group_name,
             copy_sum=part.copies,
             copy=part.pipeline,
         )
         self.slot_parameters: list[list[nn.Parameter]] = []
-        for slot in range(num_slots):
+        for slot in range(self.engine.num_slots):
             parameters = [
                 nn.Parameter(self.engine.weight(slot, i)) for i in range(len(self.handles))
             ]
@@ -204,7 +204,7 @@ class StageState:
             source = dist.get_group_rank(group, self._first)
             for tensor in self._tensors():
                 dist.broadcast(tensor, group=group, group_src=source)
-        self.engine.spread_newest()
+        self.engine.restart_delay()
 
 
 class OtherStages:

@@ -81,7 +81,7 @@ class LocalStages:
                     pipeline=grid.pipeline(stage),
                     program=mode.programs[stage % d],
                     device=devices[stage],
-                    num_slots=schedule.num_versions[stage],
+                    num_versions=schedule.num_versions[stage],
                     group=grid.replica_group(stage),
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
@@ -194,13 +194,13 @@ class LocalStages:
         """Those that evaluate, and whose buffers are the model's."""
         return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
 
-    def spread_newest(self) -> None:
-        """After weights were loaded: every version, and both copies of a stage, get them."""
+    def restart_delay(self) -> None:
+        """After weights were loaded: both copies of a stage get them, and no older version counts."""
         if self._grid.num_pipelines > 1:
             take_over([stage.state for stage in self._stages], self._grid.replica_group)
         else:  # replicas may have loaded what is their own
             for stage in self._stages:
-                stage.state.engine.spread_newest()
+                stage.state.engine.restart_delay()
 
     def submit_batch(
         self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]

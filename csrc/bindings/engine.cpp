@@ -189,14 +189,14 @@ void bind_stage(py::module_& module) {
   py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
   py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                       int num_slots, const std::string& replica_group,
+                       int num_versions, const std::string& replica_group,
                        std::shared_ptr<CopySum> copy_sum, int copy) {
-             return std::make_shared<Stage>(parameters, std::move(names), num_slots,
+             return std::make_shared<Stage>(parameters, std::move(names), num_versions,
                                             resolve_group(replica_group),
                                             CopySumEnd{std::move(copy_sum), copy});
            }),
-           py::arg("parameters"), py::arg("names"), py::arg("num_slots"), py::arg("replica_group"),
-           py::arg("copy_sum").none(true), py::arg("copy"))
+           py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
+           py::arg("replica_group"), py::arg("copy_sum").none(true), py::arg("copy"))
       .def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
       .def("gradient", &Stage::gradient, py::arg("parameter"))
       .def("has_gradient", &Stage::has_gradient, py::arg("parameter"))
@@ -207,8 +207,8 @@ void bind_stage(py::module_& module) {
       .def_property_readonly(
           "newest_slot",
           [](const Stage& self) { return self.versions().slot(self.versions().newest()); })
-      .def_property_readonly("num_slots",
-                             [](const Stage& self) { return self.versions().num_slots(); })
+      .def_property_readonly("num_versions", &Stage::num_versions)
+      .def_property_readonly("num_slots", &Stage::num_slots)
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("set_optimizer",
@@ -220,9 +220,9 @@ void bind_stage(py::module_& module) {
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
+      .def("rotate", &Stage::rotate, py::arg("on"))
       .def("copy_newest_to_next", &Stage::copy_newest_to_next)
-      .def("publish", &Stage::publish)
-      .def("spread_newest", &Stage::spread_newest)
+      .def("restart_delay", &Stage::restart_delay)
       .def("bytes", [](const Stage& self) {
         const StageBytes bytes = self.bytes();
         py::dict report;

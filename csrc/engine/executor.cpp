@@ -20,11 +20,16 @@ Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWor
     }
   }
   for (const auto& worker : workers_) {
-    worker->set_surroundings({[this](const ExecutedAction& action) { log(action); },
-                              [this] {
-                                const std::lock_guard lock(mutex_);
-                                return closed_ || fault_->raised();
-                              }});
+    worker->set_surroundings(
+        {[this](const ExecutedAction& action) { log(action); },
+         [this] {
+           const std::lock_guard lock(mutex_);
+           return closed_ || fault_->raised();
+         },
+         [this] { begin_thread(); },
+         [this, stage = worker->stage()](std::int64_t batch) {
+           fail({stage, ActionKind::kUpdate, batch, options_.num_microbatches - 1, false});
+         }});
   }
   fault_->on_raise(this, [this] {
     abort_channels();
@@ -157,13 +162,20 @@ bool Executor::is_empty() const {
   return true;
 }
 
-void Executor::loop() {
-  name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));
+void Executor::begin_thread() const {
   if (options_.num_threads > 0) {
-    at::get_num_threads();  // the first call in a thread takes the process's default, so make it
-                            // now
+    at::get_num_threads();  // the first call in a thread takes the process's default: make it now
     at::set_num_threads(options_.num_threads);
   }
+}
+
+void Executor::fail(const Doing& doing) {
+  fault_->raise(where(doing) + ": " + options_.describe(std::current_exception()));
+}
+
+void Executor::loop() {
+  name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));
+  begin_thread();
   doing_.stage = workers_.front()->stage();
   {
     const std::lock_guard lock(mutex_);
@@ -193,26 +205,26 @@ void Executor::loop() {
   } catch (const ChannelAborted&) {
     // Somebody else's failure, or close().
   } catch (...) {
-    fault_->raise(where() + ": " + options_.describe(std::current_exception()));
+    fail(doing_);
   }
   for (const auto& worker : workers_) {
     worker->clear();
   }
 }
 
-std::string Executor::where() const {
-  const char* action = doing_.kind == ActionKind::kForward      ? "forward"
-                       : doing_.kind == ActionKind::kUpdate     ? "update"
-                       : doing_.kind == ActionKind::kWeightGrad ? "backward of the weights"
-                                                                : "backward";
-  const int depth = options_.num_pipelines > 1 ? options_.depth : doing_.stage + 1;
-  const int pipeline = doing_.stage / depth;
+std::string Executor::where(const Doing& doing) const {
+  const char* action = doing.kind == ActionKind::kForward      ? "forward"
+                       : doing.kind == ActionKind::kUpdate     ? "update"
+                       : doing.kind == ActionKind::kWeightGrad ? "backward of the weights"
+                                                               : "backward";
+  const int depth = options_.num_pipelines > 1 ? options_.depth : doing.stage + 1;
+  const int pipeline = doing.stage / depth;
   return pd2::detail::concat(
-      stage_name(doing_.stage % depth, options_.replica, options_.num_replicas),
+      stage_name(doing.stage % depth, options_.replica, options_.num_replicas),
       options_.num_pipelines > 1 ? " in pipeline " + std::to_string(pipeline) : "",
-      doing_.evaluating ? ", evaluation" : ", batch ",
-      doing_.evaluating ? "" : std::to_string(doing_.batch), ", microbatch ",
-      pipeline * options_.num_microbatches + doing_.microbatch, ", ", action);
+      doing.evaluating ? ", evaluation" : ", batch ",
+      doing.evaluating ? "" : std::to_string(doing.batch), ", microbatch ",
+      pipeline * options_.num_microbatches + doing.microbatch, ", ", action);
 }
 
 std::vector<StageWorker*> Executor::evaluating() const {
@@ -265,6 +277,9 @@ void Executor::drain() {
   }
   run_actions(options_.actions.epilogue, last_run_);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
+  for (const auto& worker : workers_) {
+    worker->finish_update();
+  }
   running_ = false;
 }
 

@@ -80,6 +80,14 @@ class Executor {
   std::vector<ExecutedAction> take_record();
 
  private:
+  struct Doing {
+    int stage = 0;
+    ActionKind kind = ActionKind::kForward;
+    std::int64_t batch = 0;
+    int microbatch = 0;
+    bool evaluating = false;
+  };
+
   Ticket submit(std::function<void()> command);
   void loop();
   void run_actions(const std::vector<Action>& actions, const Run& run);
@@ -90,7 +98,10 @@ class Executor {
   void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;
-  std::string where() const;
+  std::string where(const Doing& doing) const;
+  // Takes in the exception that is being handled.
+  void fail(const Doing& doing);
+  void begin_thread() const;
 
   const ExecutorOptions options_;
   const std::vector<std::unique_ptr<StageWorker>> workers_;
@@ -100,13 +111,7 @@ class Executor {
   bool running_ = false;  // microbatches may be in flight: the next batch continues with `steady`
   Run last_run_;
   std::int64_t first_batch_ = 0;  // since the pipeline was empty: what precedes it is done
-  struct {
-    int stage = 0;
-    ActionKind kind = ActionKind::kForward;
-    std::int64_t batch = 0;
-    int microbatch = 0;
-    bool evaluating = false;
-  } doing_;
+  Doing doing_;
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_, executed_;

@@ -20,26 +20,24 @@ class GradAccumulator::Hook : public torch::autograd::PostAccumulateGradHook {
   std::size_t parameter_;
 };
 
-namespace {
-
-// Half-precision gradients of many microbatches would lose their low bits: add them in float32.
-at::ScalarType accumulation_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+at::ScalarType GradAccumulator::dtype(at::ScalarType weights) {
+  return weights == at::kHalf || weights == at::kBFloat16 ? at::kFloat : weights;
 }
 
-}  // namespace
-
 GradAccumulator::GradAccumulator(const FlatLayout& layout, std::vector<std::string> names,
-                                 bool flags)
-    : layout_(layout), names_(std::move(names)), flags_(flags) {
+                                 std::vector<at::Tensor> buffers)
+    : layout_(layout), names_(std::move(names)) {
   const std::size_t count = layout.views().size();
   PD2_ASSERT(names_.size() == count, names_.size(), " names for ", count, " parameters");
-  flat_ = layout.allocate(accumulation_dtype(layout.dtype()),
-                          flags ? static_cast<std::int64_t>(count) : 0);
-  for (std::size_t i = 0; i < count; ++i) {
-    views_.push_back(layout.view(flat_, i));
+  PD2_ASSERT(!buffers.empty(), "no buffer for gradients");
+  for (at::Tensor& flat : buffers) {
+    Buffer& buffer = buffers_.emplace_back();
+    for (std::size_t i = 0; i < count; ++i) {
+      buffer.views.push_back(layout.view(flat, i));
+    }
+    buffer.flat = std::move(flat);
+    buffer.has_gradient.assign(count, false);
   }
-  has_gradient_.assign(count, false);
 }
 
 void GradAccumulator::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
@@ -51,7 +49,11 @@ bool GradAccumulator::takes_from(const torch::autograd::Node& node) {
   return dynamic_cast<const Hook*>(node.tensor_post_acc_grad_hooks().get()) != nullptr;
 }
 
-void GradAccumulator::begin_batch() { has_gradient_.assign(has_gradient_.size(), false); }
+void GradAccumulator::begin_batch(std::size_t buffer) {
+  current_ = buffer;
+  std::vector<bool>& has_gradient = buffers_.at(buffer).has_gradient;
+  has_gradient.assign(has_gradient.size(), false);
+}
 
 void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {
   at::Tensor& gradient = variable.mutable_grad();
@@ -66,37 +68,55 @@ void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {
 }
 
 void GradAccumulator::add(std::size_t parameter, const at::Tensor& gradient) {
-  if (has_gradient_[parameter]) {
-    views_[parameter].add_(gradient);
+  Buffer& buffer = buffers_[current_];
+  if (buffer.has_gradient[parameter]) {
+    buffer.views[parameter].add_(gradient);
   } else {
-    views_[parameter].copy_(gradient);
-    has_gradient_[parameter] = true;
+    buffer.views[parameter].copy_(gradient);
+    buffer.has_gradient[parameter] = true;
   }
 }
 
-at::Tensor GradAccumulator::gradients() const { return flat_.narrow(0, 0, layout_.numel()); }
+at::Tensor GradAccumulator::gradients(std::size_t buffer) const {
+  return flat(buffer).narrow(0, 0, layout_.numel());
+}
 
-void GradAccumulator::fill_missing() {
-  PD2_ASSERT(flags_, "no flags in this buffer");
-  at::Tensor flags = flat_.narrow(0, layout_.numel(), static_cast<std::int64_t>(views_.size()));
+at::Tensor GradAccumulator::flags(std::size_t buffer) const {
+  const std::int64_t count = flat(buffer).numel() - layout_.numel();
+  PD2_ASSERT(count == static_cast<std::int64_t>(names_.size()), "no flags in this buffer");
+  return flat(buffer).narrow(0, layout_.numel(), count);
+}
+
+void GradAccumulator::fill_missing(std::size_t buffer) {
+  at::Tensor flags = this->flags(buffer);
   flags.fill_(1);
-  for (std::size_t i = 0; i < views_.size(); ++i) {
-    if (!has_gradient_[i]) {
-      views_[i].zero_();
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    if (!buffers_[buffer].has_gradient[i]) {
+      buffers_[buffer].views[i].zero_();
       flags[static_cast<std::int64_t>(i)].zero_();
     }
   }
 }
 
-void GradAccumulator::read_flags() {
-  PD2_ASSERT(flags_, "no flags in this buffer");
-  const at::Tensor flags =
-      flat_.narrow(0, layout_.numel(), static_cast<std::int64_t>(views_.size()))
-          .to(at::kCPU, at::kDouble);
+void GradAccumulator::read_flags(std::size_t buffer) {
+  const at::Tensor flags = this->flags(buffer).to(at::kCPU, at::kDouble);
   const double* values = flags.const_data_ptr<double>();
-  for (std::size_t i = 0; i < views_.size(); ++i) {
-    has_gradient_[i] = values[i] != 0;
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    buffers_[buffer].has_gradient[i] = values[i] != 0;
   }
+}
+
+void GradAccumulator::move(std::size_t from, std::size_t to) {
+  if (from == to) {
+    return;
+  }
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    if (buffers_[from].has_gradient[i]) {
+      buffers_[to].views[i].copy_(buffers_[from].views[i]);
+    }
+  }
+  buffers_[to].has_gradient = buffers_[from].has_gradient;
+  current_ = to;
 }
 
 }  // namespace pd2

@@ -1,4 +1,4 @@
-// The gradients of a batch's microbatches, added up in one flat buffer.
+// The gradients of a batch's microbatches, added up in a flat buffer.
 #pragma once
 
 #include "engine/flat_buffer.h"
@@ -26,13 +26,24 @@ struct HeldGradient {
 // zero-filled and no `.grad` outlives the hook. Microbatches add up in the order of their
 // backwards, which is the order in which stock gradient accumulation adds them.
 //
+// Batches may take turns between several buffers: one batch's gradients are complete and being used
+// while the next one's come.
+//
 // Hooks sit on the parameters of every weight slot and point to this object, which must outlive
 // them; they run on the thread that runs the backward, one backward at a time.
 class GradAccumulator {
  public:
-  // `flags` appends one element per parameter, for replicas and copies to tell which gradients
-  // exist.
-  GradAccumulator(const FlatLayout& layout, std::vector<std::string> names, bool flags);
+  // Elements that a buffer has beyond the layout's: one per parameter, if replicas and copies have
+  // to tell each other which gradients exist.
+  static std::int64_t num_flags(const FlatLayout& layout, bool has_flags) {
+    return has_flags ? static_cast<std::int64_t>(layout.views().size()) : 0;
+  }
+  // Half-precision gradients of many microbatches would lose their low bits: added in float32.
+  static at::ScalarType dtype(at::ScalarType weights);
+
+  // `buffers`: flat, of the layout and dtype(), with the flags.
+  GradAccumulator(const FlatLayout& layout, std::vector<std::string> names,
+                  std::vector<at::Tensor> buffers);
 
   // Hooks parameter i of one weight slot.
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
@@ -43,29 +54,42 @@ class GradAccumulator {
   void hold(std::vector<HeldGradient>* where) { held_ = where; }
   void add(std::size_t parameter, const at::Tensor& gradient);
 
-  void begin_batch();
-  // Which parameters received a gradient since begin_batch().
-  const std::vector<bool>& has_gradient() const { return has_gradient_; }
+  // From now on gradients go to this buffer.
+  void begin_batch(std::size_t buffer);
 
+  // The following are of one buffer. They may be called while gradients go to another one.
+
+  // Which parameters have received a gradient since the buffer's begin_batch().
+  const std::vector<bool>& has_gradient(std::size_t buffer) const {
+    return buffers_[buffer].has_gradient;
+  }
   // Before and after the sum over replicas and copies: a parameter that got no gradient here counts
   // as zero if another one's got one.
-  void fill_missing();
-  void read_flags();
+  void fill_missing(std::size_t buffer);
+  void read_flags(std::size_t buffer);
 
-  const at::Tensor& flat() const { return flat_; }  // gradients, then the flags
-  at::Tensor gradients() const;                     // without the flags
-  at::Tensor view(std::size_t parameter) const { return views_[parameter]; }
+  const at::Tensor& flat(std::size_t buffer) const { return buffers_[buffer].flat; }  // with flags
+  at::Tensor gradients(std::size_t buffer) const;  // without the flags
+  at::Tensor view(std::size_t buffer, std::size_t parameter) const {
+    return buffers_[buffer].views[parameter];
+  }
+  // Moves what has been added to another buffer, where later gradients will go, too.
+  void move(std::size_t from, std::size_t to);
 
  private:
   class Hook;
+  struct Buffer {
+    at::Tensor flat;
+    std::vector<at::Tensor> views;   // by parameter
+    std::vector<bool> has_gradient;  // by parameter
+  };
   void take(std::size_t parameter, const at::Tensor& variable);
+  at::Tensor flags(std::size_t buffer) const;
 
   const FlatLayout& layout_;
   std::vector<std::string> names_;
-  at::Tensor flat_;
-  bool flags_;
-  std::vector<at::Tensor> views_;
-  std::vector<bool> has_gradient_;
+  std::vector<Buffer> buffers_;
+  std::size_t current_ = 0;
   std::vector<HeldGradient>* held_ = nullptr;
 };
 

@@ -25,23 +25,30 @@ struct StageBytes {
   std::int64_t padding = 0;
 };
 
-// Owns K flat weight buffers, one flat gradient buffer and the fused optimizer's state per dtype.
-// Used by the stage's executor thread; by other threads only while that executor is drained.
+// Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizer's
+// state per dtype. With several versions, and gradients of the weights' dtype, all K + 1 buffers
+// take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
+// line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
+//
+// Used by the stage's executor thread; by other threads only while that executor is drained. What
+// an update does between begin_update() and publish() may be in a thread of its own, as is said
+// there.
 class Stage {
  public:
-  // Copies the values of `parameters` (trainable, one device) into every slot. Gradients are summed
-  // once per batch: over the `replicas` group of the processes that hold the stage, or with the
-  // stage's copy in this process.
-  Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_slots,
+  // Copies the values of `parameters` (trainable, one device). Gradients are summed once per batch:
+  // over the `replicas` group of the processes that hold the stage, or with the stage's copy in
+  // this process.
+  Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
         c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies = {});
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
   bool on_cuda() const { return !slots_.front().empty() && slots_.front().front().is_cuda(); }
   std::size_t num_parameters() const { return places_.size(); }
+  int num_versions() const { return num_versions_; }
+  // Slots that may hold weights.
+  int num_slots() const { return static_cast<int>(slots_.size()); }
   at::Tensor weight(int slot, std::size_t parameter) const;
-  at::Tensor gradient(std::size_t parameter) const;
-  bool has_gradient(std::size_t parameter) const;
   // Whole buffers of a slot, one per dtype.
   const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
 
@@ -51,9 +58,27 @@ class Stage {
   WeightStore& versions() { return versions_; }
   const WeightStore& versions() const { return versions_; }
 
-  void begin_batch();
+  // The first gradients of the batch are about to come.
+  void begin_batch(std::int64_t batch);
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
+
+  // Whether there is time for an update: the version that it makes is not what the next forward
+  // reads.
+  bool has_slack() const { return num_versions_ > 1; }
+  // Whether the next batch may begin meanwhile.
+  bool rotates() const { return versions_.num_slots() > num_versions_; }
+  // Chooses, if the buffers' dtypes leave a choice: without rotation the weights of the step's
+  // version may be written before the gradients have been read. The pipeline must be drained.
+  void rotate(bool on);
+
+  // The batch's gradients are complete: the version that it makes comes next.
+  void begin_update(std::int64_t batch);
+
+  // Of the update that has begun. Until publish() another thread may call what follows.
+
+  at::Tensor gradient(std::size_t parameter) const;
+  bool has_gradient(std::size_t parameter) const;
   // Starts one sum per dtype over replicas and copies, none without any. The gradients are theirs
   // from the time all works have completed and finish_reduction() has been called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
@@ -66,21 +91,24 @@ class Stage {
     copies_.sum.reset();
   }
 
-  // Fused path. `group_of_parameter` gives each parameter's param_group.
-  void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
+  // Fused path.
   void step(std::span<const GroupOptions> groups);
+  // Generic path: the newest weights copied into the slot of the next version, which is returned.
+  int copy_newest_to_next();
+
+  // Ends the update: its version can be read.
+  void publish() { versions_.publish(); }
+
+  // `group_of_parameter` gives each parameter's param_group.
+  void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
   // State of one parameter as a view of the flat state; undefined where there is none.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
   std::int64_t step_count(std::size_t parameter) const;
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
   void set_step_count(std::size_t parameter, std::int64_t count);
 
-  // Generic path: the newest weights copied into the slot of the next version, which is returned.
-  int copy_newest_to_next();
-  void publish() { versions_.publish(); }
-
-  // After weights were loaded into the newest slot: every slot gets them, the delay starts anew.
-  void spread_newest();
+  // After weights were loaded into the newest slot: the delay starts anew.
+  void restart_delay() { versions_.reset(); }
 
   StageBytes bytes() const;
 
@@ -89,13 +117,21 @@ class Stage {
     std::size_t buffer;  // which dtype's
     std::size_t index;   // position in that buffer's layout
   };
+  // Where an update reads and writes: weight slots, and a gradient buffer.
+  struct Update {
+    int from = 0, to = 0;
+    std::size_t gradients = 0;
+  };
+  std::size_t gradient_buffer(std::int64_t batch) const;
 
+  const int num_versions_;
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter
   std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
   std::vector<std::unique_ptr<FusedOptimizer>> optimizers_;
   WeightStore versions_;
+  Update update_;
   c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
   CopySumEnd copies_;
 };

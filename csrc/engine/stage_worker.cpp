@@ -4,6 +4,7 @@
 #include "engine/input_sink.h"
 #include "engine/private_generator.h"
 #include "engine/steady_clock.h"
+#include "engine/this_thread.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
@@ -16,6 +17,16 @@
 #include <thread>
 
 namespace pd2 {
+
+void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
+  around_ = std::move(surroundings);
+  if (stage_->has_slack()) {
+    background_ = std::make_unique<Background>([this] {
+      name_this_thread("pd2 update " + std::to_string(options_.stage));
+      around_.begin_thread();
+    });
+  }
+}
 
 void StageWorker::set_wiring(int id, Wiring wiring) {
   const std::lock_guard lock(wirings_mutex_);
@@ -50,6 +61,7 @@ void StageWorker::drop_connections() {
 }
 
 void StageWorker::clear() {
+  background_.reset();
   in_flight_.clear();
   updates_.clear();
   loss_ = {};
@@ -145,6 +157,9 @@ void StageWorker::forward(const Run& run, int microbatch) {
   in_flight.wiring = run.wiring;
   in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
   ForwardCall call = receive_values(run, microbatch);
+  if (in_flight.version > stage_->versions().newest()) {
+    finish_update();
+  }
   const double start = now();
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
@@ -216,10 +231,14 @@ StageWorker::InFlight& StageWorker::in_flight(std::int64_t batch, int microbatch
   return place->second;
 }
 
-void StageWorker::begin_gradients(int microbatch) {
-  if (microbatch == 0) {
-    stage_->begin_batch();
+void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
+  if (microbatch > 0) {
+    return;
   }
+  if (!stage_->rotates()) {  // the one buffer is in use
+    finish_update();
+  }
+  stage_->begin_batch(batch);
 }
 
 void StageWorker::end_flight(std::int64_t batch, int microbatch) {
@@ -230,7 +249,7 @@ void StageWorker::end_flight(std::int64_t batch, int microbatch) {
 }
 
 void StageWorker::backward(std::int64_t batch, int microbatch) {
-  begin_gradients(microbatch);
+  begin_gradients(batch, microbatch);
   run_backward(ActionKind::kBackward, batch, microbatch,
                [](const auto& roots, const auto& gradients) {
                  torch::autograd::Engine::get_default_engine().execute(
@@ -256,8 +275,8 @@ void StageWorker::input_grad(std::int64_t batch, int microbatch) {
 
 void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
   InFlight& in_flight = this->in_flight(batch, microbatch);
+  begin_gradients(batch, microbatch);
   const double start = now();
-  begin_gradients(microbatch);
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
     in_flight.split->run_weight_half();
@@ -335,9 +354,41 @@ void StageWorker::update(std::int64_t batch) {
     gradients_ready_ = batch;
     return;
   }
-  const auto apply = std::move(submitted->second);
+  auto apply = std::move(submitted->second);
   updates_.erase(submitted);
-  this->apply(batch, apply);
+  finish_update();
+  stage_->begin_update(batch);
+  if (!background_) {
+    this->apply(batch, apply);
+    stage_->publish();
+    return;
+  }
+  is_updating_ = true;
+  background_->start([this, batch, apply = std::move(apply)] {
+    try {
+      this->apply(batch, apply);
+    } catch (const ChannelAborted&) {
+      // Somebody else's failure, or the end.
+    } catch (...) {
+      around_.update_failed(batch);
+    }
+  });
+}
+
+void StageWorker::finish_update() {
+  if (!is_updating_) {
+    return;
+  }
+  do {
+    if (around_.is_stopped()) {
+      throw ChannelAborted();
+    }
+  } while (!background_->wait_for(std::chrono::milliseconds(100)));
+  if (around_.is_stopped()) {  // it may have failed
+    throw ChannelAborted();
+  }
+  is_updating_ = false;
+  stage_->publish();
 }
 
 void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& apply) {
@@ -347,8 +398,7 @@ void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& a
   }
   stage_->finish_reduction();
   apply(*stage_);
-  log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, stage_->versions().newest(), start,
-      now());
+  log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, batch + 1, start, now());
 }
 
 void StageWorker::wait_for_replicas(c10d::Work& work) {
@@ -366,7 +416,9 @@ void StageWorker::wait_for_replicas(c10d::Work& work) {
 void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> apply) {
   if (gradients_ready_ == batch) {
     gradients_ready_.reset();
-    this->apply(batch, apply);
+    updates_.emplace(batch, std::move(apply));
+    update(batch);
+    finish_update();  // the pipeline may be drained, and what is there be read
   } else {
     updates_.emplace(batch, std::move(apply));
   }

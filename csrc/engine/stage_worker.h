@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/schedule.h"
+#include "engine/background.h"
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
 #include "engine/message.h"
@@ -105,7 +106,9 @@ struct StageWorkerOptions {
 // What its executor gives it.
 struct WorkerSurroundings {
   std::function<void(const ExecutedAction&)> log;
-  std::function<bool()> is_stopped;  // then nobody waits any longer
+  std::function<bool()> is_stopped;    // then nobody waits any longer
+  std::function<void()> begin_thread;  // called in a thread that works beside the executor's
+  std::function<void(std::int64_t batch)> update_failed;  // called while the exception is handled
 };
 
 // Used by one executor's thread, but for what says otherwise.
@@ -119,7 +122,7 @@ class StageWorker {
   int stage() const { return options_.stage; }
   int first_microbatch() const { return options_.first_microbatch; }
   // Before the thread begins.
-  void set_surroundings(WorkerSurroundings surroundings) { around_ = std::move(surroundings); }
+  void set_surroundings(WorkerSurroundings surroundings);
 
   // From the submitting thread, before the first run that uses it.
   void set_wiring(int id, Wiring wiring);
@@ -136,10 +139,12 @@ class StageWorker {
   // The two halves of a backward.
   void input_grad(std::int64_t batch, int microbatch);
   void weight_grad(std::int64_t batch, int microbatch);
-  // At the schedule's U: if the update has been submitted.
+  // At the schedule's U: begins the update if it has been submitted. It goes on beside what follows
+  // until a forward reads its version, or finish_update().
   void update(std::int64_t batch);
   // Executes it now if the gradients are complete, else at the schedule's U.
   void submit_update(std::int64_t batch, std::function<void(Stage&)> apply);
+  void finish_update();
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
@@ -189,7 +194,7 @@ class StageWorker {
   // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it
   // received.
   void run_backward(ActionKind kind, std::int64_t batch, int microbatch, const Backward& execute);
-  void begin_gradients(int microbatch);
+  void begin_gradients(std::int64_t batch, int microbatch);
   void end_flight(std::int64_t batch, int microbatch);
   void add_loss(const Run& run, int microbatch, const at::Tensor& loss, InFlight& in_flight);
   void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
@@ -207,10 +212,12 @@ class StageWorker {
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;   // by batch and microbatch
   std::map<std::int64_t, std::function<void(Stage&)>> updates_;  // submitted, gradients incomplete
   std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
+  bool is_updating_ = false;                     // in the background
   BatchLoss loss_;                               // of the batch's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
+  std::unique_ptr<Background> background_;  // if updates have time; ends first
 };
 
 }  // namespace pd2

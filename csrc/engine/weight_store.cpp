@@ -6,10 +6,11 @@
 
 namespace pd2 {
 
-WeightStore::WeightStore(int num_slots) {
+WeightStore::WeightStore(int num_slots, std::int64_t newest) : newest_(newest), base_(newest) {
   PD2_CHECK(num_slots >= 1, "a weight store needs at least 1 slot, got ", num_slots);
   pins_.assign(num_slots, 0);
-  versions_.assign(num_slots, 0);
+  versions_.assign(num_slots, -1);
+  versions_[slot(newest)] = newest;
 }
 
 std::int64_t WeightStore::version_of_batch(std::int64_t batch, int delay) const {
@@ -31,15 +32,23 @@ void WeightStore::unpin(std::int64_t version) {
   --pins_[slot(version)];
 }
 
-int WeightStore::slot_to_write() const {
-  const int s = slot(newest_ + 1);
-  PD2_CHECK(pins_[s] == 0, "version ", newest_ + 1, " may not overwrite version ", versions_[s],
-            ": ", pins_[s], " microbatches in flight still read it");
+int WeightStore::slot_to_write(std::int64_t version) const {
+  const int s = slot(version);
+  PD2_CHECK(pins_[s] == 0, "version ", version, " may not overwrite version ", versions_[s], ": ",
+            pins_[s], " microbatches in flight still read it");
+  return s;
+}
+
+int WeightStore::begin_next() {
+  const int s = slot_to_write(newest_ + 1);
+  writing_next_ = true;
+  count_live_versions();
   return s;
 }
 
 void WeightStore::publish() {
-  const int s = slot_to_write();
+  const int s = slot_to_write(newest_ + 1);
+  writing_next_ = false;
   ++newest_;
   versions_[s] = newest_;
   count_live_versions();
@@ -51,13 +60,13 @@ void WeightStore::reset() {
               " microbatches in flight");
   }
   base_ = newest_;
-  versions_[slot(newest_)] = newest_;
 }
 
 void WeightStore::count_live_versions() {
   int live = 0;
   for (int s = 0; s < num_slots(); ++s) {
-    live += (pins_[s] > 0 || versions_[s] == newest_) ? 1 : 0;
+    const bool is_written = writing_next_ && s == slot(newest_ + 1);
+    live += (pins_[s] > 0 || versions_[s] == newest_ || is_written) ? 1 : 0;
   }
   most_live_versions_ = std::max(most_live_versions_, live);
 }

@@ -6,17 +6,24 @@
 
 namespace pd2 {
 
-// The ring of weight versions of one stage: version v lives in slot v mod K (DESIGN: 2bw K = 2,
-// synchronous schedules K = 1). A version is immutable from the moment it is published until its
-// last reader has unpinned it; writing over a pinned version throws.
+// The ring of weight versions of one stage: version v lives in slot v mod S. A version is immutable
+// from the moment it is published until its last reader has unpinned it; writing over a pinned
+// version throws.
 //
-//   newest = 4, K = 2:   slot 0: W(4)      slot 1: W(3), dead once batch 4's last backward is done
+// A schedule reads K versions (2bw 2, synchronous ones 1). With S = K the next version is written
+// over the oldest one; with S = K + 1 over the batch's gradients, which are added up where it will
+// be, while the oldest one's slot is free for the next batch's:
+//
+//   newest = 4, S = 2:   slot 0: W(4)        slot 1: W(3), dead after batch 4's last backward
+//   newest = 4, S = 3:   slot 1: W(4)        slot 0: W(3), dead likewise, then batch 5's gradients
+//                        slot 2: batch 4's gradients, then W(5)
 //
 // Holds no memory itself. Not thread-safe: the stage's executor thread calls it, other threads only
 // while the executor is drained.
 class WeightStore {
  public:
-  explicit WeightStore(int num_slots);
+  // Version `newest` is there, no other.
+  explicit WeightStore(int num_slots, std::int64_t newest = 0);
 
   int num_slots() const { return static_cast<int>(pins_.size()); }
   std::int64_t newest() const { return newest_; }
@@ -30,16 +37,18 @@ class WeightStore {
   void pin(std::int64_t version);
   void unpin(std::int64_t version);
 
-  // The slot for version newest() + 1. Throws if a reader still holds what is there. With one slot
-  // the result is the newest version's own slot: the step happens in place.
-  int slot_to_write() const;
+  // The slot for `version`, which is yet to be made. Throws if a reader still holds what is there.
+  // With one slot the result is the newest version's own slot: the step happens in place.
+  int slot_to_write(std::int64_t version) const;
+  // newest() + 1 is about to be written to its slot, which is returned.
+  int begin_next();
   // newest() + 1 is complete and can be read.
   void publish();
 
-  // Every slot now holds a copy of the newest version: delay starts anew (after loading weights).
+  // The newest version's content was replaced (weights were loaded): delay starts anew.
   void reset();
 
-  // The most versions that were alive (newest, or pinned) at any time.
+  // The most versions that were alive (newest, pinned, or being written) at any time.
   int most_live_versions() const { return most_live_versions_; }
 
  private:
@@ -49,6 +58,7 @@ class WeightStore {
   std::vector<std::int64_t> versions_;  // what each slot holds
   std::int64_t newest_ = 0;
   std::int64_t base_ = 0;
+  bool writing_next_ = false;
   int most_live_versions_ = 1;
 };
 

@@ -48,7 +48,7 @@ class ScalarPipeline {
                                            nullptr, CopySumEnd{sums[i % d], schedule.pipeline(i)});
       stage->set_optimizer(OptimizerKind::kSgd, {0});
       std::vector<at::Tensor> slots;
-      for (int slot = 0; slot < schedule.num_versions[i]; ++slot) {
+      for (int slot = 0; slot < stage->num_slots(); ++slot) {
         slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
         stage->attach(0, slots.back());
       }

@@ -32,11 +32,12 @@ class SplitBackwardTest : public testing::Test {
   // Everything that a backward gives: the input's gradient, then the weights'; undefined for none.
   std::vector<at::Tensor> gradients(const Function& function, const at::Tensor& input, bool split) {
     FlatLayout layout(weights_);
-    GradAccumulator accumulator(layout, std::vector<std::string>(weights_.size(), "w"), false);
+    GradAccumulator accumulator(layout, std::vector<std::string>(weights_.size(), "w"),
+                                {layout.allocate(layout.dtype())});
     for (std::size_t i = 0; i < weights_.size(); ++i) {
       accumulator.attach(i, weights_[i]);
     }
-    accumulator.begin_batch();
+    accumulator.begin_batch(0);
     at::Tensor received = input.detach();
     const auto sink = make_input_sink<decltype(Edge::function)>();
     torch::autograd::create_gradient_edge(received, sink);
@@ -49,7 +50,7 @@ class SplitBackwardTest : public testing::Test {
       accumulator.hold(&held);
       count_operators([&] { halves.run_input_half(roots, seeds); }, input_half_);
       accumulator.hold(nullptr);
-      for (const bool has : accumulator.has_gradient()) {
+      for (const bool has : accumulator.has_gradient(0)) {
         EXPECT_FALSE(has) << "a weight got its gradient in the input half";
       }
       count_operators([&] { halves.run_weight_half(); }, weight_half_);
@@ -62,7 +63,7 @@ class SplitBackwardTest : public testing::Test {
     std::vector<at::Tensor> all = static_cast<InputSink&>(*sink).captured;
     all.resize(1);
     for (std::size_t i = 0; i < weights_.size(); ++i) {
-      all.push_back(accumulator.has_gradient()[i] ? accumulator.view(i).clone() : at::Tensor());
+      all.push_back(accumulator.has_gradient(0)[i] ? accumulator.view(0, i).clone() : at::Tensor());
     }
     return all;
   }
@@ -215,9 +216,9 @@ TEST_F(SplitBackwardTest, AnOutputMayBeAWeightItself) {
 TEST_F(SplitBackwardTest, OnlyWhatTheWeightHalfNeedsStaysInMemory) {
   weights_ = {at::randn({3, 4}).requires_grad_()};
   FlatLayout layout(weights_);
-  GradAccumulator accumulator(layout, {"w"}, false);
+  GradAccumulator accumulator(layout, {"w"}, {layout.allocate(layout.dtype())});
   accumulator.attach(0, weights_[0]);
-  accumulator.begin_batch();
+  accumulator.begin_batch(0);
   std::weak_ptr<int> saved_by_product, saved_by_linear;
   const auto tracked = [](const at::Tensor& like, std::weak_ptr<int>& alive) {
     auto token = std::make_shared<int>(0);
@@ -238,7 +239,7 @@ TEST_F(SplitBackwardTest, OnlyWhatTheWeightHalfNeedsStaysInMemory) {
   EXPECT_FALSE(saved_by_linear.expired());
   halves.run_weight_half();
   EXPECT_TRUE(saved_by_linear.expired());
-  EXPECT_TRUE(accumulator.has_gradient()[0]);
+  EXPECT_TRUE(accumulator.has_gradient(0)[0]);
 }
 
 }  // namespace
