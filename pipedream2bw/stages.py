@@ -195,7 +195,7 @@ class LocalStages:
         return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
 
     def restart_delay(self) -> None:
-        """After weights were loaded: both copies of a stage get them, and no older version counts."""
+        """After weights were loaded: both copies of a stage get them, older versions are gone."""
         if self._grid.num_pipelines > 1:
             take_over([stage.state for stage in self._stages], self._grid.replica_group)
         else:  # replicas may have loaded what is their own
