@@ -77,6 +77,11 @@ const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stag
   return costs.stages[stage % schedule.depth()];
 }
 
+// With one version the next forward waits for the update in any case.
+bool updates_beside(const Schedule& schedule, int stage) {
+  return schedule.num_versions[stage] > 1;
+}
+
 bool begins_backward(ActionKind kind) { return kind == kBackward || kind == kInputGrad; }
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
@@ -102,6 +107,8 @@ class Execution {
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
         arrival_(3 * schedule.num_stages * num_microbatches_, kUnknown),
         link_free_(2 * schedule.num_stages, 0),
+        num_batches_(num_batches),
+        update_end_(std::size_t(schedule.num_stages) * num_batches, 0),
         edges_(costs.edges),
         ranks_(schedule.ranks.size()),
         timeline_(schedule.ranks.size()) {
@@ -169,6 +176,10 @@ class Execution {
 
   int rank_of(int stage) const { return schedule_.placement[stage]; }
 
+  double& update_end(int stage, int batch) {
+    return update_end_[std::size_t(stage) * num_batches_ + batch];
+  }
+
   void advance(int number) {
     Rank& rank = ranks_[number];
     while (rank.next < rank.steps.size()) {
@@ -193,8 +204,20 @@ class Execution {
         }
         start = std::max(start, arrival_[others]);
       }
-      rank.free_at = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
-      record(number, step, start, rank.free_at);
+      const double takes = seconds(cost_of(schedule_, costs_, step.stage), step.kind);
+      const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
+      const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, step.stage);
+      if (is_beside && batch > 0) {
+        start = std::max(start, update_end(step.stage, batch - 1));
+      }
+      if (const int read = batch - schedule_.delay[step.stage]; step.kind == kForward && read > 0) {
+        start = std::max(start, update_end(step.stage, read - 1));
+      }
+      record(number, step, start, start + takes);
+      rank.free_at = is_beside ? start : start + takes;
+      if (step.kind == kUpdate) {
+        update_end(step.stage, batch) = start + takes;
+      }
       ++rank.next;
       rank.has_recomputed = false;
       if (const std::optional<Message> message = output(step); message && !send(*message)) return;
@@ -313,6 +336,8 @@ class Execution {
   // By receiving stage, direction and microbatch; then by stage and microbatch: at updates.
   std::vector<double> arrival_;
   std::vector<double> link_free_;  // by receiving stage and direction
+  const int num_batches_;
+  std::vector<double> update_end_;  // by stage and batch
   std::vector<EdgeCosts> edges_;
   std::vector<Rank> ranks_;
   std::vector<int> ready_;
@@ -354,14 +379,14 @@ double measure_period(const Timeline& timeline, Window window) {
   return slowest;
 }
 
-double seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) {
+double busy_seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) {
   double sum = 0;
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     if (schedule.placement[stage] != rank) continue;
     const StageCosts& cost = cost_of(schedule, costs, stage);
     sum += schedule.num_microbatches *
-               (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward)) +
-           seconds(cost, kUpdate);
+           (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward));
+    if (!updates_beside(schedule, stage)) sum += seconds(cost, kUpdate);
   }
   return sum;
 }
@@ -421,7 +446,9 @@ Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batche
   Simulation result;
   result.timeline = Execution(schedule, costs, num_batches).run();
   for (const std::vector<SimulatedAction>& actions : result.timeline) {
-    if (!actions.empty()) result.makespan = std::max(result.makespan, actions.back().end);
+    for (const SimulatedAction& action : actions) {
+      result.makespan = std::max(result.makespan, action.end);
+    }
   }
   const int behind = most_batches_behind(schedule);
   const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
@@ -430,7 +457,7 @@ Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batche
                       ? measure_period(result.timeline, window)
                       : measure_period(Execution(schedule, costs, enough).run(), window);
   for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
-    const double work = seconds_of_batch(schedule, costs, rank);
+    const double work = busy_seconds_of_batch(schedule, costs, rank);
     result.bubbles.push_back(result.period > 0 ? 1 - work / result.period : 0);
     double peak = 0;
     for (const MemoryStep& step : memory_over_time(schedule, costs, result.timeline[rank], rank)) {

@@ -68,7 +68,8 @@ struct Simulation {
   // is measured, so the period does not depend on num_batches (to about one percent where hops
   // are exposed).
   double period = 0;
-  std::vector<double> bubbles;      // per rank: share of the period in which it does no action
+  // Per rank: share of the period in which it does no action; updates beside others don't count.
+  std::vector<double> bubbles;
   std::vector<int> most_in_flight;  // per stage: microbatches between F and the end of B or W
   std::vector<double> peak_bytes;   // per rank: the largest of memory_over_time()
 };
@@ -76,7 +77,9 @@ struct Simulation {
 // Runs batches 0 .. num_batches - 1 and a drain. Every rank executes its unrolled lists strictly in
 // order. An action begins when its rank is free and its message has arrived: F of stage s needs
 // that of F of stage s - 1, B and I of stage s need that of B or I of stage s + 1, of the same
-// pipeline. U of a stage with two copies begins when both have come to it. Messages of one edge and
+// pipeline. U of a stage with two copies begins when both have come to it. U of a stage that keeps
+// several versions goes on beside the rank's next actions, but for the first F that reads what it
+// makes and the stage's next U; other Us occupy their rank. Messages of one edge and
 // direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
 // arrive latency seconds later. Takes time linear in the number of actions.
 //

@@ -163,13 +163,30 @@ TEST(Simulate, TheSlowestStageGivesThePace) {
   }
 }
 
-TEST(Simulate, UpdatesAndAllReducesAreWork) {
+// Stage i needs its update m - (d - 1 - i) microbatches after its last backward: stage 0 first.
+TEST(Simulate, UpdatesHaveTheTimeUntilTheirVersionIsRead) {
+  const int d = 4;
+  const int m = 6;
+  const Schedule schedule = make_schedule("2bw", d, m);
+  for (int i = 0; i < d; ++i) {
+    Costs costs = equal_stages(d);
+    const double slack = (m - (d - 1 - i)) * (kF + kB);
+    costs.stages[i].all_reduce = 0.25 * slack;
+    costs.stages[i].update = 0.75 * slack;
+    EXPECT_DOUBLE_EQ(period(schedule, costs), m * (kF + kB)) << i;
+    EXPECT_NEAR(simulate(schedule, costs, 4).bubbles[i], 0, 1e-12) << i;
+    costs.stages[i].update = 0.75 * slack + 0.5 + kF + kB;
+    EXPECT_GT(period(schedule, costs), m * (kF + kB) + 0.5) << i;
+  }
+}
+
+TEST(Simulate, AnUpdateThatTheNextForwardReadsIsWork) {
   Costs costs = equal_stages(4);
+  const double without = period(make_schedule("1f1b", 4, 8), costs);
   for (StageCosts& stage : costs.stages) stage.update = 0.5;
-  const Schedule schedule = make_schedule("2bw_eager", 4, 8);
-  EXPECT_DOUBLE_EQ(period(schedule, costs), 8 * (kF + kB) + 0.5);
-  costs.stages[2].all_reduce = 0.25;
-  EXPECT_DOUBLE_EQ(period(schedule, costs), 8 * (kF + kB) + 0.75);
+  EXPECT_DOUBLE_EQ(period(make_schedule("1f1b", 4, 8), costs), without + 0.5);
+  for (StageCosts& stage : costs.stages) stage.all_reduce = 0.25;
+  EXPECT_DOUBLE_EQ(period(make_schedule("1f1b", 4, 8), costs), without + 0.75);
 }
 
 TEST(Simulate, ALinkBoundsThePeriodFromBelow) {

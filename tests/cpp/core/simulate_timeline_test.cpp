@@ -81,13 +81,13 @@ class TimelineCheck {
         ASSERT_EQ(schedule_.placement[action.stage], static_cast<int>(rank));
         ASSERT_NEAR(action.start, earliest_start(rank, i), kRounding);
         check_order_within_stage(action);
-        busy += action.end - action.start;
+        busy += is_beside(action) ? 0 : action.end - action.start;
       }
       for (int stage = 0; stage < schedule_.num_stages; ++stage) {
         if (schedule_.placement[stage] != static_cast<int>(rank)) continue;
         const StageCosts& cost = cost_of(stage);
         const double batch = schedule_.num_microbatches * (cost.forward + work(cost, kBackward)) +
-                             work(cost, kUpdate);
+                             (schedule_.num_versions[stage] > 1 ? 0 : work(cost, kUpdate));
         expected += kNumBatches * batch;
       }
       ASSERT_NEAR(busy, expected, kRounding);
@@ -118,6 +118,11 @@ class TimelineCheck {
   }
   double latency(int a, int b) const {
     return are_apart(a, b) ? costs_.edges[std::min(a, b) % schedule_.depth()].latency : 0;
+  }
+
+  // An update for which only the forward that reads its version waits.
+  bool is_beside(const SimulatedAction& action) const {
+    return action.kind == kUpdate && schedule_.num_versions[action.stage] > 1;
   }
 
   // Of a pipeline: there may be two, one after the other.
@@ -172,6 +177,7 @@ class TimelineCheck {
     const SimulatedAction& previous = simulation_.timeline[rank][index - 1];
     const int to = receiver(previous);
     const bool waits = costs_.sends != Sends::kAsynchronous && to >= 0;
+    if (is_beside(previous)) return previous.start;
     return waits ? std::max(previous.end, arrival(previous)) : previous.end;
   }
 
@@ -186,6 +192,15 @@ class TimelineCheck {
       const int twin = action.stage < d ? action.stage + d : action.stage - d;
       const Place& others = when_.at(key(twin, kUpdate, action));
       start = std::max(start, free_after(schedule_.placement[twin], others.index));
+    }
+    const int m = schedule_.num_microbatches;
+    if (action.kind == kForward && action.version > 0) {
+      start =
+          std::max(start, when_.at({action.stage, kUpdate, action.version - 1, m - 1}).action->end);
+    }
+    if (is_beside(action) && action.batch > 0) {
+      start =
+          std::max(start, when_.at({action.stage, kUpdate, action.batch - 1, m - 1}).action->end);
     }
     return start;
   }
