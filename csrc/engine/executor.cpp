@@ -105,6 +105,9 @@ Executor::Ticket Executor::submit_update(int stage, std::int64_t batch,
   return submit([this, &worker = worker(stage), batch, apply = std::move(apply)] {
     doing_ = {worker.stage(), ActionKind::kUpdate, batch, options_.num_microbatches - 1, false};
     worker.submit_update(batch, apply);
+    if (!running_) {  // drained: the weights may be read
+      worker.finish_update();
+    }
   });
 }
 

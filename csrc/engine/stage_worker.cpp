@@ -418,7 +418,6 @@ void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> 
     gradients_ready_.reset();
     updates_.emplace(batch, std::move(apply));
     update(batch);
-    finish_update();  // the pipeline may be drained, and what is there be read
   } else {
     updates_.emplace(batch, std::move(apply));
   }

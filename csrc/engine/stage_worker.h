@@ -142,7 +142,7 @@ class StageWorker {
   // At the schedule's U: begins the update if it has been submitted. It goes on beside what follows
   // until a forward reads its version, or finish_update().
   void update(std::int64_t batch);
-  // Executes it now if the gradients are complete, else at the schedule's U.
+  // Begins it now if the gradients are complete, else at the schedule's U.
   void submit_update(std::int64_t batch, std::function<void(Stage&)> apply);
   void finish_update();
   // Forward only, no gradients, on the newest version.
