@@ -53,8 +53,9 @@ class StageState:
 
     The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
     views of the newest version's buffer, brought up to date by :meth:`show_newest`. The stage
-    computes with other Parameters, one set for each slot of the engine's, because autograd remembers the
-    Parameter, not its storage: a handle that moves would corrupt the backwards in flight.
+    computes with other Parameters, one set for each slot of the engine's, because autograd
+    remembers the Parameter, not its storage: a handle that moves would corrupt the backwards in
+    flight.
 
     Args:
         model: the user's.
