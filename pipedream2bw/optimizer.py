@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .clipping import Clipping, GradNorm
 from .control import Announcement, Operation
 from .pipeline import PipelineModule, open_pipelines
 from .stage_state import StageState
@@ -33,13 +34,32 @@ class PipelineOptimizer(torch.optim.Optimizer):
     float64); any other optimizer, and any option that the fused pass lacks (capturable,
     differentiable, tensor learning rates that require grad), steps a copy of W(t).
 
+    Args:
+        optimizer: over ``pipe.parameters()``.
+        max_grad_norm: before each step all gradients are scaled such that their norm over the whole
+            model (all stages, averaged over replicas) is at most this, as
+            ``torch.nn.utils.clip_grad_norm_`` does on the unsplit model, to the same bits. Exact
+            and without a drain: where a schedule keeps several weight versions, stages go on with
+            the next microbatches until the norm is known; with ``"pipedream"``, which reads a
+            batch's weights at once on the last stage, they wait for it. ``inf`` only measures.
+        norm_type: of that norm; may be ``inf``.
+        clip_grad_value: instead, every element is clamped to this distance from 0, as
+            ``torch.nn.utils.clip_grad_value_`` does.
+
     Raises:
         ValueError: parameters that are of no open pipeline, of several, or not all trainable ones
             of the pipeline in exactly one group.
         TypeError: an optimizer that needs a closure (LBFGS), or no torch optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_grad_value: float | None = None,
+    ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer: {type(optimizer).__name__} given, it must be a torch.optim.Optimizer"
@@ -49,9 +69,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "optimizer: LBFGS evaluates the loss several times per step through a closure; a "
                 "pipeline computes each batch's gradient once"
             )
-        self._pipe = _agreed_pipeline_of(optimizer)
+        self._pipe, clipping = _agreed_pipeline_of(
+            optimizer, lambda: Clipping(max_grad_norm, norm_type, clip_grad_value)
+        )
         with self._pipe._failing_closes():
             self._pipe._drain()  # updates that were registered are the former optimizer's
+            self._norm = clipping.install(self._pipe)
+        self._grad_norm: GradNorm | None = None
         self._wrapped = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # The very objects of the wrapped optimizer, so that edits of either are seen by both.
@@ -85,6 +109,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
+        if self._norm is not None:
+            self._grad_norm = GradNorm(self._norm, self._pipe._batch - 1)
         if self._kind is not None:
             options = [_fused_options(self._wrapped, group) for group in self.param_groups]
             self._pipe._submit_updates(
@@ -100,6 +126,21 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 )
             )
             self._options = current
+
+    @property
+    def grad_norm(self) -> GradNorm:
+        """The norm of the gradients that the last :meth:`step` uses, before clipping; lazy.
+
+        Raises:
+            ValueError: no ``max_grad_norm`` was given, or no step has been made.
+        """
+        if self._grad_norm is None:
+            what = "max_grad_norm: None, it" if self._norm is None else "steps: 0, there"
+            raise ValueError(
+                f"grad_norm: {what} must be "
+                + ("a number (inf only measures)" if self._norm is None else "one before")
+            )
+        return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and starts each batch's anew."""
@@ -248,15 +289,24 @@ def _differ(new: Any, old: Any) -> bool:
     return type(new) is not type(old) or bool(new != old)
 
 
-def _agreed_pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:
-    """The pipeline whose parameters the optimizer holds; raises on all of its ranks or on none."""
+def _agreed_pipeline_of(
+    optimizer: torch.optim.Optimizer, clipping: Callable[[], Clipping]
+) -> tuple[PipelineModule, Clipping]:
+    """The pipeline whose parameters the optimizer holds, and how its gradients are clipped.
+
+    Raises on all of its ranks or on none.
+    """
     error: Exception | None = None
     pipe: PipelineModule | None = None
+    how = Clipping()
     try:
         pipe = _pipeline_of(optimizer)
-    except ValueError as raised:
+        how = clipping()
+        if how.max_grad_norm is not None:
+            pipe._schedule.check_global_updates()
+    except (ValueError, TypeError) as raised:
         error = raised
-        candidates = open_pipelines()
+        candidates = open_pipelines() if pipe is None else [pipe]
         if len(candidates) != 1:  # nobody can tell whom to warn
             raise
         (pipe,) = candidates
@@ -268,8 +318,9 @@ def _agreed_pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:
 
     with pipe._failing_closes():
         pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
-        pipe._control.agree_on_objects(None, {"optimizer": type(optimizer).__name__})
-    return pipe
+        settings = {"optimizer": type(optimizer).__name__, **how.settings()}
+        pipe._control.agree_on_objects(None, settings)
+    return pipe, how
 
 
 def _pipeline_of(optimizer: torch.optim.Optimizer) -> PipelineModule:

@@ -51,7 +51,9 @@ class RankGrid:
         self.rank = 0
         self._placement = list(placement)
         self._num_ranks = p = max(placement) + 1
+        self._timeout = datetime.timedelta(seconds=timeout)
         self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
+        self._own_replica: list[dist.ProcessGroup] = []  # none, or one
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.in_processes = world > 1
         if not self.in_processes:
@@ -71,7 +73,7 @@ class RankGrid:
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
             copies = placement[stage :: self.depth]
             ranks = [rank for copy in copies for rank in range(copy, world, p)]
-            group = dist.new_group(sorted(ranks), timeout=datetime.timedelta(seconds=timeout))
+            group = dist.new_group(sorted(ranks), timeout=self._timeout)
             if isinstance(group, dist.ProcessGroup):
                 self._replica_groups[stage] = group
 
@@ -120,10 +122,23 @@ class RankGrid:
         """The processes that hold one of this process's stages, if there are several."""
         return self._replica_groups.get(stage % self.depth)
 
+    def group_of_replica(self) -> dist.ProcessGroup | None:
+        """The processes of this one's replica, if there are several. Every process calls it."""
+        if self.in_processes and not self._own_replica:
+            p = self._num_ranks
+            for first in range(0, self.width * p, p):
+                made = dist.new_group(
+                    range(first, first + p), timeout=self._timeout, backend="gloo"
+                )
+                if isinstance(made, dist.ProcessGroup):
+                    self._own_replica.append(made)
+        return self._own_replica[0] if self._own_replica else None
+
     def close(self) -> None:
-        """Drops the groups of the replicas."""
-        _destroy(self._replica_groups.values())
+        """Drops the groups."""
+        _destroy([*self._replica_groups.values(), *self._own_replica])
         self._replica_groups.clear()
+        self._own_replica.clear()
 
 
 class Channels:

@@ -11,6 +11,7 @@ void bind_stage(py::module_& module);
 void bind_channels(py::module_& module);
 void bind_generator(py::module_& module);
 void bind_losses(py::module_& module);
+void bind_norm(py::module_& module);
 void bind_executor(py::module_& module);
 
 }  // namespace pd2

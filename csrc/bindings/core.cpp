@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 #include "core/check.h"
 #include "core/generate.h"
+#include "core/global_updates.h"
 #include "core/partition.h"
 #include "core/simulate.h"
 #include "core/unroll.h"
@@ -69,6 +70,7 @@ void bind_core(py::module_& module) {
       .def_property_readonly("depth", &Schedule::depth)
       .def_property_readonly("total_microbatches", &Schedule::total_microbatches)
       .def("validate", [](const Schedule& self) { validate(self); })
+      .def("check_global_updates", [](const Schedule& self) { check_global_updates(self); })
       .def("max_in_flight",
            [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
       .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })

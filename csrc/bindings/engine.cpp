@@ -341,6 +341,26 @@ void bind_losses(py::module_& module) {
       .def("close", &LossBoard::close, py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_norm(py::module_& module) {
+  py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
+  py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
+      .def(
+          py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
+                      int num_readers, double norm_type, bool is_double, const std::string& group) {
+            return std::make_shared<GradientNorm>(
+                std::move(fault), num_parameters, num_stages, num_readers, norm_type,
+                is_double ? at::kDouble : at::kFloat, resolve_group(group));
+          }),
+          py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
+          py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"))
+      .def("expect", &GradientNorm::expect, py::arg("batch"))
+      .def("done", [](const GradientNorm& self, const NormSlot& slot) { return self.done(slot); })
+      .def("wait", [](const GradientNorm& self, const NormSlot& slot) {
+        wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
+        return *slot.value;  // what is there no longer changes
+      });
+}
+
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
@@ -424,6 +444,19 @@ void bind_executor(py::module_& module) {
             return self.submit_evaluation({run, wiring, std::move(layouts), {}});
           },
           py::arg("run"), py::arg("wiring"), py::arg("layouts"), no_gil)
+      .def(
+          "set_clipping",
+          [](Executor& self, int stage, std::shared_ptr<GradientNorm> norm, double max_norm,
+             std::vector<std::int64_t> parameters, bool gives_norms,
+             std::optional<double> max_value) {
+            self.worker(stage).set_clipping(
+                norm || max_value ? std::optional(Clipping{std::move(norm), max_norm,
+                                                           std::move(parameters), gives_norms,
+                                                           max_value})
+                                  : std::nullopt);
+          },
+          py::arg("stage"), py::arg("norm").none(true), py::arg("max_norm"),
+          py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"))
       .def("submit_drain", &Executor::submit_drain, no_gil)
       .def(
           "submit_fused_update",

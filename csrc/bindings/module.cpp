@@ -9,5 +9,6 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_channels(module);
   pd2::bind_generator(module);
   pd2::bind_losses(module);
+  pd2::bind_norm(module);
   pd2::bind_executor(module);
 }

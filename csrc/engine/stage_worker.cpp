@@ -5,6 +5,7 @@
 #include "engine/private_generator.h"
 #include "engine/steady_clock.h"
 #include "engine/this_thread.h"
+#include "engine/wait_for_work.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
@@ -14,18 +15,15 @@
 #include <algorithm>
 #include <chrono>
 #include <set>
-#include <thread>
 
 namespace pd2 {
 
 void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
   around_ = std::move(surroundings);
-  if (stage_->has_slack()) {
-    background_ = std::make_unique<Background>([this] {
-      name_this_thread("pd2 update " + std::to_string(options_.stage));
-      around_.begin_thread();
-    });
-  }
+  background_ = std::make_unique<Background>([this] {
+    name_this_thread("pd2 update " + std::to_string(options_.stage));
+    around_.begin_thread();
+  });
 }
 
 void StageWorker::set_wiring(int id, Wiring wiring) {
@@ -58,6 +56,9 @@ void StageWorker::abort_channels() {
 void StageWorker::drop_connections() {
   wirings_.clear();
   stage_->drop_replicas();
+  if (clipping_ && clipping_->norm) {
+    clipping_->norm->drop_connections();
+  }
 }
 
 void StageWorker::clear() {
@@ -358,7 +359,8 @@ void StageWorker::update(std::int64_t batch) {
   updates_.erase(submitted);
   finish_update();
   stage_->begin_update(batch);
-  if (!background_) {
+  // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
+  if (!stage_->has_slack() && !clipping_) {
     this->apply(batch, apply);
     stage_->publish();
     return;
@@ -394,23 +396,18 @@ void StageWorker::finish_update() {
 void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& apply) {
   const double start = now();
   for (const auto& work : stage_->start_reduction()) {
-    wait_for_replicas(*work);
+    if (stage_->reduces_on_host()) {
+      wait_for_work(*work, around_.is_stopped);
+    } else {
+      work->wait();  // the device does, in its stream
+    }
   }
   stage_->finish_reduction();
+  if (clipping_) {
+    clipping_->apply(*stage_, batch, around_.is_stopped);
+  }
   apply(*stage_);
   log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, batch + 1, start, now());
-}
-
-void StageWorker::wait_for_replicas(c10d::Work& work) {
-  // A collective cannot be aborted, so look whether the pipeline has failed meanwhile. On CUDA
-  // wait() only orders streams and asking for completion would stop the host.
-  while (stage_->reduces_on_host() && !work.isCompleted()) {
-    if (around_.is_stopped()) {
-      throw ChannelAborted();
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  work.wait();
 }
 
 void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> apply) {

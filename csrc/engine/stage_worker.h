@@ -5,6 +5,7 @@
 #include "engine/background.h"
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
+#include "engine/clipping.h"
 #include "engine/message.h"
 #include "engine/private_generator.h"
 #include "engine/split_backward.h"
@@ -145,6 +146,8 @@ class StageWorker {
   // Begins it now if the gradients are complete, else at the schedule's U.
   void submit_update(std::int64_t batch, std::function<void(Stage&)> apply);
   void finish_update();
+  // While nothing is under way.
+  void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
@@ -198,12 +201,12 @@ class StageWorker {
   void end_flight(std::int64_t batch, int microbatch);
   void add_loss(const Run& run, int microbatch, const at::Tensor& loss, InFlight& in_flight);
   void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
-  void wait_for_replicas(c10d::Work& work);
   void log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version, double start,
            double end);
 
   const StageWorkerOptions options_;
   const std::shared_ptr<Stage> stage_;
+  std::optional<Clipping> clipping_;
   WorkerSurroundings around_;
 
   mutable std::mutex wirings_mutex_;  // of the map; its entries stay as they are
@@ -217,7 +220,7 @@ class StageWorker {
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
-  std::unique_ptr<Background> background_;  // if updates have time; ends first
+  std::unique_ptr<Background> background_;  // ends first
 };
 
 }  // namespace pd2

@@ -1,0 +1,61 @@
+#include "engine/clipping.h"
+
+#include "engine/stage.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+namespace pd2 {
+namespace {
+
+ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& parameters,
+                        double norm_type) {
+  ParameterNorms found;
+  std::vector<at::Tensor> norms;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (stage.has_gradient(i)) {
+      found.parameters.push_back(parameters[i]);
+      norms.push_back(at::linalg_vector_norm(stage.gradient(i), norm_type));
+    }
+  }
+  found.norms = at::empty({static_cast<std::int64_t>(norms.size())}, at::kDouble);
+  for (std::size_t i = 0; i < norms.size(); ++i) {
+    found.norms[static_cast<std::int64_t>(i)].copy_(norms[i]);
+  }
+  return found;
+}
+
+}  // namespace
+
+void Clipping::apply(Stage& stage, std::int64_t batch,
+                     const std::function<bool()>& is_stopped) const {
+  if (max_value) {
+    for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
+      if (stage.has_gradient(i)) {
+        stage.gradient(i).clamp_(-*max_value, *max_value);
+      }
+    }
+  }
+  if (!norm) {
+    return;
+  }
+  if (gives_norms) {
+    norm->give(batch, norms_of(stage, parameters, norm->norm_type()), is_stopped);
+  }
+  const at::Tensor total = norm->wait(batch, is_stopped);
+  // As Python divides a number by a tensor.
+  const at::Tensor coefficient = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+  if (coefficient.item<double>() == 1) {
+    return;
+  }
+  for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
+    if (stage.has_gradient(i)) {
+      at::Tensor gradient = stage.gradient(i);
+      gradient.mul_(coefficient.to(gradient.device()));
+    }
+  }
+}
+
+}  // namespace pd2

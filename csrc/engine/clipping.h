@@ -1,0 +1,28 @@
+// What is done to a batch's gradients before the step, so that none of them is too large.
+#pragma once
+
+#include "engine/gradient_norm.h"
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace pd2 {
+
+class Stage;
+
+// Of one stage. The arithmetic is that of torch.nn.utils.clip_grad_norm_ and clip_grad_value_.
+struct Clipping {
+  std::shared_ptr<GradientNorm> norm;  // null: gradients are clipped by value
+  double max_norm = std::numeric_limits<double>::infinity();
+  std::vector<std::int64_t> parameters;  // their numbers in the model
+  bool gives_norms = true;               // not if a copy of the stage does
+  std::optional<double> max_value;
+
+  void apply(Stage& stage, std::int64_t batch, const std::function<bool()>& is_stopped) const;
+};
+
+}  // namespace pd2

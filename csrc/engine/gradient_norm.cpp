@@ -1,0 +1,118 @@
+#include "engine/gradient_norm.h"
+
+#include "core/check.h"
+#include "engine/channel.h"
+#include "engine/wait_for_work.h"
+
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+namespace pd2 {
+
+GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters,
+                           int num_stages, int num_readers, double norm_type, at::ScalarType dtype,
+                           c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : fault_(std::move(fault)),
+      num_parameters_(num_parameters),
+      num_stages_(num_stages),
+      num_readers_(num_readers),
+      norm_type_(norm_type),
+      dtype_(dtype),
+      group_(std::move(group)) {
+  PD2_ASSERT(num_stages >= 1 && num_readers >= num_stages, num_stages, " of ", num_readers);
+}
+
+GradientNorm::Batch& GradientNorm::batch(std::int64_t number) {
+  Batch& batch = batches_[number];
+  if (!batch.norms.defined()) {
+    batch.norms = at::zeros({2, num_parameters_}, at::kDouble);
+  }
+  return batch;
+}
+
+std::shared_ptr<NormSlot> GradientNorm::expect(std::int64_t batch) {
+  const std::lock_guard lock(mutex_);
+  return this->batch(batch).slot = std::make_shared<NormSlot>();
+}
+
+bool GradientNorm::done(const NormSlot& slot) const {
+  const std::lock_guard lock(mutex_);
+  return slot.value.has_value();
+}
+
+bool GradientNorm::wait_for(const NormSlot& slot, std::chrono::milliseconds timeout) const {
+  std::unique_lock lock(mutex_);
+  const bool there = changed_.wait_for(lock, timeout, [&] { return slot.value.has_value(); });
+  if (!there) {
+    fault_->rethrow_if_raised();
+  }
+  return there;
+}
+
+void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
+                        const std::function<bool()>& is_stopped) {
+  at::Tensor all;
+  {
+    const std::lock_guard lock(mutex_);
+    Batch& mine = this->batch(batch);
+    auto values = mine.norms.accessor<double, 2>();
+    const double* given = norms.norms.const_data_ptr<double>();
+    for (std::size_t i = 0; i < norms.parameters.size(); ++i) {
+      values[0][norms.parameters[i]] = given[i];
+      values[1][norms.parameters[i]] = 1;
+    }
+    if (++mine.stages_given < num_stages_) {
+      return;
+    }
+    all = mine.norms;
+  }
+  if (group_) {
+    // Every parameter is one process's: the others add zeros, which changes no bit.
+    std::vector<at::Tensor> tensors{all};
+    wait_for_work(*group_->allreduce(tensors), is_stopped);
+  }
+  const at::Tensor total = total_of(all);
+  {
+    const std::lock_guard lock(mutex_);
+    Batch& mine = this->batch(batch);
+    mine.total = total;
+    if (mine.slot) {
+      mine.slot->value = total.item<double>();
+    }
+  }
+  changed_.notify_all();
+}
+
+at::Tensor GradientNorm::wait(std::int64_t batch, const std::function<bool()>& is_stopped) {
+  std::unique_lock lock(mutex_);
+  Batch& mine = this->batch(batch);  // stays where it is
+  while (!changed_.wait_for(lock, std::chrono::milliseconds(100),
+                            [&] { return mine.total.defined(); })) {
+    lock.unlock();
+    if (is_stopped()) {
+      throw ChannelAborted();
+    }
+    lock.lock();
+  }
+  at::Tensor total = mine.total;
+  if (++mine.times_read == num_readers_) {
+    batches_.erase(batch);
+  }
+  return total;
+}
+
+at::Tensor GradientNorm::total_of(const at::Tensor& norms) const {
+  const auto values = norms.accessor<double, 2>();
+  std::vector<double> present;
+  for (std::int64_t i = 0; i < num_parameters_; ++i) {
+    if (values[1][i] != 0) {
+      present.push_back(values[0][i]);
+    }
+  }
+  return at::linalg_vector_norm(at::tensor(present, at::kDouble).to(dtype_), norm_type_);
+}
+
+}  // namespace pd2

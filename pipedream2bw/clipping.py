@@ -1,0 +1,111 @@
+"""Bounds on a batch's gradients, before the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _C
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineModule
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """What :class:`PipelineOptimizer` was asked for.
+
+    Raises:
+        ValueError, TypeError: naming the rule and the value.
+    """
+
+    max_grad_norm: float | None = None
+    norm_type: float = 2.0
+    clip_grad_value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_grad_norm", "norm_type", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is None and name != "norm_type":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: {value!r} given, it must be a number")
+            if not value > 0:
+                raise ValueError(f"{name}: {value}, it must be > 0")
+        if self.max_grad_norm is not None and self.clip_grad_value is not None:
+            raise ValueError(
+                f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "
+                "gradients are clipped by their norm or by value, not both"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        return dataclasses.asdict(self)
+
+    def install(self, pipe: PipelineModule) -> _C.GradientNorm | None:
+        """Makes the pipeline's updates clip, or not clip. Every rank calls it; drained."""
+        norm = None if self.max_grad_norm is None else self._norm(pipe)
+        number_of = _numbers(pipe)
+        for stage in pipe._stages:
+            stage.executor.set_clipping(
+                stage=stage.index,
+                norm=norm,
+                max_norm=math.inf if self.max_grad_norm is None else self.max_grad_norm,
+                parameters=[number_of[name] for name in stage.state.trainable],
+                gives_norms=pipe._grid.pipeline(stage.index) == 0,
+                max_value=self.clip_grad_value,
+            )
+        return norm
+
+    def _norm(self, pipe: PipelineModule) -> _C.GradientNorm:
+        group = pipe._grid.group_of_replica()
+        dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
+        return _C.GradientNorm(
+            fault=pipe._fault,
+            num_parameters=len(_numbers(pipe)),
+            num_stages=len(pipe._stages.of_first_pipeline()),
+            num_readers=len(list(pipe._stages)),
+            norm_type=self.norm_type,
+            is_double=dtypes == {torch.float64},
+            group="" if group is None else group.group_name,
+        )
+
+
+def _numbers(pipe: PipelineModule) -> dict[str, int]:
+    """The trainable parameters of the whole model, in its order."""
+    named = pipe._held[1].named_parameters()
+    return {name: i for i, (name, _) in enumerate(p for p in named if p[1].requires_grad)}
+
+
+class GradNorm:
+    """The norm of a batch's gradients before clipping, read when it is wanted."""
+
+    def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
+        self._norm = norm
+        self._slot = norm.expect(batch)
+        self.batch = batch
+
+    def done(self) -> bool:
+        """Whether every stage has come to the batch's update."""
+        return self._norm.done(self._slot)
+
+    def item(self) -> float:
+        """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
+
+        Raises:
+            RuntimeError: the pipeline failed before.
+        """
+        return self._norm.wait(self._slot)
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        shown = self.item() if self.done() else f"batch {self.batch}, not there yet"
+        return f"GradNorm({shown})"
