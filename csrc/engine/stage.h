@@ -25,7 +25,13 @@ struct StageBytes {
   std::int64_t padding = 0;
 };
 
-// Owns K flat weight buffers, one flat gradient buffer and the fused optimizer's state per dtype.
+// Which parameters a fused optimizer steps: the group of each in step()'s list, -1: not this one's.
+struct OptimizerGroups {
+  OptimizerKind kind;
+  std::vector<int> of_parameter;
+};
+
+// Owns K flat weight buffers, one flat gradient buffer and the fused optimizers' state per dtype.
 // Used by the stage's executor thread; by other threads only while that executor is drained.
 class Stage {
  public:
@@ -66,18 +72,18 @@ class Stage {
     copies_.sum.reset();
   }
 
-  // Fused path. `group_of_parameter` gives each parameter's param_group.
-  void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
-  void step(std::span<const GroupOptions> groups);
-  // State of one parameter as a view of the flat state; undefined where there is none.
+  // A parameter is in one of them at most; those in none are stepped by whoever calls write_next().
+  void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
+  // W(t+1), the newest version from publish() on, is begun in the slot which is returned: the fused
+  // optimizers' parameters are stepped, the others copied.
+  int write_next(std::span<const GroupOptions> groups);
+  void publish() { versions_.publish(); }
+  // State of one parameter of a fused optimizer, as a view of the flat state; undefined where there
+  // is none.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
   std::int64_t step_count(std::size_t parameter) const;
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
   void set_step_count(std::size_t parameter, std::int64_t count);
-
-  // Generic path: the newest weights copied into the slot of the next version, which is returned.
-  int copy_newest_to_next();
-  void publish() { versions_.publish(); }
 
   // After weights were loaded into the newest slot: every slot gets them, the delay starts anew.
   void spread_newest();
@@ -89,12 +95,24 @@ class Stage {
     std::size_t buffer;  // which dtype's
     std::size_t index;   // position in that buffer's layout
   };
+  // A fused optimizer's part of one dtype's parameters.
+  struct Fused {
+    std::size_t buffer;
+    std::vector<std::size_t> members;  // positions in that buffer's layout
+    std::unique_ptr<FusedOptimizer> optimizer;
+  };
+  // Where a parameter is among the fused optimizers.
+  struct Stepped {
+    FusedOptimizer* by = nullptr;
+    std::size_t index = 0;
+  };
 
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter
   std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
-  std::vector<std::unique_ptr<FusedOptimizer>> optimizers_;
+  std::vector<Fused> optimizers_;
+  std::vector<Stepped> stepped_;  // by parameter
   WeightStore versions_;
   c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
   CopySumEnd copies_;
