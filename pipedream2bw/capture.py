@@ -196,8 +196,8 @@ def check_capturable(root: nn.Module) -> None:
     """Refuses models whose parameters a pipeline cannot hold.
 
     Raises:
-        ValueError: lazy parameters without a shape, complex parameters, sparse gradients, or
-            parameters on several devices.
+        ValueError: lazy parameters or buffers without a shape, complex parameters, sparse
+            gradients, or parameters on several devices.
         TypeError: a module that cannot be cloned.
     """
     refuse_uncloneable(root)
@@ -205,8 +205,8 @@ def check_capturable(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(
-                f"parameter {name!r} is lazy and has no shape yet: run the model once on real "
-                "input before building the pipeline"
+                f"parameter {name!r} is lazy and has no shape yet: run one forward of the model on "
+                "real input before building the pipeline"
             )
         if parameter.is_complex():
             raise ValueError(
@@ -219,6 +219,12 @@ def check_capturable(root: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, {first[0]!r} is on {first[1]}: "
                 "build the model on one device; the pipeline moves each stage to its own (devices=)"
+            )
+    for name, buffer in root.named_buffers():
+        if nn.parameter.is_lazy(buffer):
+            raise ValueError(
+                f"buffer {name!r} is lazy and has no shape yet: run one forward of the model on "
+                "real input before building the pipeline"
             )
     for name, module in root.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(

@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """What :class:`PipelineOptimizer` was asked for.
-
-    Raises:
-        ValueError, TypeError: naming the rule and the value.
-    """
+    """What :class:`PipelineOptimizer` was asked for."""
 
     max_grad_norm: float | None = None
     norm_type: float = 2.0
     clip_grad_value: float | None = None
 
-    def __post_init__(self) -> None:
+    def check(self, pipe: PipelineModule) -> None:
+        """Raises ValueError or TypeError, naming the rule and the value."""
         for name in ("max_grad_norm", "norm_type", "clip_grad_value"):
             value = getattr(self, name)
             if value is None and name != "norm_type":
@@ -40,6 +37,8 @@ class Clipping:
                 f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "
                 "gradients are clipped by their norm or by value, not both"
             )
+        if self.max_grad_norm is not None:
+            pipe._schedule.check_global_updates()
 
     def settings(self) -> dict[str, Any]:
         """What has to be the same on every rank."""

@@ -34,6 +34,11 @@ class LocalPart:
             if id(parameter) in mine:
                 yield name, parameter
 
+    @property
+    def has_trainable(self) -> bool:
+        """Whether this process has a parameter to train."""
+        return any(parameter.requires_grad for _, parameter in self.named_parameters())
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,9 +83,12 @@ class LocalPart:
                 engine = stage.state.engine
                 memory = StageMemory.of(stage.state, stage.executor)
                 of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
+                frozen = stage.state.num_frozen_elements
+                versions = engine.num_versions if stage.state.trainable else 1
                 line += (
-                    f"{of}, {stage.state.num_elements:,} parameters on {stage.device}, "
-                    f"{engine.num_versions} weight version{'s' if engine.num_versions > 1 else ''} "
+                    f"{of}, {stage.state.num_elements:,} parameters "
+                    f"{f'({frozen:,} frozen) ' if frozen else ''}on {stage.device}, "
+                    f"{versions} weight version{'s' if versions > 1 else ''} "
                     f"(newest W({engine.newest_version})), {memory.total:,} bytes"
                 )
             lines.append(line)

@@ -19,7 +19,8 @@ class StageMemory:
         weights: all versions of the trainable parameters: number of versions * elements * size.
         gradients: one buffer, float32 for half-precision parameters.
         optimizer_state: of the fused optimizers; 0 before the first step.
-        frozen_weights, buffers: one copy, shared by the versions.
+        frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
+            of one process, too.
         padding: what aligning every parameter to 64 bytes adds to the first three.
         activations: the most bytes that microbatches in flight held for their backward at once.
         message_buffers: what messages to and from other processes take up now.
@@ -61,7 +62,7 @@ class StageMemory:
             weights=engine["weights"],
             gradients=engine["gradients"],
             optimizer_state=engine["optimizer_state"],
-            frozen_weights=sum(p.nbytes for p in state.frozen.values()),
+            frozen_weights=state.frozen_bytes,
             buffers=sum(buffer.nbytes for buffer in state.buffers),
             padding=engine["padding"],
             activations=executor.most_bytes_in_flight(state.index),

@@ -38,6 +38,7 @@ from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
 _names = itertools.count()
+_PLACEHOLDER = "_placeholder"
 
 
 class PipelineModule(nn.Module):
@@ -194,10 +195,11 @@ class PipelineModule(nn.Module):
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
         self._intake = Intake(self._grid, num_microbatches, tuple(replicated))
-        self._placeholder = nn.Parameter(torch.empty(0))
+        self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
         self._batch = 0  # the next batch's number
         self._evaluations = 0
         self._updates = 0  # opt.step() calls so far
+        self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
         self._closed_because: str | None = None
@@ -385,22 +387,15 @@ class PipelineModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; drained, the newest weights.
 
-        Each once in one process; with two pipelines two processes hold each, with the same bits.
+        Each once in one process; with two pipelines two processes hold each, with the same bits. A
+        process that has none to train gives one more of no elements, ``_placeholder``, so that the
+        same script can build its optimizer there. A list that a process may find empty otherwise
+        (say, no matrices there) has to be given to the optimizer as a group,
+        ``[{"params": list}]``: torch takes an empty group, but no empty list.
         """
-        return self._part.named_parameters(prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This process's parameters.
-
-        A process whose stage has none gives one parameter of no elements, so that the same script
-        can build its optimizer there.
-        """
-        empty = True
-        for _, parameter in self.named_parameters(recurse=recurse):
-            empty = False
-            yield parameter
-        if empty:
-            yield self._placeholder
+        yield from self._part.named_parameters(prefix, recurse, remove_duplicate)
+        if not self._part.has_trainable:
+            yield f"{prefix}.{_PLACEHOLDER}" if prefix else _PLACEHOLDER, self._placeholder
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -638,16 +633,18 @@ class PipelineModule(nn.Module):
 
     def _submit_updates(self, submit: Callable[[LocalStage, int], int]) -> None:
         """Registers the update of the last batch on every local stage."""
+        with self._failing_closes():
+            for stage in self._stages.in_update_order():
+                submit(stage, self._batch - 1)
+        self._updates += 1
+
+    def _check_update_is_due(self) -> None:
         self._check_open()
         if self._updates == self._batch:
             raise ValueError(
                 f"opt.step(): {self._updates + 1} calls for {self._batch} train_steps: exactly one "
                 "call must follow each train_step"
             )
-        with self._failing_closes():
-            for stage in self._stages.in_update_order():
-                submit(stage, self._batch - 1)
-        self._updates += 1
 
 
 def _raiser_of_first_cause(pipeline: PipelineModule) -> Callable[[], None]:

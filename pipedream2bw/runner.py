@@ -187,6 +187,8 @@ class StageRunner:
             result = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
             self._bytes_kept[layout] = saved.total
+        if replay is not None and not _is_differentiable(*result):
+            return *result, 0  # its forward will not be called again
         if replay is not None:
             given.bytes_kept = self._bytes_kept[layout]
             self._replays[run, microbatch] = (inputs.bound, replay, given)
@@ -286,6 +288,11 @@ def unpack(structure: bytes, tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 class _IsTensor:
     """Stands for a tensor among a message's constants."""
+
+
+def _is_differentiable(sent: Sequence[Structured], loss: torch.Tensor | None) -> bool:
+    tensors = [tensor for _, part in sent for tensor in part]
+    return any(tensor.requires_grad for tensor in (*tensors, *(() if loss is None else (loss,))))
 
 
 def _storages(values: Iterable[Any]) -> set[int]:

@@ -123,6 +123,19 @@ class StageState:
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
+    def num_frozen_elements(self) -> int:
+        """Elements of the frozen parameters."""
+        return sum(parameter.numel() for parameter in self.frozen.values())
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of its own: a second pipeline's stage shares what is on the model's device."""
+        others = set()
+        if not self.is_shown:
+            others = {self._model.get_parameter(name).data_ptr() for name in self.frozen}
+        return sum(p.nbytes for p in self.frozen.values() if p.data_ptr() not in others)
+
+    @property
     def buffers(self) -> list[torch.Tensor]:
         """The stage's buffers as they are now: a module may have put new tensors in place."""
         return [holder[leaf] for holder, leaf in self.buffer_places()]

@@ -211,17 +211,22 @@ void bind_stage(py::module_& module) {
       .def_property_readonly("num_slots", &Stage::num_slots)
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
-      .def("set_optimizer",
-           [](Stage& self, const std::string& kind, const std::vector<int>& group_of_parameter) {
-             self.set_optimizer(parse_optimizer(kind), group_of_parameter);
-           })
+      .def(
+          "set_optimizers",
+          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind) {
+            std::vector<OptimizerGroups> optimizers;
+            for (const auto& [kind, of_parameter] : groups_by_kind) {
+              optimizers.push_back({parse_optimizer(kind), of_parameter});
+            }
+            self.set_optimizers(optimizers);
+          },
+          py::arg("groups_by_kind"))
       .def("optimizer_state", &Stage::optimizer_state, py::arg("name"), py::arg("parameter"))
       .def("set_optimizer_state", &Stage::set_optimizer_state, py::arg("name"),
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
       .def("rotate", &Stage::rotate, py::arg("on"))
-      .def("copy_newest_to_next", &Stage::copy_newest_to_next)
       .def("restart_delay", &Stage::restart_delay)
       .def("bytes", [](const Stage& self) {
         const StageBytes bytes = self.bytes();
@@ -364,56 +369,57 @@ void bind_norm(py::module_& module) {
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
-      .def(py::init(
-               [](const Schedule& schedule, int rank, int replica, int num_replicas,
-                  int num_threads, std::uint64_t seed,
-                  std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>> stages,
-                  std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
-                 std::vector<std::unique_ptr<StageWorker>> workers;
-                 for (auto& [stage, state, forward, recompute, recomputes_blocks] : stages) {
-                   StageWorkerOptions options;
-                   options.stage = stage;
-                   options.num_replicas = num_replicas;
-                   options.num_microbatches = schedule.num_microbatches;
-                   options.delay = schedule.delay.at(stage);
-                   options.recompute = recompute;
-                   options.recomputes_blocks = recomputes_blocks;
-                   options.seed = mix_seed(seed, replica);
-                   options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
-                     return call_forward(*held, std::move(call));
-                   };
-                   const int pipeline = schedule.pipeline(stage);
-                   options.first_microbatch = pipeline * schedule.num_microbatches;
-                   options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
-                     losses->publish(batch, std::move(loss), pipeline);
-                   };
-                   workers.push_back(
-                       std::make_unique<StageWorker>(std::move(options), std::move(state)));
-                 }
-                 ExecutorOptions options;
-                 options.rank = rank;
-                 options.replica = replica;
-                 options.num_replicas = num_replicas;
-                 options.num_microbatches = schedule.num_microbatches;
-                 options.num_pipelines = schedule.num_pipelines;
-                 options.depth = schedule.depth();
-                 options.actions = schedule.ranks.at(rank);
-                 options.num_threads = num_threads;
-                 options.describe = describe;
-                 // Python's state of the thread is made once, not for every microbatch.
-                 options.run_thread = [](const std::function<void()>& loop) {
-                   const py::gil_scoped_acquire gil;
-                   const py::gil_scoped_release no_gil;
-                   loop();
-                 };
-                 const py::gil_scoped_release no_gil;
-                 return std::shared_ptr<Executor>(
-                     new Executor(std::move(options), std::move(workers), std::move(fault)),
-                     delete_without_gil<Executor>);
-               }),
-           py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
-           py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
-           py::arg("losses"))
+      .def(
+          py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
+                      int num_threads, std::uint64_t seed,
+                      std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>>
+                          stages,
+                      std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
+            std::vector<std::unique_ptr<StageWorker>> workers;
+            for (auto& [stage, state, forward, recompute, recomputes_blocks] : stages) {
+              StageWorkerOptions options;
+              options.stage = stage;
+              options.num_replicas = num_replicas;
+              options.num_microbatches = schedule.num_microbatches;
+              options.delay = schedule.delay.at(stage);
+              options.recompute = recompute;
+              options.recomputes_blocks = recomputes_blocks;
+              options.seed = mix_seed(seed, replica);
+              options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
+                return call_forward(*held, std::move(call));
+              };
+              const int pipeline = schedule.pipeline(stage);
+              options.first_microbatch = pipeline * schedule.num_microbatches;
+              options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
+                losses->publish(batch, std::move(loss), pipeline);
+              };
+              workers.push_back(
+                  std::make_unique<StageWorker>(std::move(options), std::move(state)));
+            }
+            ExecutorOptions options;
+            options.rank = rank;
+            options.replica = replica;
+            options.num_replicas = num_replicas;
+            options.num_microbatches = schedule.num_microbatches;
+            options.num_pipelines = schedule.num_pipelines;
+            options.depth = schedule.depth();
+            options.actions = schedule.ranks.at(rank);
+            options.num_threads = num_threads;
+            options.describe = describe;
+            // Python's state of the thread is made once, not for every microbatch.
+            options.run_thread = [](const std::function<void()>& loop) {
+              const py::gil_scoped_acquire gil;
+              const py::gil_scoped_release no_gil;
+              loop();
+            };
+            const py::gil_scoped_release no_gil;
+            return std::shared_ptr<Executor>(
+                new Executor(std::move(options), std::move(workers), std::move(fault)),
+                delete_without_gil<Executor>);
+          }),
+          py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
+          py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
+          py::arg("losses"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id,
@@ -459,23 +465,20 @@ void bind_executor(py::module_& module) {
           py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"))
       .def("submit_drain", &Executor::submit_drain, no_gil)
       .def(
-          "submit_fused_update",
-          [](Executor& self, int stage, std::int64_t batch, const py::list& groups) {
-            return self.submit_update(stage, batch, [parsed = parse_groups(groups)](Stage& stage) {
-              stage.step(parsed);
-            });
-          },
-          py::arg("stage"), py::arg("batch"), py::arg("groups"))
-      .def(
           "submit_update",
-          [](Executor& self, int stage, std::int64_t batch, py::function step) {
+          [](Executor& self, int stage, std::int64_t batch, const py::list& groups,
+             std::optional<py::function> step) {
+            const auto held = step ? shared_python(std::move(*step)) : nullptr;
             return self.submit_update(stage, batch,
-                                      [held = shared_python(std::move(step))](Stage&) {
-                                        const py::gil_scoped_acquire gil;
-                                        (*held)();
+                                      [parsed = parse_groups(groups), held](Stage& stage) {
+                                        const int slot = stage.write_next(parsed);
+                                        if (held) {
+                                          const py::gil_scoped_acquire gil;
+                                          (*held)(slot);
+                                        }
                                       });
           },
-          py::arg("stage"), py::arg("batch"), py::arg("step"))
+          py::arg("stage"), py::arg("batch"), py::arg("groups"), py::arg("step").none(true))
       .def(
           "wait",
           [](Executor& self, Executor::Ticket ticket) {

@@ -88,6 +88,8 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
               ": must be a multiple of 64 bytes, ", line, " elements");
     PD2_CHECK(slice.group >= 0, "slice ", i, ": group ", slice.group, ": must be at least 0");
     end = slice.offset + slice.numel;
+    state_offsets_.push_back(state_numel_);
+    state_numel_ += ceil_divide(slice.numel, line) * line;
   }
   for (std::string_view name : state_names(kind_)) states_.push_back({name, at::Tensor()});
 }
@@ -146,7 +148,8 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
 void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
                                     const std::vector<bool>& has_gradient) {
   const auto need = [&](std::size_t which) {
-    if (!states_[which].flat.defined()) states_[which].flat = zeros_on_huge_pages(numel_, options_);
+    if (!states_[which].flat.defined())
+      states_[which].flat = zeros_on_huge_pages(state_numel_, options_);
   };
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     if (!has_gradient[i]) continue;
@@ -171,6 +174,7 @@ std::vector<FusedOptimizer::Run> FusedOptimizer::merge_into_runs(
     if (slice.numel == 0) continue;
     const Run next{.begin = slice.offset,
                    .end = slice.offset + slice.numel,
+                   .state = state_offsets_[i],
                    .group = slice.group,
                    .step = sgd ? 0 : step_counts_[i] + 1,
                    .has_gradient = has_gradient[i],
@@ -202,17 +206,18 @@ void FusedOptimizer::run_on_cpu(const Buffers& buffers, std::span<const Run> run
     const T* w = buffers.w_at<T>(begin);
     const T* g = buffers.g_at<T>(begin);
     T* w_out = buffers.w_out_at<T>(begin);
+    const std::int64_t state = run.state + begin - run.begin;
     if (!run.has_gradient) {
       if (w != w_out) std::memcpy(w_out, w, (end - begin) * sizeof(T));
     } else if (kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[run.group].sgd;
       options.first_step = run.first_step;
-      kernels::sgd_cpu<T>(w, g, buffers.state_at<T>(0, begin), w_out, end - begin, options);
+      kernels::sgd_cpu<T>(w, g, buffers.state_at<T>(0, state), w_out, end - begin, options);
     } else {
       kernels::AdamOptions options = groups[run.group].adam;
       options.step = run.step;
-      kernels::adam_cpu<T>(w, g, buffers.state_at<T>(0, begin), buffers.state_at<T>(1, begin),
-                           buffers.state_at<T>(2, begin), w_out, end - begin, options);
+      kernels::adam_cpu<T>(w, g, buffers.state_at<T>(0, state), buffers.state_at<T>(1, state),
+                           buffers.state_at<T>(2, state), w_out, end - begin, options);
     }
   };
 
@@ -254,12 +259,12 @@ void FusedOptimizer::run_on_cuda([[maybe_unused]] const Buffers& buffers,
     } else if (kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[run.group].sgd;
       options.first_step = run.first_step;
-      kernels::sgd_cuda<T>(w, g, buffers.state_at<T>(0, run.begin), w_out, n, options, stream);
+      kernels::sgd_cuda<T>(w, g, buffers.state_at<T>(0, run.state), w_out, n, options, stream);
     } else {
       kernels::AdamOptions options = groups[run.group].adam;
       options.step = run.step;
-      kernels::adam_cuda<T>(w, g, buffers.state_at<T>(0, run.begin),
-                            buffers.state_at<T>(1, run.begin), buffers.state_at<T>(2, run.begin),
+      kernels::adam_cuda<T>(w, g, buffers.state_at<T>(0, run.state),
+                            buffers.state_at<T>(1, run.state), buffers.state_at<T>(2, run.state),
                             w_out, n, options, stream);
     }
   }
@@ -284,9 +289,9 @@ void FusedOptimizer::set_state(std::string_view name, const at::Tensor& flat) {
   if (!flat.defined()) {
     state.flat = at::Tensor();
   } else {
-    PD2_CHECK(flat.dim() == 1 && flat.numel() == numel_, name, ": shape ", flat.sizes(),
-              ", the flat buffer has ", numel_, " elements: must be equal");
-    if (!state.flat.defined()) state.flat = zeros_on_huge_pages(numel_, options_);
+    PD2_CHECK(flat.dim() == 1 && flat.numel() == state_numel_, name, ": shape ", flat.sizes(),
+              ", the flat buffer has ", state_numel_, " elements: must be equal");
+    if (!state.flat.defined()) state.flat = zeros_on_huge_pages(state_numel_, options_);
     state.flat.copy_(flat);
   }
   if (kind_ == OptimizerKind::kSgd) has_momentum_.assign(slices_.size(), flat.defined());
@@ -304,12 +309,20 @@ void FusedOptimizer::set_step_count(std::size_t i, std::int64_t count) {
   step_counts_.at(i) = count;
 }
 
+std::int64_t FusedOptimizer::num_states() const {
+  return std::count_if(states_.begin(), states_.end(),
+                       [](const State& state) { return state.flat.defined(); });
+}
+
 std::int64_t FusedOptimizer::state_bytes() const {
   std::int64_t numel = 0;
   for (const ParameterSlice& slice : slices_) numel += slice.numel;
-  const auto states = std::count_if(states_.begin(), states_.end(),
-                                    [](const State& state) { return state.flat.defined(); });
-  return numel * states * static_cast<std::int64_t>(options_.dtype().itemsize());
+  return numel * num_states() * static_cast<std::int64_t>(options_.dtype().itemsize());
+}
+
+std::int64_t FusedOptimizer::state_padding_bytes() const {
+  return state_numel_ * num_states() * static_cast<std::int64_t>(options_.dtype().itemsize()) -
+         state_bytes();
 }
 
 }  // namespace pd2

@@ -30,9 +30,10 @@ struct ParameterSlice {
   int group = 0;
 };
 
-// Owns the flat state buffers of one stage and dtype (same layout as the weights, allocated at
-// first use) and each parameter's step count. Not thread-safe: one thread, the stage's, calls it.
-// The arithmetic is that of torch.optim.SGD, Adam and AdamW with foreach=False.
+// Owns the flat state buffers of its parameters of one stage and dtype (in the weights' layout
+// without what lies between the slices, allocated at first use) and each parameter's step count.
+// Not thread-safe: one thread, the stage's, calls it. The arithmetic is that of torch.optim.SGD,
+// Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
   // Whether there are kernels for this dtype (float32, float64) and device.
@@ -57,6 +58,9 @@ class FusedOptimizer {
   // "max_exp_avg_sq" (Adam). The flat tensor itself, not a copy; undefined where there is none yet.
   // Throws ValueError for any other name.
   at::Tensor state(std::string_view name) const;
+  // Where parameter i's part of every state buffer begins, in elements.
+  std::int64_t state_offset(std::size_t i) const { return state_offsets_.at(i); }
+  std::int64_t state_numel() const { return state_numel_; }  // of a state buffer, with padding
   // Copies `flat` in; an undefined tensor drops the state.
   void set_state(std::string_view name, const at::Tensor& flat);
   // Whether parameter i's part of that state has content: a momentum buffer begins at the first
@@ -69,11 +73,13 @@ class FusedOptimizer {
 
   // Bytes of state that belong to parameters: padding not counted.
   std::int64_t state_bytes() const;
+  std::int64_t state_padding_bytes() const;
 
  private:
   // Neighbouring parameters that one kernel call can treat alike, with the padding between them.
   struct Run {
     std::int64_t begin, end;  // elements
+    std::int64_t state;       // where the state begins
     int group;
     std::int64_t step;  // Adam: the number of the step that this will be
     bool has_gradient;
@@ -100,10 +106,13 @@ class FusedOptimizer {
     at::Tensor flat;
   };
   const State& find_state(std::string_view name) const;
+  std::int64_t num_states() const;
 
   OptimizerKind kind_;
   std::vector<ParameterSlice> slices_;
   std::int64_t numel_;
+  std::vector<std::int64_t> state_offsets_;
+  std::int64_t state_numel_ = 0;
   at::TensorOptions options_;
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;

@@ -8,6 +8,13 @@
 #include <map>
 
 namespace pd2 {
+namespace {
+
+void check_stepped(const FusedOptimizer* by, std::size_t parameter) {
+  PD2_CHECK(by != nullptr, "parameter ", parameter, ": no fused optimizer steps it");
+}
+
+}  // namespace
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
              int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies)
@@ -147,69 +154,102 @@ void Stage::finish_reduction() {
   }
 }
 
-void Stage::set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter) {
-  PD2_ASSERT(group_of_parameter.size() == places_.size(), "a group for each parameter");
+void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
   optimizers_.clear();
-  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
-    std::vector<ParameterSlice> slices;
-    for (const ParameterView& view : layouts_[buffer]->views()) {
-      slices.push_back({view.offset, view.numel, 0});
-    }
-    for (std::size_t i = 0; i < places_.size(); ++i) {
-      if (places_[i].buffer == buffer) {
-        slices[places_[i].index].group = group_of_parameter[i];
+  stepped_.assign(places_.size(), {});
+  for (const OptimizerGroups& groups : optimizers) {
+    PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
+    for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+      Fused fused{.buffer = buffer, .members = {}, .optimizer = nullptr};
+      std::vector<ParameterSlice> slices;
+      std::vector<std::size_t> parameters;
+      for (std::size_t i = 0; i < places_.size(); ++i) {  // in the order of their offsets
+        if (places_[i].buffer == buffer && groups.of_parameter[i] >= 0) {
+          const ParameterView& view = layouts_[buffer]->views()[places_[i].index];
+          fused.members.push_back(places_[i].index);
+          slices.push_back({view.offset, view.numel, groups.of_parameter[i]});
+          parameters.push_back(i);
+        }
       }
+      if (slices.empty()) {
+        continue;
+      }
+      const at::Tensor without_flags =
+          slots_.front()[buffer].narrow(0, 0, layouts_[buffer]->numel());
+      fused.optimizer =
+          std::make_unique<FusedOptimizer>(groups.kind, std::move(slices), without_flags);
+      for (std::size_t index = 0; index < parameters.size(); ++index) {
+        Stepped& stepped = stepped_[parameters[index]];
+        PD2_ASSERT(stepped.by == nullptr, "parameter ", parameters[index], " in two optimizers");
+        stepped = {fused.optimizer.get(), index};
+      }
+      optimizers_.push_back(std::move(fused));
     }
-    const at::Tensor without_flags = slots_.front()[buffer].narrow(0, 0, layouts_[buffer]->numel());
-    optimizers_.push_back(std::make_unique<FusedOptimizer>(kind, std::move(slices), without_flags));
   }
 }
 
-void Stage::step(std::span<const GroupOptions> groups) {
-  PD2_ASSERT(optimizers_.size() == layouts_.size(), "the stage has no fused optimizer");
-  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
-    const GradAccumulator& gradients = *gradients_[buffer];
-    optimizers_[buffer]->step(slots_[update_.from][buffer], gradients.gradients(update_.gradients),
-                              slots_[update_.to][buffer], groups,
-                              gradients.has_gradient(update_.gradients));
+int Stage::write_next(std::span<const GroupOptions> groups) {
+  PD2_ASSERT(stepped_.size() == places_.size(), "the stage has no optimizer");
+  const auto [from, to, gradients] = update_;
+  for (Fused& fused : optimizers_) {
+    const std::vector<bool>& has_gradient = gradients_[fused.buffer]->has_gradient(gradients);
+    std::vector<bool> of_members;
+    for (std::size_t member : fused.members) {
+      of_members.push_back(has_gradient[member]);
+    }
+    fused.optimizer->step(slots_[from][fused.buffer],
+                          gradients_[fused.buffer]->gradients(gradients), slots_[to][fused.buffer],
+                          groups, of_members);
   }
+  if (to != from && optimizers_.empty()) {
+    PD2_ASSERT(!rotates() || places_.empty(),
+               "the gradients are where the weights would be copied");
+    for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+      slots_[to][buffer].copy_(slots_[from][buffer]);
+    }
+  } else if (to != from) {
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      if (stepped_[i].by == nullptr) {
+        PD2_ASSERT(!rotates(), "the gradient is where the weight would be copied");
+        weight(to, i).copy_(weight(from, i));
+      }
+    }
+  }
+  return to;
 }
 
 at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) const {
+  const Stepped& stepped = stepped_.at(parameter);
+  check_stepped(stepped.by, parameter);
+  const at::Tensor flat = stepped.by->state(name);
+  if (!flat.defined()) {
+    return {};
+  }
   const Place& place = places_.at(parameter);
-  const at::Tensor flat = optimizers_.at(place.buffer)->state(name);
-  return flat.defined() ? layouts_[place.buffer]->view(flat, place.index) : at::Tensor();
+  const ParameterView& view = layouts_[place.buffer]->views()[place.index];
+  return flat.as_strided(view.sizes, view.strides, stepped.by->state_offset(stepped.index));
 }
 
 std::int64_t Stage::step_count(std::size_t parameter) const {
-  const Place& place = places_.at(parameter);
-  return optimizers_.at(place.buffer)->step_count(place.index);
+  const Stepped& stepped = stepped_.at(parameter);
+  check_stepped(stepped.by, parameter);
+  return stepped.by->step_count(stepped.index);
 }
 
 void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
                                 const at::Tensor& value) {
-  const Place& place = places_.at(parameter);
-  FusedOptimizer& optimizer = *optimizers_.at(place.buffer);
-  const FlatLayout& layout = *layouts_[place.buffer];
-  if (!optimizer.state(name).defined()) {
-    optimizer.set_state(name, layout.allocate(layout.dtype()));
+  const Stepped& stepped = stepped_.at(parameter);
+  check_stepped(stepped.by, parameter);
+  if (!stepped.by->state(name).defined()) {
+    stepped.by->set_state(name, at::zeros({stepped.by->state_numel()}, value.options()));
   }
-  layout.view(optimizer.state(name), place.index).copy_(value);
+  optimizer_state(name, parameter).copy_(value);
 }
 
 void Stage::set_step_count(std::size_t parameter, std::int64_t count) {
-  const Place& place = places_.at(parameter);
-  optimizers_.at(place.buffer)->set_step_count(place.index, count);
-}
-
-int Stage::copy_newest_to_next() {
-  PD2_ASSERT(!rotates(), "the next version's slot has the gradients");
-  if (update_.to != update_.from) {
-    for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
-      slots_[update_.to][buffer].copy_(slots_[update_.from][buffer]);
-    }
-  }
-  return update_.to;
+  const Stepped& stepped = stepped_.at(parameter);
+  check_stepped(stepped.by, parameter);
+  stepped.by->set_step_count(stepped.index, count);
 }
 
 StageBytes Stage::bytes() const {
@@ -225,12 +265,10 @@ StageBytes Stage::bytes() const {
     bytes.padding +=
         num_versions_ * (slots_.front()[buffer].numel() - layout.parameter_numel()) * weight_size;
     bytes.padding += (flat.numel() - layout.parameter_numel()) * gradient_size;
-    if (!optimizers_.empty()) {
-      const std::int64_t state = optimizers_[buffer]->state_bytes();
-      bytes.optimizer_state += state;
-      // Every state tensor has the weights' layout, so the same share of it is padding.
-      bytes.padding += layout.parameter_numel() ? state / layout.parameter_numel() * padding : 0;
-    }
+  }
+  for (const Fused& fused : optimizers_) {
+    bytes.optimizer_state += fused.optimizer->state_bytes();
+    bytes.padding += fused.optimizer->state_padding_bytes();
   }
   return bytes;
 }

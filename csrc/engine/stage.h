@@ -25,7 +25,13 @@ struct StageBytes {
   std::int64_t padding = 0;
 };
 
-// Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizer's
+// Which parameters a fused optimizer steps: the group of each in step()'s list, -1: not this one's.
+struct OptimizerGroups {
+  OptimizerKind kind;
+  std::vector<int> of_parameter;
+};
+
+// Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizers'
 // state per dtype. With several versions, and gradients of the weights' dtype, all K + 1 buffers
 // take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
 // line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
@@ -91,17 +97,17 @@ class Stage {
     copies_.sum.reset();
   }
 
-  // Fused path.
-  void step(std::span<const GroupOptions> groups);
-  // Generic path: the newest weights copied into the slot of the next version, which is returned.
-  int copy_newest_to_next();
+  // W(t+1) is begun in the slot which is returned: the fused optimizers' parameters are stepped,
+  // the others copied, which whoever calls this steps.
+  int write_next(std::span<const GroupOptions> groups);
 
   // Ends the update: its version can be read.
   void publish() { versions_.publish(); }
 
-  // `group_of_parameter` gives each parameter's param_group.
-  void set_optimizer(OptimizerKind kind, const std::vector<int>& group_of_parameter);
-  // State of one parameter as a view of the flat state; undefined where there is none.
+  // A parameter is in one of them at most.
+  void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
+  // State of one parameter of a fused optimizer, as a view of the flat state; undefined where there
+  // is none.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
   std::int64_t step_count(std::size_t parameter) const;
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
@@ -123,13 +129,25 @@ class Stage {
     std::size_t gradients = 0;
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
+  // A fused optimizer's part of one dtype's parameters.
+  struct Fused {
+    std::size_t buffer;
+    std::vector<std::size_t> members;  // positions in that buffer's layout
+    std::unique_ptr<FusedOptimizer> optimizer;
+  };
+  // Where a parameter is among the fused optimizers.
+  struct Stepped {
+    FusedOptimizer* by = nullptr;
+    std::size_t index = 0;
+  };
 
   const int num_versions_;
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter
   std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
-  std::vector<std::unique_ptr<FusedOptimizer>> optimizers_;
+  std::vector<Fused> optimizers_;
+  std::vector<Stepped> stepped_;  // by parameter
   WeightStore versions_;
   Update update_;
   c10::intrusive_ptr<c10d::ProcessGroup> replicas_;

@@ -185,11 +185,24 @@ void StageWorker::forward(const Run& run, int microbatch) {
   } else {
     keep_edges(result, in_flight);
   }
+  const bool has_backward = is_differentiable(result);
   log(ActionKind::kForward, run.id, microbatch, in_flight.version, start, now());
   send_values(run, microbatch, result, &in_flight);
+  if (!has_backward) {
+    stage_->versions().unpin(in_flight.version);
+    return;
+  }
   count_bytes(in_flight, bytes + result.bytes_kept);
   in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
   most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
+}
+
+bool StageWorker::is_differentiable(const ForwardResult& result) {
+  const auto needs = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
+  return (result.loss.defined() && needs(result.loss)) ||
+         std::any_of(result.outbound.begin(), result.outbound.end(), [&](const Message& message) {
+           return std::any_of(message.tensors.begin(), message.tensors.end(), needs);
+         });
 }
 
 ForwardResult StageWorker::call_forward(ForwardCall call) const {
@@ -232,6 +245,15 @@ StageWorker::InFlight& StageWorker::in_flight(std::int64_t batch, int microbatch
   return place->second;
 }
 
+bool StageWorker::skips_backward(ActionKind kind, std::int64_t batch, int microbatch) {
+  if (in_flight_.contains({batch, microbatch})) {
+    return false;
+  }
+  const std::int64_t version = stage_->versions().version_of_batch(batch, options_.delay);
+  log(kind, batch, microbatch, version, now(), now());
+  return true;
+}
+
 void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
   if (microbatch > 0) {
     return;
@@ -251,6 +273,9 @@ void StageWorker::end_flight(std::int64_t batch, int microbatch) {
 
 void StageWorker::backward(std::int64_t batch, int microbatch) {
   begin_gradients(batch, microbatch);
+  if (skips_backward(ActionKind::kBackward, batch, microbatch)) {
+    return;
+  }
   run_backward(ActionKind::kBackward, batch, microbatch,
                [](const auto& roots, const auto& gradients) {
                  torch::autograd::Engine::get_default_engine().execute(
@@ -261,6 +286,9 @@ void StageWorker::backward(std::int64_t batch, int microbatch) {
 }
 
 void StageWorker::input_grad(std::int64_t batch, int microbatch) {
+  if (skips_backward(ActionKind::kInputGrad, batch, microbatch)) {
+    return;
+  }
   InFlight& in_flight = this->in_flight(batch, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->hold_gradients(&in_flight.held);
@@ -275,8 +303,11 @@ void StageWorker::input_grad(std::int64_t batch, int microbatch) {
 }
 
 void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
-  InFlight& in_flight = this->in_flight(batch, microbatch);
   begin_gradients(batch, microbatch);
+  if (skips_backward(ActionKind::kWeightGrad, batch, microbatch)) {
+    return;
+  }
+  InFlight& in_flight = this->in_flight(batch, microbatch);
   const double start = now();
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();

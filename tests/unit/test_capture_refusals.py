@@ -14,7 +14,7 @@ X = (torch.randn(4, 3),)
 
 
 def test_lazy_parameters() -> None:
-    with pytest.raises(ValueError, match=r"parameter '0.weight' is lazy .* run the model once"):
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is lazy .* run one forward"):
         capture(nn.Sequential(nn.LazyLinear(3), nn.ReLU()), num_stages=2, example_args=X)
 
 

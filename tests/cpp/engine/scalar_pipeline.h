@@ -46,7 +46,7 @@ class ScalarPipeline {
       auto stage = std::make_shared<Stage>(std::vector<at::Tensor>{initial},
                                            std::vector<std::string>{"w"}, schedule.num_versions[i],
                                            nullptr, CopySumEnd{sums[i % d], schedule.pipeline(i)});
-      stage->set_optimizer(OptimizerKind::kSgd, {0});
+      stage->set_optimizers({{OptimizerKind::kSgd, {0}}});
       std::vector<at::Tensor> slots;
       for (int slot = 0; slot < stage->num_slots(); ++slot) {
         slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
@@ -113,7 +113,8 @@ class ScalarPipeline {
     for (int rank = 0; rank < static_cast<int>(executors.size()); ++rank) {
       for (const int i : update_order(schedule_, rank)) {
         executors[rank]->submit_update(i, batch, [group](Stage& stage) {
-          stage.step({&group, 1});
+          stage.write_next({&group, 1});
+          stage.publish();
         });
       }
     }

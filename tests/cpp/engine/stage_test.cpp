@@ -21,7 +21,7 @@ class StageTest : public testing::Test {
       stage_->attach(0, weights_.back());
     }
     if (dtype == at::kFloat) {
-      stage_->set_optimizer(OptimizerKind::kSgd, {0});
+      stage_->set_optimizers({{OptimizerKind::kSgd, {0}}});
     }
   }
   void backward(std::int64_t batch, double gradient) {
@@ -32,7 +32,7 @@ class StageTest : public testing::Test {
     GroupOptions options;
     options.sgd.lr = 1;
     const std::vector<GroupOptions> groups{options};
-    stage_->step(groups);
+    stage_->write_next(groups);
   }
   double newest() const {
     const WeightStore& versions = stage_->versions();
@@ -118,8 +118,10 @@ TEST_F(StageTest, WeightsAndGradientsSurviveAChangeOfRotation) {
       if (stage_->rotates()) {
         step();
       } else {
-        const int to = stage_->copy_newest_to_next();
+        stage_->set_optimizers({});
+        const int to = stage_->write_next({});
         stage_->weight(to, 0).sub_(stage_->gradient(0));
+        stage_->set_optimizers({{OptimizerKind::kSgd, {0}}});
       }
       stage_->publish();
       expected -= batch + 1;

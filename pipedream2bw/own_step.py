@@ -1,0 +1,123 @@
+"""Any optimizer's own step, for one stage, and what it and its user change in its groups."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .stage_state import StageState
+
+
+class StageStepper:
+    """Runs an optimizer's own step on its parameters of one stage."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
+        self._stage = stage
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        originals = enumerate(stage.originals)
+        self._positions = [i for i, original in originals if id(original) in given]
+        self._part = _Restriction(stage).of(optimizer)
+
+    def options(self) -> list[dict[str, Any]]:
+        """Its groups' options, which it may have changed itself."""
+        return options_of(self._part.param_groups)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no parameter here."""
+        return not self._positions
+
+    def change(self, groups: list[dict[str, Any]]) -> None:
+        """Sets what the user changed in each group."""
+        for group, options in zip(self._part.param_groups, groups, strict=True):
+            group.update(options)
+
+    def step(self, slot: int) -> None:
+        """One step of the weights in a slot; called by the stage's executor thread."""
+        if self.is_empty:
+            return
+        engine = self._stage.engine
+        handles = [self._stage.handles[i] for i in self._positions]
+        for i, handle in zip(self._positions, handles, strict=True):
+            handle.data = engine.weight(slot, i)
+            gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
+            handle.grad = gradient
+        try:
+            type(self._part).step(self._part)
+        finally:
+            for handle in handles:
+                handle.grad = None
+
+    def call(self, name: str) -> None:
+        """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
+        method = getattr(type(self._part), name, None)
+        if method is not None:
+            method(self._part)
+
+
+class _Restriction:
+    """The same optimizer with one stage's parameters only; state is shared by parameter."""
+
+    def __init__(self, stage: StageState) -> None:
+        self._stage = stage
+        self._handle_of = dict(zip(map(id, stage.originals), stage.handles, strict=True))
+        self._groups: dict[int, dict[str, Any]] = {}  # by the original's id
+
+    def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        # Not copy.copy, for which an optimizer has no attributes beyond groups and state.
+        part: torch.optim.Optimizer = object.__new__(type(optimizer))
+        part.__dict__.update(optimizer.__dict__)
+        for name, value in vars(optimizer).items():
+            if isinstance(value, torch.optim.Optimizer):  # of which this one is made
+                part.__dict__[name] = self.of(value)
+        if "param_groups" in vars(optimizer):
+            part.param_groups = [self._group(group) for group in optimizer.param_groups]
+        if "state" in vars(optimizer) and not self._stage.is_shown:
+            part.state = self._own_state(optimizer)
+        return part
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """One for each of the original's: an optimizer shares them with those it is made of."""
+        if id(group) not in self._groups:
+            mine = [self._handle_of[id(p)] for p in group["params"] if id(p) in self._handle_of]
+            (options,) = options_of([group])
+            self._groups[id(group)] = {**options, "params": mine}
+        return self._groups[id(group)]
+
+    def _own_state(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The state of a stage's copy, which has to stay apart from the stage's."""
+        state: collections.defaultdict[nn.Parameter, Any] = collections.defaultdict(dict)
+        for original, handle in zip(self._stage.originals, self._stage.handles, strict=True):
+            if original in optimizer.state:
+                state[handle] = copy.deepcopy(optimizer.state[original])
+        return state
+
+
+def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of all that the groups have beside their parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+
+
+def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the user changed in each group.
+
+    Only that is told to the stages: their optimizers may keep counters in their groups.
+    """
+    return [
+        {key: value for key, value in new.items() if key not in old or differ(value, old[key])}
+        for new, old in zip(current, before, strict=True)
+    ]
+
+
+def differ(new: Any, old: Any) -> bool:
+    """Whether an option is another one."""
+    if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
+        return not torch.equal(new, old)
+    return type(new) is not type(old) or bool(new != old)

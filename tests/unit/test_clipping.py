@@ -1,0 +1,261 @@
+"""Clipped gradients are those of the unsplit model, to the bit, and nobody drains for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from tests.models import TASKS
+from tests.oracle import Batch
+from tests.trajectory import (
+    Trajectory,
+    assert_same,
+    by_oracle,
+    copy_of,
+    make_pipeline,
+)
+
+Clip = Callable[[list[nn.Parameter]], Any]
+NUM_BATCHES = 6
+
+
+def clipped_by_torch(clip: Clip, norms: list[float]) -> Callable[..., torch.optim.Optimizer]:
+    """Makes an SGD that clips the gradients of its parameters before each step."""
+
+    class Clipped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            result = clip([p for group in self.param_groups for p in group["params"]])
+            if result is not None:
+                norms.append(float(result))
+            return super().step()
+
+    return lambda parameters: Clipped(parameters, lr=0.3, momentum=0.5)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.5)
+
+
+def train(
+    task_name: str,
+    batches: list[Batch],
+    num_stages: int,
+    m: int,
+    options: dict[str, Any],
+    make: Callable[..., torch.optim.Optimizer] = sgd,
+    **pipeline_options: Any,
+) -> tuple[Trajectory, list[float]]:
+    task = TASKS[task_name]
+    pipe = make_pipeline(task, num_stages, m, batches[0], **pipeline_options)
+    with pipe:
+        opt = pd2.PipelineOptimizer(make(pipe.parameters()), **options)
+        losses, norms = [], []
+        for batch in batches:
+            losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
+            opt.step()
+            if "max_grad_norm" in options:
+                norms.append(opt.grad_norm)
+        state = copy_of(pipe.state_dict())
+        return Trajectory([float(loss) for loss in losses], state), [float(n) for n in norms]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "m", "v"),
+    [
+        ("2bw", 1, 2, 1),
+        ("2bw", 2, 2, 1),
+        ("2bw", 4, 5, 1),
+        ("2bw_eager", 3, 5, 1),
+        ("2bw_split", 3, 4, 1),
+        ("interleaved_2bw", 4, 4, 2),
+        ("1f1b", 3, 4, 1),
+        ("interleaved", 4, 2, 2),
+        ("zero_bubble", 2, 4, 1),
+        ("gpipe", 2, 3, 1),
+    ],
+)
+def test_the_norm_is_torchs_to_the_bit(
+    schedule: str, num_stages: int, m: int, v: int, norm_type: float
+) -> None:
+    task = TASKS["skips"]
+    batches = task.batches([2 * m] * NUM_BATCHES)
+    unclipped: list[float] = []
+    measure = clipped_by_torch(
+        lambda ps: nn.utils.clip_grad_norm_(ps, math.inf, norm_type), unclipped
+    )
+    by_oracle(task, batches, m, measure, schedule=schedule)
+    bound = sorted(unclipped)[NUM_BATCHES // 2]  # clips some batches and leaves others
+    expected_norms: list[float] = []
+    make = clipped_by_torch(
+        lambda ps: nn.utils.clip_grad_norm_(ps, bound, norm_type), expected_norms
+    )
+    want = by_oracle(task, batches, m, make, schedule=schedule)
+    assert min(expected_norms) < bound < max(expected_norms)
+    got, norms = train(
+        "skips",
+        batches,
+        num_stages,
+        m,
+        {"max_grad_norm": bound, "norm_type": norm_type},
+        schedule=schedule,
+        stages_per_rank=v,
+    )
+    assert norms == expected_norms
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_values_are_clamped(schedule: str) -> None:
+    task = TASKS["skips"]
+    batches = task.batches([6] * NUM_BATCHES)
+    make = clipped_by_torch(lambda ps: nn.utils.clip_grad_value_(ps, 0.01), [])
+    want = by_oracle(task, batches, 3, make, schedule=schedule)
+    got, _ = train("skips", batches, 3, 3, {"clip_grad_value": 0.01}, schedule=schedule)
+    assert_same(got, want)
+    without = by_oracle(task, batches, 3, sgd, schedule=schedule)
+    assert got.losses != without.losses
+
+
+def test_an_optimizers_own_step_gets_clipped_gradients() -> None:
+    class Own(torch.optim.SGD):
+        """No fused pass knows it."""
+
+    task = TASKS["skips"]
+    batches = task.batches([6] * NUM_BATCHES)
+    norms: list[float] = []
+    make = clipped_by_torch(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1), norms)
+    want = by_oracle(task, batches, 3, make)
+    got, got_norms = train(
+        "skips", batches, 3, 3, {"max_grad_norm": 0.1}, lambda ps: Own(ps, lr=0.3, momentum=0.5)
+    )
+    assert got_norms == norms
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "chimera"])
+def test_other_schedules_clip_by_their_own_gradients(schedule: str) -> None:
+    """Chimera adds two sums; under pipedream stages are several batches apart."""
+    task = TASKS["skips"]
+    num_stages, m = (4, 1) if schedule == "pipedream" else (2, 4)
+    batches = task.batches([2 * m] * NUM_BATCHES)
+    with make_pipeline(task, num_stages, m, batches[0], schedule=schedule) as pipe:
+        delay_of = {
+            name: num_stages - 1 - stage.index
+            for stage in pipe._stages.of_first_pipeline()
+            for name in stage.state.trainable
+        }
+    norms: list[float] = []
+    make = clipped_by_torch(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1), norms)
+    want = by_oracle(task, batches, m, make, schedule=schedule, delay_of=delay_of)
+    got, got_norms = train(
+        "skips", batches, num_stages, m, {"max_grad_norm": 0.1}, schedule=schedule
+    )
+    assert got_norms == norms
+    assert_same(got, want)
+
+
+def test_stage_0_goes_on_before_the_norm_is_known() -> None:
+    task = TASKS["skips"]
+    batches = task.batches([8] * NUM_BATCHES)
+    with make_pipeline(task, 2, 4, batches[0]) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=0.1)
+        with pipe.timeline() as timeline:
+            for batch in batches:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+    for t in range(NUM_BATCHES - 1):
+        # The norm of batch t needs all of its backwards.
+        known = max(e.start for e in timeline.rows if e.kind == "B" and e.batch == t)
+        first = min(e.start for e in timeline.rows if (e.stage, e.kind, e.batch) == (0, "F", t + 1))
+        assert first < known
+
+
+def test_the_norm_is_lazy() -> None:
+    task = TASKS["skips"]
+    batches = task.batches([4] * 3)
+    with make_pipeline(task, 2, 2, batches[0]) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=math.inf)
+        with pytest.raises(ValueError, match="0 steps"):
+            _ = opt.grad_norm
+        pipe.train_step(*batches[0].args, target=batches[0].target)
+        opt.step()
+        norm = opt.grad_norm
+        assert not norm.done()  # its last backward needs the next batch, or a flush
+        assert "not there yet" in repr(norm)
+        pipe.flush()
+        assert norm.done()
+        assert norm.item() > 0
+        assert f"{norm:.3f}" == f"{norm.item():.3f}"
+
+
+def test_bad_bounds_are_named() -> None:
+    task = TASKS["skips"]
+    batch = task.batches([4])[0]
+    with make_pipeline(task, 2, 2, batch) as pipe:
+        bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+            ({"max_grad_norm": 0}, ValueError, "max_grad_norm: 0, it must be > 0"),
+            ({"max_grad_norm": -1.0}, ValueError, r"max_grad_norm: -1\.0"),
+            ({"max_grad_norm": math.nan}, ValueError, "max_grad_norm: nan"),
+            ({"max_grad_norm": "1"}, TypeError, "max_grad_norm: '1' given"),
+            ({"max_grad_norm": True}, TypeError, "max_grad_norm: True given"),
+            ({"clip_grad_value": 0.0}, ValueError, r"clip_grad_value: 0\.0"),
+            ({"max_grad_norm": 1.0, "norm_type": 0}, ValueError, "norm_type: 0"),
+            ({"max_grad_norm": 1.0, "clip_grad_value": 1.0}, ValueError, "not both"),
+        ]
+        for options, kind, message in bad:
+            with pytest.raises(kind, match=message):
+                pd2.PipelineOptimizer(sgd(pipe.parameters()), **options)
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        with pytest.raises(ValueError, match="max_grad_norm is None"):
+            _ = opt.grad_norm
+
+
+def test_a_failing_pipeline_ends_waiting_for_the_norm() -> None:
+    task = TASKS["skips"]
+    batch = task.batches([4])[0]
+    pipe = make_pipeline(task, 2, 2, batch)
+    opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=1.0)
+    pipe.train_step(*batch.args, target=batch.target)
+    opt.step()
+    norm = opt.grad_norm
+    pipe.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        norm.item()
+
+
+def test_a_schedule_that_would_deadlock_is_refused() -> None:
+    # Rank 0 comes to stage 0's update of batch t after stage 2's forward of batch t + 1.
+    text = """\
+name: stubborn
+stages: 3
+microbatches: 1
+delay: 1,0,0
+placement: 0,1,0
+versions: 2,1,1
+[prologue]
+0F0,2F0,2B0,2U0,0B0
+1F0,1B0,1U0
+[steady]
+0F0,2F0,2B0,2U0,0U-1,0B0
+1F0,1B0,1U0
+[epilogue]
+0U-1
+-
+"""
+    schedule = pd2.load_schedule(text)
+    task = TASKS["skips"]
+    batches = task.batches([1] * 3)
+    with make_pipeline(task, 3, 1, batches[0], schedule=schedule) as pipe:
+        with pytest.raises(ValueError, match=r"(?s)clipping by norm needs.*rank 0 waits in 2F"):
+            pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=1.0)
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))  # trains without
+        for batch in batches:
+            pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
