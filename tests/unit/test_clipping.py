@@ -246,7 +246,7 @@ versions: 2,1,1
 0F0,2F0,2B0,2U0,0U-1,0B0
 1F0,1B0,1U0
 [epilogue]
-0U-1
+0U0
 -
 """
     schedule = pd2.load_schedule(text)
