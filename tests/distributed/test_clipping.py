@@ -1,0 +1,119 @@
+"""Clipping under processes: every rank finds the whole model's norm, whenever messages come."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from benchmarks.measuring.delays import delayed_messages
+from tests.distributed.launch import run_ranks
+from tests.models import TASKS, whole
+from tests.oracle import Oracle
+from tests.trajectory import assert_close, copy_of, make_pipeline
+
+NUM_BATCHES = 6
+BOUND = 0.8
+
+
+class ClippedSGD(torch.optim.SGD):
+    """The definition: torch's own function on the unsplit model."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3, momentum=0.5)
+        self.norms: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.norms.append(float(nn.utils.clip_grad_norm_(parameters, BOUND)))
+        return super().step()
+
+
+def check(width: int, schedule: str, m: int, *, stages_per_rank: int = 1) -> None:
+    """On every rank; each compares what it holds."""
+    task = TASKS["skips"]
+    num_ranks = torch.distributed.get_world_size() // width
+    d = num_ranks * stages_per_rank
+    own = torch.distributed.get_rank() // num_ranks
+    by_replica = [task.batches([2 * m] * NUM_BATCHES, seed=10 + r) for r in range(width)]
+    model = whole(task.model())
+    stock = ClippedSGD(model.parameters())
+    pipelines = 2 if "chimera" in schedule else 1
+    delay = int("2bw" in schedule)
+    oracle = Oracle(model, stock, m, task.loss_fn, delay, num_pipelines=pipelines)
+    want = [oracle.train_replicas(batches)[own] for batches in zip(*by_replica, strict=True)]
+    assert max(stock.norms) > BOUND
+    with make_pipeline(
+        task,
+        d,
+        m,
+        by_replica[0][0],
+        width=width,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+    ) as pipe:
+        plain = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.5)
+        opt = pd2.PipelineOptimizer(plain, max_grad_norm=BOUND)
+        losses, norms = [], []
+        for batch in by_replica[own]:
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+            norms.append(opt.grad_norm)
+        state = copy_of(pipe.state_dict())
+        got = torch.tensor(
+            [[float(loss), float(norm)] for loss, norm in zip(losses, norms, strict=True)]
+        )
+    exact = width == 1
+    expected = torch.tensor([*zip(want, stock.norms, strict=True)])
+    if exact:
+        assert torch.equal(got, expected)
+    assert_close("losses and norms", got, expected)
+    for name, tensor in state.items():
+        if exact:
+            assert torch.equal(tensor, model.state_dict()[name]), name
+        else:
+            assert_close(name, tensor, model.state_dict()[name])
+
+
+def clip(rank: int, world: int, width: int, longest_delay: float) -> None:
+    torch.set_num_threads(1)
+    delays = delayed_messages(0.0, longest_delay) if longest_delay else contextlib.nullcontext()
+    with delays:
+        num_ranks = world // width
+        check(width, "2bw", num_ranks)
+        check(width, "1f1b", 3)
+        if num_ranks > 1 and not longest_delay:
+            check(width, "2bw_eager", 2 * num_ranks)
+            check(width, "interleaved_2bw", 2 * num_ranks, stages_per_rank=2)
+            check(width, "chimera", num_ranks)
+
+
+@pytest.mark.parametrize("longest_delay", [0.0, 0.02])
+@pytest.mark.parametrize(("world", "width"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_every_rank_clips_as_the_unsplit_model_does(
+    world: int, width: int, longest_delay: float
+) -> None:
+    run_ranks(clip, world, args=(width, longest_delay), timeout=120)
+
+
+def disagree(rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    task = TASKS["skips"]
+    batch = task.batches([4])[0]
+    with make_pipeline(task, world, 2, batch) as pipe:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"max_grad_norm": 1.0 + rank}, r"max_grad_norm must be the same.*rank 0: 1\.0"),
+            ({"max_grad_norm": -1.0 if rank == 1 else 1.0}, r"max_grad_norm: -1\.0"),
+            ({"max_grad_norm": 1.0, "norm_type": 2.0 + rank}, "norm_type must be the same"),
+        ]
+        for options, message in cases:
+            with pytest.raises(ValueError, match=message):
+                pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), **options)
+
+
+def test_every_rank_learns_of_a_bad_bound() -> None:
+    run_ranks(disagree, 2)
