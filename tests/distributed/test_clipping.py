@@ -88,7 +88,8 @@ def clip(rank: int, world: int, width: int, longest_delay: float) -> None:
         check(width, "1f1b", 3)
         if num_ranks > 1 and not longest_delay:
             check(width, "2bw_eager", 2 * num_ranks)
-            check(width, "interleaved_2bw", 2 * num_ranks, stages_per_rank=2)
+            if num_ranks == 2:
+                check(width, "interleaved_2bw", 4, stages_per_rank=2)
             check(width, "chimera", num_ranks)
 
 
