@@ -118,9 +118,10 @@ def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Opt
             )
         for parameter in given:
             if id(parameter) in holder:
+                both = f"{holder[id(parameter)]} and in {here}"
                 raise ValueError(
-                    f"parameter {names[id(parameter)]} is in {holder[id(parameter)]} and in "
-                    f"{here}: it must be in exactly one group of one optimizer"
+                    f"parameter {names[id(parameter)]} is in {both}: it must be in exactly one "
+                    "group of one optimizer"
                 )
             holder[id(parameter)] = here
     if not any(parameter.requires_grad for parameter in pipe._held[1].parameters()):
