@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,15 @@ class Announcement(NamedTuple):
 
 _ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 _LOOK_SECONDS = 0.5
-_WAIT_SLICE = datetime.timedelta(seconds=0.1)
+_WAIT_SLICE_SECONDS = 0.1
+_Found = TypeVar("_Found")
 
 
 class ControlPlane:
     """Agreement among all ranks of the pipeline; with one rank, agreement with itself.
+
+    The ranks exchange what they know through ``board``, memory that all of them share, or over
+    ``group`` where they cannot share any.
 
     A rank that fails tells the process group's store the cause, and all ranks look there: so a
     failure ends every rank's waiting, whatever it waits for.
@@ -72,12 +76,14 @@ class ControlPlane:
         self._timeout = timeout
         self._cause_key = f"pipedream2bw/{name}/cause"
         self.group: dist.ProcessGroup | None = None
+        self.board: _C.SharedBoard | None = None
         self._store: Store | None = None
         self.place = "here"  # this rank, in messages
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         if world > 1:
             self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
+            self.board = _make_board(self.group, timeout)
             self._store = dist.distributed_c10d._get_default_store()
             self._watcher = threading.Thread(
                 target=_watch,
@@ -148,39 +154,43 @@ class ControlPlane:
 
     def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
         """Every rank's row, on every rank."""
+        if self.board is not None:
+            board, size = self.board, len(row)
+            board.begin_exchange(row)
+            rows = self._wait(lambda: board.finish_exchange(_WAIT_SLICE_SECONDS), operation, number)
+            return [rows[start : start + size] for start in range(0, len(rows), size)]
         # Gathered and sent back by one rank: with P ranks 2(P - 1) messages, where an all-gather's
         # ring takes P(P - 1). The group's own methods: torch.distributed's functions around them
         # take longer than the work.
         assert self.group is not None
         mine = torch.tensor(row, dtype=torch.int64)
         table = torch.empty(self.size, len(row), dtype=torch.int64)
-        rows = list(table.unbind()) if self.group.rank() == 0 else []
-        self._wait(self.group.gather(rows, mine, 0), operation, number)
-        self._wait(self.group.broadcast(table, 0), operation, number)
+        parts = list(table.unbind()) if self.group.rank() == 0 else []
+        gathering = self.group.gather(parts, mine, 0)
+        self._wait(lambda: _finish(gathering), operation, number)
+        spreading = self.group.broadcast(table, 0)
+        self._wait(lambda: _finish(spreading), operation, number)
         found: list[list[int]] = table.tolist()
         return found
 
-    def _wait(self, work: dist.Work, operation: Operation, number: int) -> None:
-        """Waits for ``work`` such that Ctrl-C and a failure of this process end it."""
-        # No callback of the work's future: the group's thread would run it and need the interpreter
-        # while whoever frees the group holds it and waits for that thread.
+    def _wait(self, look: Callable[[], _Found | None], operation: Operation, number: int) -> _Found:
+        """What ``look`` finds, which waits for a slice of time and is called again after None.
+
+        So Ctrl-C and a failure of this process end the waiting.
+        """
         deadline = time.monotonic() + self._timeout
-        while True:
-            # Asked before: work that completes between a slice's end and the question has not
-            # failed.
-            was_completed = work.is_completed()
+        why = ""
+        while not why:
             try:
-                work.wait(_WAIT_SLICE)
-                return
+                found = look()
+                if found is not None:
+                    return found
             except RuntimeError as error:
                 why = str(error)
             if self._fault.cause is not None:
                 raise RuntimeError(self._fault.cause)
-            if was_completed:
-                break
             if time.monotonic() > deadline:
-                why = f"timeout after {self._timeout} s"
-                break
+                why = why or f"timeout after {self._timeout} s"
         cause = (
             f"{self.place}: a rank was lost while all ranks began {operation.name} {number}: {why}"
         )
@@ -208,10 +218,47 @@ class ControlPlane:
         watcher, self._watcher = self._watcher, None
         if watcher is not None and watcher is not threading.current_thread():
             watcher.join()
+        if self.board is not None:
+            self.board.leave()
+            self.board = None
         if self.group is not None:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(self.group)
             self.group = None
+
+
+def _make_board(group: dist.ProcessGroup, timeout: float) -> _C.SharedBoard | None:
+    """This rank's part of memory shared by all ranks, None if one of them cannot reach it.
+
+    Every rank calls it.
+    """
+    board: _C.SharedBoard | None = None
+    if group.rank() == 0:
+        row_size = 3 + len(Announcement._fields)
+        board = _C.SharedBoard.create(group.size(), row_size, timeout)
+    told: list[Any] = [board.address if board else ""]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    if group.rank() != 0:
+        board = _C.SharedBoard.open(told[0], group.rank(), timeout)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, board is not None, group=group)
+    return board if all(everyone) else None
+
+
+def _finish(work: dist.Work) -> bool | None:
+    """True if ``work`` is done within a slice of waiting; raises if it has failed."""
+    # No callback of the work's future: the group's thread would run it and need the interpreter
+    # while whoever frees the group holds it and waits for that thread.
+    #
+    # Asked before: work that completes between a slice's end and the question has not failed.
+    was_completed = work.is_completed()
+    try:
+        work.wait(datetime.timedelta(seconds=_WAIT_SLICE_SECONDS))
+    except RuntimeError:
+        if was_completed:
+            raise
+        return None
+    return True
 
 
 def _where_they_differ(values: list[Any]) -> list[Any]:

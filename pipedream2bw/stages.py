@@ -66,6 +66,7 @@ class LocalStages:
         self.losses = _C.LossBoard(
             fault=fault,
             group="" if control.group is None else control.group.group_name,
+            shared=control.board,
             ranks=[grid.process_of(stage) for stage in range(schedule.num_stages)],
             replica=grid.replica,
             num_replicas=grid.width,

@@ -8,6 +8,7 @@ namespace pd2 {
 void bind_core(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_stage(py::module_& module);
+void bind_transport(py::module_& module);
 void bind_channels(py::module_& module);
 void bind_generator(py::module_& module);
 void bind_losses(py::module_& module);

@@ -254,23 +254,6 @@ void bind_channels(py::module_& module) {
                  delete_without_gil<DelayedSender>);
            }),
            py::arg("sender"), py::arg("shortest"), py::arg("longest"), py::arg("seed"));
-  const auto ring_or_none = [](std::unique_ptr<SharedRing> ring) {
-    return std::shared_ptr<SharedRing>(std::move(ring));  // None if there is none
-  };
-  py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
-      .def_static(
-          "create",
-          [=](std::uint32_t num_slots, double timeout) {
-            return ring_or_none(SharedRing::create(num_slots, SharedRing::Timeout(timeout)));
-          },
-          py::arg("num_slots"), py::arg("timeout"))
-      .def_static(
-          "open",
-          [=](const std::string& address, double timeout) {
-            return ring_or_none(SharedRing::open(address, SharedRing::Timeout(timeout)));
-          },
-          py::arg("address"), py::arg("timeout"))
-      .def_property_readonly("address", &SharedRing::address);
   py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
                                                                               "ProcessGroupSender")
       .def(py::init([](const std::string& group, int peer, c10::Device device,
@@ -319,13 +302,14 @@ void bind_losses(py::module_& module) {
   py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
-                       const std::vector<int>& ranks, int replica, int num_replicas,
-                       int num_pipelines) {
-             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group), ranks,
-                                                replica, num_replicas, num_pipelines);
+                       std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
+                       int replica, int num_replicas, int num_pipelines) {
+             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
+                                                std::move(shared), ranks, replica, num_replicas,
+                                                num_pipelines);
            }),
-           py::arg("fault"), py::arg("group"), py::arg("ranks"), py::arg("replica"),
-           py::arg("num_replicas"), py::arg("num_pipelines"))
+           py::arg("fault"), py::arg("group"), py::arg("shared"), py::arg("ranks"),
+           py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"))
       .def("expect", &LossBoard::expect, py::arg("batch"))
       .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
       .def("wait",

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_core(module);
   pd2::bind_optimizer(module);
   pd2::bind_stage(module);
+  pd2::bind_transport(module);
   pd2::bind_channels(module);
   pd2::bind_generator(module);
   pd2::bind_losses(module);

@@ -4,32 +4,32 @@
 #include "engine/this_thread.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <set>
 
 namespace pd2 {
 namespace {
 
-constexpr int kLossTag = 7;
-constexpr int kPartTag = 8;
-
-at::Tensor one_double(const at::Tensor& value) {
-  return value.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
-}
+constexpr int kTag = 7;
 
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     const std::vector<int>& ranks, int replica, int num_replicas,
-                     int num_pipelines)
+                     std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
+                     int replica, int num_replicas, int num_pipelines)
     : fault_(std::move(fault)),
       group_(std::move(group)),
-      readers_(ranks.begin(), ranks.end()),
+      shared_(std::move(shared)),
       published_(num_pipelines) {
   const int depth = static_cast<int>(ranks.size()) / num_pipelines;
   for (int pipeline = 0; pipeline < num_pipelines; ++pipeline) {
     last_stages_.push_back(ranks[(pipeline + 1) * depth - 1]);
   }
   last_stage_ = stage_name(depth - 1, replica, num_replicas);
-  readers_.erase(last_stages_.back());
+  std::set<int> readers(ranks.begin(), ranks.end());
+  readers.erase(last_stages_.back());
+  readers_.assign(readers.begin(), readers.end());
   thread_ = std::thread([this, sends = is_here(num_pipelines - 1)] {
     name_this_thread("pd2 losses");
     // Nobody waits for a loss as urgently as the next stage waits for this one's executor, which
@@ -114,18 +114,19 @@ void LossBoard::send_losses() {
           sum = next->parts[pipeline]->sum(std::move(sum));
           continue;
         }
-        sum = at::empty({1}, at::kDouble);
-        if (!receive(sum, last_stages_[pipeline], kPartTag)) {
+        const std::optional<double> part = receive(last_stages_[pipeline]);
+        if (!part) {
           return;
         }
+        sum = at::full({1}, *part, at::kDouble);
       }
-      const at::Tensor value = one_double(sum);
+      const double value = sum.item<double>();
       {
         const std::lock_guard lock(mutex_);
-        expected_.front().second->value = *value.const_data_ptr<double>();
+        expected_.front().second->value = value;
       }
       changed_.notify_all();
-      send(value, readers_, kLossTag);
+      send(value, readers_);
     } catch (const std::exception& error) {
       fail(next->batch, std::string("sending it failed: ") + error.what());
       return;
@@ -139,46 +140,52 @@ void LossBoard::send_losses() {
 void LossBoard::receive_losses() {
   while (std::optional<Next> next = wait_for_next()) {
     const int sender = last_stages_.back();
-    const at::Tensor value = at::empty({1}, at::kDouble);
+    std::optional<double> value;
     try {
       for (const std::optional<BatchLoss>& part : next->parts) {
         if (part) {
-          send(one_double(part->sum()), {sender}, kPartTag);
+          send(part->sum().item<double>(), {sender});
         }
       }
-      if (!receive(value, sender, kLossTag)) {
-        return;
-      }
+      value = receive(sender);
     } catch (const std::exception& error) {
       fail(next->batch,
            "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
       return;
     }
+    if (!value) {
+      return;
+    }
     const std::lock_guard lock(mutex_);
-    expected_.front().second->value = *value.const_data_ptr<double>();
+    expected_.front().second->value = value;
     expected_.pop_front();
     changed_.notify_all();
   }
 }
 
-void LossBoard::send(const at::Tensor& value, const std::set<int>& ranks, int tag) {
+void LossBoard::send(double value, const std::vector<int>& ranks) {
+  if (shared_) {
+    shared_->send(value, ranks);
+    return;
+  }
+  std::vector<at::Tensor> tensors{at::full({1}, value, at::kDouble)};
   transfer([&] {
     std::vector<Work> works;
     for (int rank : ranks) {
-      std::vector<at::Tensor> tensors{value};
-      works.push_back(group_->send(tensors, rank, tag));
+      works.push_back(group_->send(tensors, rank, kTag));
     }
     return works;
   });
 }
 
-bool LossBoard::receive(const at::Tensor& value, int rank, int tag) {
-  transfer([&] {
-    std::vector<at::Tensor> tensors{value};
-    return std::vector<Work>{group_->recv(tensors, rank, tag)};
-  });
+std::optional<double> LossBoard::receive(int rank) {
+  if (shared_) {
+    return shared_->receive(rank);
+  }
+  std::vector<at::Tensor> tensors{at::empty({1}, at::kDouble)};
+  transfer([&] { return std::vector<Work>{group_->recv(tensors, rank, kTag)}; });
   const std::lock_guard lock(mutex_);
-  return !closed_;
+  return closed_ ? std::nullopt : std::optional(tensors[0].item<double>());
 }
 
 template <typename Post>
@@ -227,6 +234,9 @@ void LossBoard::close() {
     for (Work& work : under_way_) {
       work->abort();
     }
+  }
+  if (shared_) {
+    shared_->leave();
   }
   changed_.notify_all();
   if (thread_.joinable()) {

@@ -3,8 +3,8 @@
 
 #include "engine/batch_loss.h"
 #include "engine/fault.h"
+#include "transport/shared_board.h"
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
@@ -14,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -27,7 +26,8 @@ struct LossSlot {
   std::optional<double> value;
 };
 
-// Losses travel apart from the data, by one message per batch and rank over a control group:
+// Losses travel apart from the data, through memory that all ranks share or, where they cannot, by
+// one message per batch and rank over a control group:
 // waiting for a loss together with the gradients would deadlock, since the last gradients of batch
 // t move only once batch t + 1 is forwarded. A thread of the board's own adds, sends and waits, so
 // that a reader can give up (Ctrl-C), the executor never waits for a reader, and the last stage's
@@ -42,9 +42,11 @@ struct LossSlot {
 class LossBoard {
  public:
   // Without a group everything happens in one process. `ranks`: of each stage of the replica, in
-  // the order of the pipelines, within `group`.
+  // the order of the pipelines, within `group`. `shared`: of the group's ranks, null if they have
+  // no such memory; close() leaves it.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-            const std::vector<int>& ranks, int replica, int num_replicas, int num_pipelines = 1);
+            std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks, int replica,
+            int num_replicas, int num_pipelines = 1);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
@@ -82,26 +84,27 @@ class LossBoard {
 
   void send_losses();
   void receive_losses();
-  void send(const at::Tensor& value, const std::set<int>& ranks, int tag);
-  // False if the board was closed meanwhile.
-  bool receive(const at::Tensor& value, int rank, int tag);
-  // Posts transfers and waits for them; close() can end the wait.
+  void send(double value, const std::vector<int>& ranks);
+  // None if the board was closed meanwhile.
+  std::optional<double> receive(int rank);
+  // Posts transfers over the group and waits for them; close() can end the wait.
   template <typename Post>
   void transfer(Post post);
   void fail(std::int64_t batch, const std::string& what);
 
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<SharedBoard> shared_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
   std::string last_stage_;
-  std::set<int> readers_;  // the replica's other ranks
+  std::vector<int> readers_;  // the replica's other ranks
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   // Not yet here, and not yet everywhere if they are sent from here.
   std::deque<std::pair<std::int64_t, std::shared_ptr<LossSlot>>> expected_;
   std::vector<std::deque<Part>> published_;  // by pipeline: not yet added
-  std::vector<Work> under_way_;              // what the thread waits for
+  std::vector<Work> under_way_;              // what the thread waits for, over the group
   bool closed_ = false;
   std::thread thread_;
 };

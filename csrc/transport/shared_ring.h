@@ -1,11 +1,14 @@
 // A queue of byte messages between two processes of one machine, in memory that both map.
 #pragma once
 
+#include "transport/shared_memory.h"
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,27 +18,25 @@ namespace pd2 {
 // awake. A waiting end looks for a while before it sleeps, since waking up takes tens of
 // microseconds (on virtual machines a hundred and more), longer than balanced stages wait.
 //
-// The memory belongs to no file: it is gone when both processes are, however they ended. An end
-// that waits for a process that has ended throws std::runtime_error within a tenth of a second.
+// An end that waits for a process that has ended throws std::runtime_error within a tenth of a
+// second.
 class SharedRing {
  public:
   static constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;
 
   using Timeout = std::chrono::duration<double>;
 
-  // The writer's end, with room for `num_slots` messages that have not been read. Null where the
-  // system cannot do it: Linux from 5.3 on can. Waiting for the other end throws after `timeout`,
-  // and when its process has ended.
+  // The writer's end, with room for `num_slots` messages that have not been read. Null where there
+  // is no such memory. Waiting for the other end throws after `timeout`, and when its process has
+  // ended.
   static std::unique_ptr<SharedRing> create(std::uint32_t num_slots, Timeout timeout);
-  // The reader's end. Null where the writer's memory cannot be reached: another machine, container
-  // or user.
+  // The reader's end. Null where the writer's memory cannot be reached.
   static std::unique_ptr<SharedRing> open(const std::string& address, Timeout timeout);
-  ~SharedRing();
   SharedRing(const SharedRing&) = delete;
   SharedRing& operator=(const SharedRing&) = delete;
 
   // Of the writer's end, for open() in the reader's process while the writer's end exists.
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return memory_->address(); }
 
   // Writing: a slot of kMaxMessageBytes, waiting for one if need be; null once aborted. At most
   // `bytes` are written to it before end_write() hands it to the reader.
@@ -56,20 +57,18 @@ class SharedRing {
  private:
   struct Shared;  // what lies in the memory
 
-  static std::unique_ptr<SharedRing> map(int file, std::uint32_t num_slots, Timeout timeout);
-  SharedRing(int file, std::uint32_t num_slots, Shared* shared, Timeout timeout);
+  SharedRing(std::unique_ptr<SharedMemory> memory, Timeout timeout);
   bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                   std::atomic<std::uint32_t>& sleeping);
-  void check_peer();
+  bool peer_has_ended();
   std::byte* slot(std::uint32_t index);
   void use(std::uint32_t index, std::size_t bytes);
 
-  const int file_;
-  int peer_ = -1;  // a descriptor of the other end's process, once it is known
+  const std::unique_ptr<SharedMemory> memory_;
+  Shared* const shared_;
   const std::uint32_t num_slots_;
   const Timeout timeout_;
-  Shared* const shared_;
-  std::string address_;
+  std::optional<WatchedProcess> peer_;  // the other end's, once it is known
   std::atomic<bool> aborted_ = false;
   std::atomic<std::size_t> used_bytes_ = 0;
   std::vector<std::size_t> used_by_slot_;

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 
 from .launch import RankResult, run_ranks
+from .transports import TRANSPORTS, over
 
 X = torch.arange(24.0).reshape(6, 4).sin()
 Y = torch.arange(24.0).reshape(6, 4).cos()
@@ -188,9 +189,10 @@ def assert_cause(seen: dict[str, Any], *words: str) -> None:
     assert seen["seconds"] < SOON, seen
 
 
-@pytest.fixture(scope="module")
-def of_two_stages() -> list[dict[str, Any]]:
-    return [result.value for result in run_ranks(two_stages, 2, timeout=150)]
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def of_two_stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    results = run_ranks(over, 2, args=(request.param, two_stages), timeout=150)
+    return [result.value for result in results]
 
 
 @pytest.mark.slow
@@ -294,8 +296,11 @@ def test_an_error_in_one_replica_is_known_to_all_and_a_killed_one_ends_all() -> 
 
 
 @pytest.mark.slow
-def test_a_killed_stage_ends_all_others() -> None:
-    results = run_ranks(killed_in_the_middle, 3, timeout=150, expect_failure=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_stage_ends_all_others(transport: str) -> None:
+    results = run_ranks(
+        over, 3, args=(transport, killed_in_the_middle), timeout=150, expect_failure=True
+    )
     assert_lost(results, "killed", 1, -signal.SIGKILL)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipedream2bw import _C
-from pipedream2bw.control import ControlPlane, Operation
+from pipedream2bw.control import ControlPlane, Operation, _finish
 
 
 class WorkOfOthers:
@@ -31,7 +31,8 @@ class WorkOfOthers:
 
 def wait_for(work: Any) -> _C.Fault:
     fault = _C.Fault()
-    ControlPlane(1, 60.0, fault, "test")._wait(work, Operation.train_step, 3)
+    control = ControlPlane(1, 60.0, fault, "test")
+    control._wait(lambda: _finish(work), Operation.train_step, 3)
     return fault
 
 

@@ -50,7 +50,7 @@ TEST(BatchLoss, PartsAddUpInMicrobatchOrder) {
 
 struct LossBoardTest : testing::Test {
   std::shared_ptr<Fault> fault = std::make_shared<Fault>();
-  LossBoard board{fault, nullptr, {0, 0}, 0, 1};
+  LossBoard board{fault, nullptr, nullptr, {0, 0}, 0, 1};
 
   void publish(std::int64_t batch, double value) {
     board.publish(batch, BatchLoss{{1, 1}, {number(value), number(value)}});
@@ -73,7 +73,7 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
 
 TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board(fault, nullptr, {0, 0, 0, 0}, 0, 1, 2);
+  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2);
   const auto first = board.expect(0), second = board.expect(1);
   const auto publish = [&](std::int64_t batch, double value, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);
