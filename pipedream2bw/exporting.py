@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .added_loss import restore_added_losses
 from .arguments import CallLayout, TensorLeaf
 from .surroundings import (
     random_state_kept,
@@ -56,6 +57,9 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     _keep_tensor_inputs(graph, layout)
     _drop_checks(graph)
     _call_regions_directly(graph)
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return graph, module

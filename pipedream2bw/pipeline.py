@@ -193,7 +193,12 @@ class PipelineModule(nn.Module):
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
-        self._intake = Intake(self._grid, num_microbatches, tuple(replicated))
+        self._intake = Intake(
+            self._grid,
+            num_microbatches,
+            tuple(replicated),
+            losses_are_means=loss_reduction == "mean",
+        )
         self._placeholder = nn.Parameter(torch.empty(0))
         self._batch = 0  # the next batch's number
         self._evaluations = 0
@@ -223,7 +228,6 @@ class PipelineModule(nn.Module):
             timeout,
         )
         self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
-        self._losses_are_means = loss_reduction == "mean"
         self.training = root.training
         _open_pipelines.add(self)
 
@@ -313,7 +317,7 @@ class PipelineModule(nn.Module):
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[self._batch] = inputs
             self._stages.submit_batch(
-                self._batch, mode.wiring, layouts, sizes if self._losses_are_means else []
+                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes)
             )
             self._drained = False
             loss = Loss(self._stages.losses, slot, self._batch, _raiser_of_first_cause(self))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .added_loss import LossWeight, weighing
 from .codegen import StageFunction
 from .recompute import BufferPlaces, Replay, Replayer
 from .saved_bytes import SavedBytes
@@ -55,6 +56,7 @@ class RunInputs:
     sizes: list[int]  # rows of each microbatch
     layouts: list[int]
     training: bool
+    loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a batch
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
     targets: list[Any] | None = None  # last stage of a training batch
     outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
@@ -69,11 +71,12 @@ class _Given:
 
     values: list[Any]  # stage 0: the model's inputs
     target: Any
+    loss_weight: LossWeight | None = None  # of a batch
     bytes_kept: int = 0
 
     @classmethod
     def of(cls, inputs: RunInputs, microbatch: int) -> _Given:
-        given = cls([], None)
+        given = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
         if inputs.values is not None:
             given.values, inputs.values[microbatch] = inputs.values[microbatch], None
         if inputs.targets is not None:
@@ -90,7 +93,7 @@ class _Given:
         values, target = pytree.tree_map_only(
             torch.Tensor, lambda _: next(remaining), (self.values, self.target)
         )
-        return _Given(values, target, self.bytes_kept)
+        return _Given(values, target, self.loss_weight, self.bytes_kept)
 
 
 class StageRunner:
@@ -219,7 +222,8 @@ class StageRunner:
     def _compute(
         self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
     ) -> tuple[list[Structured], torch.Tensor | None]:
-        outputs = bound.functions[slot](self._values(given, inbound))
+        with weighing(given.loss_weight):
+            outputs = bound.functions[slot](self._values(given, inbound))
         if self._is_last:
             return [], self._loss(outputs[0], given.target)
         return bound.messages(outputs), None
