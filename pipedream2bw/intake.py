@@ -132,7 +132,7 @@ class Intake:
             first = grid.pipeline(stage.index) * count
             mine = slice(first, first + count)
         bound = stage.bound[mode.wiring]
-        inputs = RunInputs(bound, sizes[mine], layouts[mine], batch.training)
+        inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
         if batch.training:
             rows = self.weighing_rows(sizes)
             inputs.loss_weights = [

@@ -22,6 +22,7 @@ from .intake import Batch, Intake
 from .local_part import LocalPart
 from .loss import Loss
 from .memory import StageMemory
+from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
@@ -102,6 +103,9 @@ class PipelineModule(nn.Module):
             around what draws random numbers, and no torch.Generator of the model's own.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
+        metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
+            a training batch, without gradients; a number, the mean over the microbatch's rows.
+            Their means over the batch are in ``train_step(...).metrics``, on every rank.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -125,6 +129,7 @@ class PipelineModule(nn.Module):
         replicated: Sequence[str] = (),
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         loss_reduction: str = "mean",
+        metrics: Mapping[str, Metric] | None = None,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -142,6 +147,7 @@ class PipelineModule(nn.Module):
                 replicated,
             )
             check_example(example_args, example_kwargs)
+            self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             check_runnable(made)
             self._recompute, blocks = what_to_recompute(recompute, made)
@@ -176,6 +182,7 @@ class PipelineModule(nn.Module):
             "recompute": str(recompute),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
+            "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -223,6 +230,7 @@ class PipelineModule(nn.Module):
             self._control,
             self._fault,
             loss_fn,
+            self._metrics,
             self._recompute,
             bool(blocks),
             timeout,
@@ -320,7 +328,8 @@ class PipelineModule(nn.Module):
                 self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes)
             )
             self._drained = False
-            loss = Loss(self._stages.losses, slot, self._batch, _raiser_of_first_cause(self))
+            raise_cause = _raiser_of_first_cause(self)
+            loss = Loss(self._stages.losses, slot, self._batch, list(self._metrics), raise_cause)
             self._batch += 1
             return loss
 

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,16 @@ from torch.utils import _pytree as pytree
 
 from .added_loss import LossWeight, weighing
 from .codegen import StageFunction
+from .metrics import Metric, measure
 from .recompute import BufferPlaces, Replay, Replayer
 from .saved_bytes import SavedBytes
 from .stage import StageProgram
 
 Structured = tuple[bytes, list[torch.Tensor]]
 """A message: how to rebuild its values (empty: each value is one tensor), and its tensors."""
+
+Result = tuple[list[Structured], torch.Tensor | None, int, torch.Tensor | None]
+"""A forward's: messages, the loss, activation bytes, the metrics."""
 
 
 @dataclasses.dataclass
@@ -53,7 +57,8 @@ class RunInputs:
     """What one run (a batch, or an evaluation) needs on this stage beside the messages."""
 
     bound: BoundProgram
-    sizes: list[int]  # rows of each microbatch
+    sizes: list[int]  # rows of each microbatch of this pipeline
+    total_rows: int  # of all pipelines
     layouts: list[int]
     training: bool
     loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a batch
@@ -112,6 +117,7 @@ class StageRunner:
         stage: int,
         num_stages: int,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        metrics: Mapping[str, Metric],
         device: torch.device,
         state_pointers: Callable[[], set[int]],
         buffer_places: BufferPlaces,
@@ -122,6 +128,7 @@ class StageRunner:
         self._is_first = stage == 0
         self._is_last = stage == num_stages - 1
         self._loss_fn = loss_fn
+        self._metrics = metrics
         self._device = device
         self._state_pointers = state_pointers
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
@@ -138,8 +145,8 @@ class StageRunner:
 
     def forward(
         self, run: int, microbatch: int, slot: int, inbound: list[Structured], again: bool
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
-        """One microbatch: messages in; messages, the loss and activation bytes out."""
+    ) -> Result:
+        """One microbatch: messages in, a result out."""
         if not self.thread:
             self.thread.append(threading.get_ident())
         try:
@@ -151,8 +158,8 @@ class StageRunner:
                 outputs = inputs.bound.functions[slot](self._values(given, inbound))
                 if self._is_last:
                     inputs.outputs.append(outputs[0])
-                    return [], None, 0
-                return inputs.bound.messages(outputs), None, 0
+                    return [], None, 0, None
+                return inputs.bound.messages(outputs), None, 0, None
             if microbatch == len(inputs.sizes) - 1:
                 del self.runs[run]
             return self._train(inputs, run, microbatch, slot, inbound)
@@ -167,7 +174,7 @@ class StageRunner:
         microbatch: int,
         slot: int,
         inbound: list[Structured],
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+    ) -> Result:
         given = _Given.of(inputs, microbatch)
         layout = inputs.layouts[microbatch]
         with contextlib.ExitStack() as around:
@@ -187,14 +194,20 @@ class StageRunner:
                 if self.recompute:
                     not_counted |= _storages(tensor for _, part in inbound for tensor in part)
                 saved = around.enter_context(SavedBytes(not_counted))
-            result = self._compute(inputs.bound, slot, given, inbound)
+            messages, loss, output = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
             self._bytes_kept[layout] = saved.total
         if replay is not None:
             given.bytes_kept = self._bytes_kept[layout]
             self._replays[run, microbatch] = (inputs.bound, replay, given)
-            return *result, replay.nbytes()
-        return *result, self._bytes_kept[layout]
+        kept = self._bytes_kept[layout] if replay is None else replay.nbytes()
+        share = inputs.sizes[microbatch] / inputs.total_rows
+        metrics = (
+            measure(self._metrics, output, given.target, share, self._device)
+            if self._is_last
+            else None
+        )
+        return messages, loss, kept, metrics
 
     @contextlib.contextmanager
     def _frozen_stay(self) -> Iterator[None]:
@@ -213,20 +226,22 @@ class StageRunner:
 
     def _forward_again(
         self, run: int, microbatch: int, slot: int, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+    ) -> Result:
         bound, replay, given = self._replays.pop((run, microbatch))
         with replay.again():
-            result = self._compute(bound, slot, given.with_tensors(replay.inputs), inbound)
-        return *result, given.bytes_kept
+            given = given.with_tensors(replay.inputs)
+            messages, loss, _ = self._compute(bound, slot, given, inbound)
+        return messages, loss, given.bytes_kept, None
 
     def _compute(
         self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None]:
+    ) -> tuple[list[Structured], torch.Tensor | None, Any]:
+        """Messages; of the last stage the loss and the model's output."""
         with weighing(given.loss_weight):
             outputs = bound.functions[slot](self._values(given, inbound))
         if self._is_last:
-            return [], self._loss(outputs[0], given.target)
-        return bound.messages(outputs), None
+            return [], self._loss(outputs[0], given.target), outputs[0]
+        return bound.messages(outputs), None, None
 
     def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
         if self._is_first:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from . import _C
 from .control import ControlPlane
 from .heap import return_freed_memory
+from .metrics import Metric
 from .modes import Mode
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
@@ -50,6 +51,7 @@ class LocalStages:
         control: ControlPlane,
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        metrics: Mapping[str, Metric],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
         timeout: float,
@@ -70,6 +72,7 @@ class LocalStages:
             replica=grid.replica,
             num_replicas=grid.width,
             num_pipelines=schedule.num_pipelines,
+            num_numbers=1 + len(metrics),
         )
         has_copies = schedule.num_pipelines > 1 and not grid.in_processes
         sums = [_C.CopySum() if has_copies else None for _ in range(d)]
@@ -97,6 +100,7 @@ class LocalStages:
                 state.index % d,
                 d,
                 loss_fn,
+                metrics,
                 state.device,
                 state.storage_pointers,
                 state.replayed_places,

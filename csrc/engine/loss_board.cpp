@@ -11,17 +11,14 @@ namespace {
 constexpr int kLossTag = 7;
 constexpr int kPartTag = 8;
 
-at::Tensor one_double(const at::Tensor& value) {
-  return value.to(at::kCPU, at::kDouble).reshape({1}).contiguous();
-}
-
 }  // namespace
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
                      const std::vector<int>& ranks, int replica, int num_replicas,
-                     int num_pipelines)
+                     int num_pipelines, int num_numbers)
     : fault_(std::move(fault)),
       group_(std::move(group)),
+      num_numbers_(num_numbers),
       readers_(ranks.begin(), ranks.end()),
       published_(num_pipelines) {
   const int depth = static_cast<int>(ranks.size()) / num_pipelines;
@@ -64,14 +61,14 @@ void LossBoard::publish(std::int64_t batch, BatchLoss loss, int pipeline) {
 
 bool LossBoard::done(const LossSlot& slot) const {
   const std::lock_guard lock(mutex_);
-  return slot.value.has_value();
+  return slot.there();
 }
 
 bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
   std::unique_lock lock(mutex_);
   const bool there =
-      changed_.wait_for(lock, timeout, [&] { return slot.value.has_value() || fault_->raised(); });
-  if (there && !slot.value.has_value()) {
+      changed_.wait_for(lock, timeout, [&] { return slot.there() || fault_->raised(); });
+  if (there && !slot.there()) {
     fault_->rethrow_if_raised();
   }
   return there;
@@ -111,21 +108,21 @@ void LossBoard::send_losses() {
       at::Tensor sum;
       for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
         if (next->parts[pipeline]) {
-          sum = next->parts[pipeline]->sum(std::move(sum));
+          sum = next->parts[pipeline]->numbers(sum);
           continue;
         }
-        sum = at::empty({1}, at::kDouble);
+        sum = at::empty({num_numbers_}, at::kDouble);
         if (!receive(sum, last_stages_[pipeline], kPartTag)) {
           return;
         }
       }
-      const at::Tensor value = one_double(sum);
+      PD2_ASSERT(sum.numel() == num_numbers_, "a loss and ", sum.numel() - 1, " metrics");
       {
         const std::lock_guard lock(mutex_);
-        expected_.front().second->value = *value.const_data_ptr<double>();
+        deliver(sum);
       }
       changed_.notify_all();
-      send(value, readers_, kLossTag);
+      send(sum, readers_, kLossTag);
     } catch (const std::exception& error) {
       fail(next->batch, std::string("sending it failed: ") + error.what());
       return;
@@ -139,11 +136,11 @@ void LossBoard::send_losses() {
 void LossBoard::receive_losses() {
   while (std::optional<Next> next = wait_for_next()) {
     const int sender = last_stages_.back();
-    const at::Tensor value = at::empty({1}, at::kDouble);
+    const at::Tensor value = at::empty({num_numbers_}, at::kDouble);
     try {
       for (const std::optional<BatchLoss>& part : next->parts) {
         if (part) {
-          send(one_double(part->sum()), {sender}, kPartTag);
+          send(part->numbers(), {sender}, kPartTag);
         }
       }
       if (!receive(value, sender, kLossTag)) {
@@ -155,10 +152,15 @@ void LossBoard::receive_losses() {
       return;
     }
     const std::lock_guard lock(mutex_);
-    expected_.front().second->value = *value.const_data_ptr<double>();
+    deliver(value);
     expected_.pop_front();
     changed_.notify_all();
   }
+}
+
+void LossBoard::deliver(const at::Tensor& numbers) {
+  const double* data = numbers.const_data_ptr<double>();
+  expected_.front().second->numbers.assign(data, data + numbers.numel());
 }
 
 void LossBoard::send(const at::Tensor& value, const std::set<int>& ranks, int tag) {

@@ -22,9 +22,11 @@
 
 namespace pd2 {
 
-// One batch's loss: there soon after the last stage has forwarded the batch's last microbatch.
+// One batch's loss and, after it, its metrics: there soon after the last stage has forwarded the
+// batch's last microbatch.
 struct LossSlot {
-  std::optional<double> value;
+  std::vector<double> numbers;  // empty until then
+  bool there() const { return !numbers.empty(); }
 };
 
 // Losses travel apart from the data, by one message per batch and rank over a control group:
@@ -42,9 +44,10 @@ struct LossSlot {
 class LossBoard {
  public:
   // Without a group everything happens in one process. `ranks`: of each stage of the replica, in
-  // the order of the pipelines, within `group`.
+  // the order of the pipelines, within `group`. `num_numbers`: a loss and its metrics.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-            const std::vector<int>& ranks, int replica, int num_replicas, int num_pipelines = 1);
+            const std::vector<int>& ranks, int replica, int num_replicas, int num_pipelines = 1,
+            int num_numbers = 1);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
@@ -78,7 +81,8 @@ class LossBoard {
     std::vector<std::optional<BatchLoss>> parts;  // by pipeline
   };
   std::optional<Next> wait_for_next();
-  void deliver(double value);
+  // Under the lock: to whoever expects the next loss.
+  void deliver(const at::Tensor& numbers);
 
   void send_losses();
   void receive_losses();
@@ -94,6 +98,7 @@ class LossBoard {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
   std::string last_stage_;
+  const int num_numbers_;
   std::set<int> readers_;  // the replica's other ranks
 
   mutable std::mutex mutex_;

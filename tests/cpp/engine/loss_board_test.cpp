@@ -66,8 +66,8 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
   ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
   ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
   EXPECT_TRUE(board.done(*first));
-  EXPECT_EQ(*first->value, 3);
-  EXPECT_EQ(*second->value, 4);
+  EXPECT_EQ(first->numbers.at(0), 3);
+  EXPECT_EQ(second->numbers.at(0), 4);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
@@ -84,11 +84,11 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   EXPECT_FALSE(board.wait_for(*first, milliseconds(50)));
   publish(0, 2, 0);
   ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
-  EXPECT_EQ(*first->value, 1.5);
+  EXPECT_EQ(first->numbers.at(0), 1.5);
   EXPECT_FALSE(board.done(*second));
   publish(1, 20, 0);
   ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
-  EXPECT_EQ(*second->value, 15);
+  EXPECT_EQ(second->numbers.at(0), 15);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
@@ -111,7 +111,7 @@ TEST_F(LossBoardTest, WhatWasPublishedOutlivesTheThread) {
   publish(0, 3);
   board.close();
   ASSERT_TRUE(board.done(*there));
-  EXPECT_EQ(*there->value, 3);
+  EXPECT_EQ(there->numbers.at(0), 3);
   EXPECT_FALSE(board.done(*never));
 }
 
