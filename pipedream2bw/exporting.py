@@ -13,12 +13,17 @@ from torch import fx, nn
 
 from .added_loss import restore_added_losses
 from .arguments import CallLayout, TensorLeaf
+from .module_hooks import why_not_exported
 from .surroundings import (
     random_state_kept,
     random_states,
     refuse_random_numbers,
     torch_reports_silenced,
 )
+
+
+class HookedError(Exception):
+    """The exported program would leave hooks out."""
 
 
 class SpecializedError(Exception):
@@ -34,7 +39,8 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     model's output.
 
     Raises:
-        Exception: whatever torch.export raised, or a :class:`SpecializedError`.
+        Exception: whatever torch.export raised, a :class:`HookedError` or
+            :class:`SpecializedError`.
     """
     examples = [_example(leaf, replicated) for leaf in layout.tensors]
     args, kwargs = layout.rebuild(examples)
@@ -44,6 +50,9 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
         if carries_batch(leaf, replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
+    reason = why_not_exported(root)
+    if reason is not None:
+        raise HookedError(reason)
     before = random_states()
     with random_state_kept(), torch_reports_silenced():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]

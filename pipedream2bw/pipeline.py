@@ -610,9 +610,9 @@ class PipelineModule(nn.Module):
                     f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
                     "PipelineOptimizer.step() must follow each train_step"
                 )
-            for stage in self._stages if training else ():
-                stage.state.check_requires_grad()
             first = self._modes.first
+            now = self._modes[self.training] if self.training in self._modes else first
+            self._stages.check_before_batch(now, training=training)
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 
         operation = Operation.train_step if training else Operation.evaluation

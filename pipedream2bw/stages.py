@@ -17,6 +17,7 @@ from .control import ControlPlane
 from .heap import return_freed_memory
 from .metrics import Metric
 from .modes import Mode
+from .module_hooks import LateHooks
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
 from .wiring import Channels, RankGrid
@@ -63,6 +64,8 @@ class LocalStages:
             placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)
         ]
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
+        self._root = root
+        self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._grid = grid
         self._channels = Channels(grid, devices, in_flight, timeout)
         self.losses = _C.LossBoard(
@@ -174,6 +177,8 @@ class LocalStages:
         d = self._grid.depth
         firsts = range(0, self._grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
+        clones = {id(clone): clone for stage in self._stages for clone in stage.state.clones}
+        self._late_hooks[mode.wiring] = LateHooks(self._root, clones.values(), mode.captured.graph)
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
@@ -193,6 +198,12 @@ class LocalStages:
                     for consumer in consumers
                 ],
             )
+
+    def check_before_batch(self, mode: Mode, *, training: bool) -> None:
+        """Raises ValueError if the model was changed in a way that the stages cannot follow."""
+        self._late_hooks[mode.wiring].check()
+        for stage in self._stages if training else ():
+            stage.state.check_requires_grad()
 
     def of_first_pipeline(self) -> list[LocalStage]:
         """Those that evaluate, and whose buffers are the model's."""
