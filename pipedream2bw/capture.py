@@ -197,8 +197,8 @@ def check_capturable(root: nn.Module) -> None:
     """Refuses models whose parameters a pipeline cannot hold.
 
     Raises:
-        ValueError: hooks of the model itself, lazy parameters without a shape, complex parameters, sparse gradients, or
-            parameters on several devices.
+        ValueError: hooks of the model itself, lazy parameters without a shape, complex parameters,
+            sparse gradients, or parameters on several devices.
         TypeError: a module that cannot be cloned.
     """
     refuse_uncloneable(root)

@@ -52,15 +52,18 @@ class LateHooks:
         root: the model.
         clones: those of this process, whose modules share their originals' hooks.
         graph: the captured model's.
+        compiled: the stages are compiled with the hooks that there are now, and look for no others.
     """
 
-    def __init__(self, root: nn.Module, clones: Iterable[nn.Module], graph: fx.Graph) -> None:
+    def __init__(
+        self, root: nn.Module, clones: Iterable[nn.Module], graph: fx.Graph, *, compiled: bool
+    ) -> None:
         inside = {id(module) for called in _called(root, graph) for module in called.modules()}
         copies = [dict(clone.named_modules()) for clone in clones]
         self._parted: list[tuple[str, nn.Module]] = []
         self._called: list[tuple[nn.Module, Sequence[nn.Module]]] = []
         for name, module in root.named_modules():
-            if id(module) in inside:
+            if id(module) in inside and not (compiled and not has_hooks(module)):
                 self._called.append((module, [copy[name] for copy in copies]))
             elif type(module).forward is not nn.Module.forward:  # else nobody can call it
                 self._parted.append((name, module))
@@ -75,7 +78,8 @@ class LateHooks:
             if has_hooks(module):
                 raise ValueError(
                     f"module {name!r}: hooks were registered on it after the pipeline was made, "
-                    "which calls its parts and not itself: register them before"
+                    "which calls its parts and not itself, or has compiled it: register them "
+                    "before"
                 )
         for module, copies in self._called:
             # Which kind the backward hooks are is no part of the dictionary that clones share.

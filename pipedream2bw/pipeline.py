@@ -17,6 +17,7 @@ from torch import nn
 
 from . import _C
 from .capture import as_root
+from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .intake import Batch, Intake
 from .local_part import LocalPart
@@ -106,6 +107,8 @@ class PipelineModule(nn.Module):
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
             a training batch, without gradients; a number, the mean over the microbatch's rows.
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
+            are compiled when they first run, once for all weight versions. Not with ``recompute``.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -130,6 +133,7 @@ class PipelineModule(nn.Module):
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
+        compile: bool | Mapping[str, Any] = False,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -155,6 +159,8 @@ class PipelineModule(nn.Module):
             root = as_root(model)
             check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)
+            recomputes = bool(blocks) or any(self._recompute)
+            self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._modes = Modes(
                 root,
                 num_stages,
@@ -182,6 +188,7 @@ class PipelineModule(nn.Module):
             "recompute": str(recompute),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
+            "compile": str(compile),
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "timeout": timeout,
             "torch version": torch.__version__,
@@ -231,6 +238,7 @@ class PipelineModule(nn.Module):
             self._fault,
             loss_fn,
             self._metrics,
+            self._compile,
             self._recompute,
             bool(blocks),
             timeout,
@@ -611,8 +619,7 @@ class PipelineModule(nn.Module):
                     "PipelineOptimizer.step() must follow each train_step"
                 )
             first = self._modes.first
-            now = self._modes[self.training] if self.training in self._modes else first
-            self._stages.check_before_batch(now, training=training)
+            self._stages.check_before_batch(self._modes.get(self.training), training=training)
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 
         operation = Operation.train_step if training else Operation.evaluation

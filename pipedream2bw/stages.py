@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .compiling import compiled
 from .control import ControlPlane
 from .heap import return_freed_memory
 from .metrics import Metric
@@ -53,6 +54,7 @@ class LocalStages:
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         metrics: Mapping[str, Metric],
+        compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
         timeout: float,
@@ -65,6 +67,7 @@ class LocalStages:
         ]
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
         self._root = root
+        self._compile_options = compile_options
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._grid = grid
         self._channels = Channels(grid, devices, in_flight, timeout)
@@ -178,11 +181,16 @@ class LocalStages:
         firsts = range(0, self._grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
         clones = {id(clone): clone for stage in self._stages for clone in stage.state.clones}
-        self._late_hooks[mode.wiring] = LateHooks(self._root, clones.values(), mode.captured.graph)
+        self._late_hooks[mode.wiring] = LateHooks(
+            self._root, clones.values(), mode.captured.graph, compiled=bool(self._compile_options)
+        )
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
-            stage.bound[mode.wiring] = BoundProgram.of(program, stage.state.bind(program))
+            functions = stage.state.bind(program)
+            stage.bound[mode.wiring] = BoundProgram.of(
+                program, [compiled(function, self._compile_options) for function in functions]
+            )
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]
             consumers = [first + consumer for consumer in sorted(program.sends)]

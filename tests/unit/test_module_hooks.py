@@ -138,7 +138,7 @@ def test_hooks_that_export_would_leave_out_are_refused() -> None:
         assert "captured by export" in repr(pipe)
     model = Branching()
     count_calls(model, ["layers.1"])
-    with pytest.raises(ValueError, match="layers.1 has hooks, which an exported graph"):
+    with pytest.raises(ValueError, match=r"layers\.1 has hooks, which an exported graph"):
         make(model)
 
 
