@@ -78,10 +78,11 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         RuntimeError: it is called again by a reentrant checkpoint, where it would be lost: set
             ``use_reentrant=False``.
     """
-    if isinstance(x, fx.Proxy) or isinstance(value, fx.Proxy):
-        tracer = (x if isinstance(x, fx.Proxy) else value).tracer  # type: ignore[attr-defined]
-        proxy: torch.Tensor = tracer.create_proxy("call_function", add_loss, (x, value), {})
-        return proxy
+    given: tuple[Any, Any] = (x, value)
+    for item in given:
+        if isinstance(item, fx.Proxy):
+            traced: Any = item.tracer.create_proxy("call_function", add_loss, given, {})
+            return traced  # type: ignore[no-any-return]
     if torch.compiler.is_exporting():
         return _exported()(x, value)  # type: ignore[no-any-return]
     for name, tensor in (("x", x), ("value", value)):
@@ -135,7 +136,7 @@ def restore_added_losses(module: fx.GraphModule) -> None:
     """Puts :func:`add_loss` in an exported graph where what stands for it is."""
     for node in module.graph.nodes:
         operator = node.target
-        if isinstance(operator, torch._ops.OpOverload) and operator.name() == _OPERATOR:
+        if isinstance(operator, torch._ops.OpOverload) and operator._name == _OPERATOR:
             node.target = add_loss
     module.recompile()
 
@@ -151,7 +152,8 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
         (loss + sum(added)).backward()
     """
     before = _surroundings.collected
-    _surroundings.collected = collected = []
+    collected: list[torch.Tensor] = []
+    _surroundings.collected = collected
     try:
         yield collected
     finally:

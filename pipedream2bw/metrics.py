@@ -46,7 +46,7 @@ def measure(
         return None
     values = []
     for name, function in metrics.items():
-        value = function(output, target)
+        value: Any = function(output, target)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(

@@ -73,7 +73,9 @@ class PipelineModule(nn.Module):
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
             as positional arguments).
-        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar;
+            ``output`` is what the model returns, of any structure. What arises in inner stages is
+            returned by the model, or added by :func:`add_loss`.
         num_stages: the depth d; may be left out for a list of modules.
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
@@ -362,7 +364,7 @@ class PipelineModule(nn.Module):
         Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
         the output in the process of the last stage, None elsewhere; the rank of stage 0 needs the
         arguments. Of two pipelines the first one does it, see :attr:`gives_output`. Any number of
-        rows; outputs are joined along dimension 0.
+        rows; outputs are joined along dimension 0, floating-point numbers averaged over the rows.
 
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.

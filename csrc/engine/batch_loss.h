@@ -16,7 +16,7 @@ struct BatchLoss {
   std::vector<at::Tensor> losses;  // by microbatch, those forwarded so far
   std::size_t first = 0;           // the number in the batch of the first of them
   // Numbers beside the loss (metrics), already weighed and added up to here; undefined: none.
-  at::Tensor metrics;
+  at::Tensor metrics{};
 
   // `value` with the weight of the `microbatch`-th of them: what autograd would do forwards and
   // backwards.
