@@ -8,6 +8,7 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
+from .added_loss import add_loss, collect_losses
 from .draw import Picture, draw_timeline
 from .loss import Loss
 from .memory import StageMemory
@@ -30,6 +31,8 @@ __all__ = [
     "Simulation",
     "StageMemory",
     "Timeline",
+    "add_loss",
+    "collect_losses",
     "draw_text",
     "draw_timeline",
     "find_deadlock",

@@ -19,6 +19,7 @@ from .captured import Captured, Layer, build_captured, first_layers
 from .chain import ModuleChain, chain_graph, is_plain_sequential, sequential_graph
 from .clone import refuse_uncloneable, structural_clone
 from .exporting import carries_batch, export
+from .module_hooks import refuse_hooks_of_root
 from .surroundings import plain_modes, random_state_kept
 from .tracing import reason_of, trace
 
@@ -196,11 +197,12 @@ def check_capturable(root: nn.Module) -> None:
     """Refuses models whose parameters a pipeline cannot hold.
 
     Raises:
-        ValueError: lazy parameters or buffers without a shape, complex parameters, sparse
-            gradients, or parameters on several devices.
+        ValueError: hooks of the model itself, lazy parameters or buffers without a shape, complex
+            parameters, sparse gradients, or parameters on several devices.
         TypeError: a module that cannot be cloned.
     """
     refuse_uncloneable(root)
+    refuse_hooks_of_root(root)
     first: tuple[str, torch.device] | None = None
     for name, parameter in root.named_parameters():
         if nn.parameter.is_lazy(parameter):

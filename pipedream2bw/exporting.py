@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .added_loss import restore_added_losses
 from .arguments import CallLayout, TensorLeaf
+from .module_hooks import why_not_exported
 from .surroundings import (
     random_state_kept,
     random_states,
     refuse_random_numbers,
     torch_reports_silenced,
 )
+
+
+class HookedError(Exception):
+    """The exported program would leave hooks out."""
 
 
 class SpecializedError(Exception):
@@ -33,7 +39,8 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     model's output.
 
     Raises:
-        Exception: whatever torch.export raised, or a :class:`SpecializedError`.
+        Exception: whatever torch.export raised, a :class:`HookedError` or
+            :class:`SpecializedError`.
     """
     examples = [_example(leaf, replicated) for leaf in layout.tensors]
     args, kwargs = layout.rebuild(examples)
@@ -43,6 +50,9 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
         if carries_batch(leaf, replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
+    reason = why_not_exported(root)
+    if reason is not None:
+        raise HookedError(reason)
     before = random_states()
     with random_state_kept(), torch_reports_silenced():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
@@ -56,6 +66,9 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     _keep_tensor_inputs(graph, layout)
     _drop_checks(graph)
     _call_regions_directly(graph)
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return graph, module

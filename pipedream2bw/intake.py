@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .added_loss import LossWeight
 from .capture import split_model_args
 from .control import Announcement
 from .microbatch import SplitTree, common_rows, microbatch_rows, signature, split_values
@@ -28,8 +29,16 @@ class Batch:
 class Intake:
     """Checks batches, agrees on their microbatches and splits them."""
 
-    def __init__(self, grid: RankGrid, num_microbatches: int, replicated: Sequence[str]) -> None:
+    def __init__(
+        self,
+        grid: RankGrid,
+        num_microbatches: int,
+        replicated: Sequence[str],
+        *,
+        losses_are_means: bool,
+    ) -> None:
         self._grid = grid
+        self._losses_are_means = losses_are_means
         self._num_microbatches = num_microbatches
         self._replicated = replicated
         self._layouts: dict[tuple[int, int], int] = {}  # (signature, rows) -> number
@@ -108,6 +117,10 @@ class Intake:
         ]
         return sizes, layouts
 
+    def weighing_rows(self, sizes: list[int]) -> tuple[int, ...]:
+        """By microbatch, weighs the losses' means; empty if losses are sums."""
+        return tuple(sizes) if self._losses_are_means else ()
+
     def inputs(
         self, batch: Batch, stage: LocalStage, mode: Mode, sizes: list[int], layouts: list[int]
     ) -> RunInputs:
@@ -119,7 +132,12 @@ class Intake:
             first = grid.pipeline(stage.index) * count
             mine = slice(first, first + count)
         bound = stage.bound[mode.wiring]
-        inputs = RunInputs(bound, sizes[mine], layouts[mine], batch.training)
+        inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
+        if batch.training:
+            rows = self.weighing_rows(sizes)
+            inputs.loss_weights = [
+                LossWeight(rows, microbatch, grid.width) for microbatch in range(len(sizes))[mine]
+            ]
         if grid.is_first(stage.index):
             inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]
         if grid.is_last(stage.index) and batch.training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from . import _C
 
@@ -12,6 +12,7 @@ class Loss:
 
     ``float(loss)`` waits until the last stage has forwarded the batch; on any rank, at any time, in
     any order. Reading it one batch late costs nothing. With ``width`` > 1 it is this replica's own.
+    So it is with :attr:`metrics`, which travel with it.
     """
 
     def __init__(
@@ -19,17 +20,19 @@ class Loss:
         board: _C.LossBoard,
         slot: _C.LossSlot,
         batch: int,
+        names: Sequence[str],
         on_failure: Callable[[], None],
     ) -> None:
         self._board = board
         self._on_failure = on_failure  # raises the first cause of any rank, if it is known
         self._slot = slot
-        self._value: float | None = None
+        self._names = names  # of the metrics
+        self._numbers: list[float] | None = None
         self.batch = batch
 
     def done(self) -> bool:
         """Whether the loss can be read without waiting for the pipeline."""
-        return self._value is not None or self._board.done(self._slot)
+        return self._numbers is not None or self._board.done(self._slot)
 
     def item(self) -> float:
         """The loss.
@@ -37,13 +40,21 @@ class Loss:
         Raises:
             RuntimeError: the pipeline failed before the loss existed; names the first cause.
         """
-        if self._value is None:
+        return self._all()[0]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The batch's metrics by name, each the mean over its rows. Waits and raises as item()."""
+        return dict(zip(self._names, self._all()[1:], strict=True))
+
+    def _all(self) -> list[float]:
+        if self._numbers is None:
             try:
-                self._value = self._board.wait(self._slot)
+                self._numbers = self._board.wait(self._slot)
             except RuntimeError:
                 self._on_failure()
                 raise
-        return self._value
+        return self._numbers
 
     def __float__(self) -> float:
         return self.item()

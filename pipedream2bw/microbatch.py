@@ -102,9 +102,12 @@ def signature(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The outputs of the microbatches joined along dimension 0.
 
+    A floating-point tensor without dimensions is a mean over its microbatch's rows, as a loss is:
+    the result is the mean over all rows.
+
     Raises:
-        ValueError: there are several microbatches and an output is no tensor of as many rows as
-            its microbatch.
+        ValueError: there are several microbatches and an output is another tensor that has not as
+            many rows as its microbatch.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -113,14 +116,24 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         leaves, spec = pytree.tree_flatten(output)
         columns.append(leaves)
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
+            if _is_mean(leaf) or not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.dim() == 0 or leaf.shape[0] != size:
                 raise ValueError(
                     f"the model's output has shape {list(leaf.shape)} for a microbatch of {size} "
                     "rows: outputs of microbatches are joined along dimension 0, so it must have "
-                    "the microbatch's rows"
+                    "the microbatch's rows (or be one floating-point number, their mean)"
                 )
-    joined = [
-        torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) else leaves[0]
-        for leaves in zip(*columns, strict=True)
-    ]
+    joined = [_joined(leaves, sizes) for leaves in zip(*columns, strict=True)]
     return pytree.tree_unflatten(joined, spec)
+
+
+def _is_mean(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if _is_mean(leaves[0]):
+        shares = [size / sum(sizes) for size in sizes]
+        return sum(leaf * share for leaf, share in zip(leaves, shares, strict=True))
+    return torch.cat(list(leaves)) if isinstance(leaves[0], torch.Tensor) else leaves[0]

@@ -60,6 +60,10 @@ class Modes:
     def __getitem__(self, training: bool) -> Mode:
         return self._by_training[training]
 
+    def get(self, training: bool) -> Mode:
+        """The mode, or the first one if it has not been captured yet."""
+        return self._by_training.get(training, self.first)
+
     def capture(self, training: bool) -> Mode:
         """Captures the model as its modules behave now, which is as ``training`` says."""
         captured = capture(

@@ -17,11 +17,13 @@ from torch import nn
 
 from . import _C
 from .capture import as_root
+from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .intake import Batch, Intake
 from .local_part import LocalPart
 from .loss import Loss
 from .memory import StageMemory
+from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
@@ -72,7 +74,9 @@ class PipelineModule(nn.Module):
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
             as positional arguments).
-        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar;
+            ``output`` is what the model returns, of any structure. What arises in inner stages is
+            returned by the model, or added by :func:`add_loss`.
         num_stages: the depth d; may be left out for a list of modules.
         num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
@@ -103,6 +107,11 @@ class PipelineModule(nn.Module):
             around what draws random numbers, and no torch.Generator of the model's own.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
+        metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
+            a training batch, without gradients; a number, the mean over the microbatch's rows.
+            Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
+            are compiled when they first run, once for all weight versions. Not with ``recompute``.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -126,6 +135,8 @@ class PipelineModule(nn.Module):
         replicated: Sequence[str] = (),
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         loss_reduction: str = "mean",
+        metrics: Mapping[str, Metric] | None = None,
+        compile: bool | Mapping[str, Any] = False,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -143,6 +154,7 @@ class PipelineModule(nn.Module):
                 replicated,
             )
             check_example(example_args, example_kwargs)
+            self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
             check_runnable(made)
             self._recompute, blocks = what_to_recompute(recompute, made)
@@ -150,6 +162,8 @@ class PipelineModule(nn.Module):
             root = as_root(model)
             check_parameters(root, loss_fn)
             model_device = next((p.device for p in root.parameters()), model_device)
+            recomputes = bool(blocks) or any(self._recompute)
+            self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._modes = Modes(
                 root,
                 num_stages,
@@ -177,6 +191,8 @@ class PipelineModule(nn.Module):
             "recompute": str(recompute),
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
+            "compile": str(compile),
+            "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -194,7 +210,12 @@ class PipelineModule(nn.Module):
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
-        self._intake = Intake(self._grid, num_microbatches, tuple(replicated))
+        self._intake = Intake(
+            self._grid,
+            num_microbatches,
+            tuple(replicated),
+            losses_are_means=loss_reduction == "mean",
+        )
         self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
         self._batch = 0  # the next batch's number
         self._evaluations = 0
@@ -220,12 +241,13 @@ class PipelineModule(nn.Module):
             self._control,
             self._fault,
             loss_fn,
+            self._metrics,
+            self._compile,
             self._recompute,
             bool(blocks),
             timeout,
         )
         self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
-        self._losses_are_means = loss_reduction == "mean"
         self.training = root.training
         _open_pipelines.add(self)
 
@@ -315,10 +337,11 @@ class PipelineModule(nn.Module):
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[self._batch] = inputs
             self._stages.submit_batch(
-                self._batch, mode.wiring, layouts, sizes if self._losses_are_means else []
+                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes)
             )
             self._drained = False
-            loss = Loss(self._stages.losses, slot, self._batch, _raiser_of_first_cause(self))
+            raise_cause = _raiser_of_first_cause(self)
+            loss = Loss(self._stages.losses, slot, self._batch, list(self._metrics), raise_cause)
             self._batch += 1
             return loss
 
@@ -343,7 +366,7 @@ class PipelineModule(nn.Module):
         Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
         the output in the process of the last stage, None elsewhere; the rank of stage 0 needs the
         arguments. Of two pipelines the first one does it, see :attr:`gives_output`. Any number of
-        rows; outputs are joined along dimension 0.
+        rows; outputs are joined along dimension 0, floating-point numbers averaged over the rows.
 
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
@@ -592,9 +615,8 @@ class PipelineModule(nn.Module):
                     f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
                     "PipelineOptimizer.step() must follow each train_step"
                 )
-            for stage in self._stages if training else ():
-                stage.state.check_requires_grad()
             first = self._modes.first
+            self._stages.check_before_batch(self._modes.get(self.training), training=training)
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 
         operation = Operation.train_step if training else Operation.evaluation

@@ -7,20 +7,25 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .added_loss import LossWeight, weighing
 from .codegen import StageFunction
+from .metrics import Metric, measure
 from .recompute import BufferPlaces, Replay, Replayer
 from .saved_bytes import SavedBytes
 from .stage import StageProgram
 
 Structured = tuple[bytes, list[torch.Tensor]]
 """A message: how to rebuild its values (empty: each value is one tensor), and its tensors."""
+
+Result = tuple[list[Structured], torch.Tensor | None, int, torch.Tensor | None]
+"""A forward's: messages, the loss, activation bytes, the metrics."""
 
 
 @dataclasses.dataclass
@@ -52,9 +57,11 @@ class RunInputs:
     """What one run (a batch, or an evaluation) needs on this stage beside the messages."""
 
     bound: BoundProgram
-    sizes: list[int]  # rows of each microbatch
+    sizes: list[int]  # rows of each microbatch of this pipeline
+    total_rows: int  # of all pipelines
     layouts: list[int]
     training: bool
+    loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a batch
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
     targets: list[Any] | None = None  # last stage of a training batch
     outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
@@ -69,11 +76,12 @@ class _Given:
 
     values: list[Any]  # stage 0: the model's inputs
     target: Any
+    loss_weight: LossWeight | None = None  # of a batch
     bytes_kept: int = 0
 
     @classmethod
     def of(cls, inputs: RunInputs, microbatch: int) -> _Given:
-        given = cls([], None)
+        given = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
         if inputs.values is not None:
             given.values, inputs.values[microbatch] = inputs.values[microbatch], None
         if inputs.targets is not None:
@@ -90,7 +98,7 @@ class _Given:
         values, target = pytree.tree_map_only(
             torch.Tensor, lambda _: next(remaining), (self.values, self.target)
         )
-        return _Given(values, target, self.bytes_kept)
+        return _Given(values, target, self.loss_weight, self.bytes_kept)
 
 
 class StageRunner:
@@ -109,6 +117,7 @@ class StageRunner:
         stage: int,
         num_stages: int,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        metrics: Mapping[str, Metric],
         device: torch.device,
         state_pointers: Callable[[], set[int]],
         buffer_places: BufferPlaces,
@@ -119,6 +128,7 @@ class StageRunner:
         self._is_first = stage == 0
         self._is_last = stage == num_stages - 1
         self._loss_fn = loss_fn
+        self._metrics = metrics
         self._device = device
         self._state_pointers = state_pointers
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
@@ -135,8 +145,8 @@ class StageRunner:
 
     def forward(
         self, run: int, microbatch: int, slot: int, inbound: list[Structured], again: bool
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
-        """One microbatch: messages in; messages, the loss and activation bytes out."""
+    ) -> Result:
+        """One microbatch: messages in, a result out."""
         if not self.thread:
             self.thread.append(threading.get_ident())
         try:
@@ -148,8 +158,8 @@ class StageRunner:
                 outputs = inputs.bound.functions[slot](self._values(given, inbound))
                 if self._is_last:
                     inputs.outputs.append(outputs[0])
-                    return [], None, 0
-                return inputs.bound.messages(outputs), None, 0
+                    return [], None, 0, None
+                return inputs.bound.messages(outputs), None, 0, None
             if microbatch == len(inputs.sizes) - 1:
                 del self.runs[run]
             return self._train(inputs, run, microbatch, slot, inbound)
@@ -164,7 +174,7 @@ class StageRunner:
         microbatch: int,
         slot: int,
         inbound: list[Structured],
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+    ) -> Result:
         given = _Given.of(inputs, microbatch)
         layout = inputs.layouts[microbatch]
         with contextlib.ExitStack() as around:
@@ -184,16 +194,23 @@ class StageRunner:
                 if self.recompute:
                     not_counted |= _storages(tensor for _, part in inbound for tensor in part)
                 saved = around.enter_context(SavedBytes(not_counted))
-            result = self._compute(inputs.bound, slot, given, inbound)
+            messages, loss, output = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
             self._bytes_kept[layout] = saved.total
-        if replay is not None and not _is_differentiable(*result):
-            return *result, 0  # its forward will not be called again
-        if replay is not None:
-            given.bytes_kept = self._bytes_kept[layout]
+        kept = self._bytes_kept[layout]
+        if replay is not None and not _is_differentiable(messages, loss):
+            kept = 0  # the forward will not be called again
+        elif replay is not None:
+            given.bytes_kept = kept
             self._replays[run, microbatch] = (inputs.bound, replay, given)
-            return *result, replay.nbytes()
-        return *result, self._bytes_kept[layout]
+            kept = replay.nbytes()
+        share = inputs.sizes[microbatch] / inputs.total_rows
+        metrics = (
+            measure(self._metrics, output, given.target, share, self._device)
+            if self._is_last
+            else None
+        )
+        return messages, loss, kept, metrics
 
     @contextlib.contextmanager
     def _frozen_stay(self) -> Iterator[None]:
@@ -212,19 +229,22 @@ class StageRunner:
 
     def _forward_again(
         self, run: int, microbatch: int, slot: int, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None, int]:
+    ) -> Result:
         bound, replay, given = self._replays.pop((run, microbatch))
         with replay.again():
-            result = self._compute(bound, slot, given.with_tensors(replay.inputs), inbound)
-        return *result, given.bytes_kept
+            given = given.with_tensors(replay.inputs)
+            messages, loss, _ = self._compute(bound, slot, given, inbound)
+        return messages, loss, given.bytes_kept, None
 
     def _compute(
         self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None]:
-        outputs = bound.functions[slot](self._values(given, inbound))
+    ) -> tuple[list[Structured], torch.Tensor | None, Any]:
+        """Messages; of the last stage the loss and the model's output."""
+        with weighing(given.loss_weight):
+            outputs = bound.functions[slot](self._values(given, inbound))
         if self._is_last:
-            return [], self._loss(outputs[0], given.target)
-        return bound.messages(outputs), None
+            return [], self._loss(outputs[0], given.target), outputs[0]
+        return bound.messages(outputs), None, None
 
     def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
         if self._is_first:

@@ -6,16 +6,19 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import _C
+from .compiling import compiled
 from .control import ControlPlane
 from .heap import return_freed_memory
+from .metrics import Metric
 from .modes import Mode
+from .module_hooks import LateHooks
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
 from .wiring import Channels, RankGrid
@@ -50,6 +53,8 @@ class LocalStages:
         control: ControlPlane,
         fault: _C.Fault,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        metrics: Mapping[str, Metric],
+        compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
         timeout: float,
@@ -61,6 +66,9 @@ class LocalStages:
             placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)
         ]
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
+        self._root = root
+        self._compile_options = compile_options
+        self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._grid = grid
         self._channels = Channels(grid, devices, in_flight, timeout)
         self.losses = _C.LossBoard(
@@ -71,6 +79,7 @@ class LocalStages:
             replica=grid.replica,
             num_replicas=grid.width,
             num_pipelines=schedule.num_pipelines,
+            num_numbers=1 + len(metrics),
         )
         has_copies = schedule.num_pipelines > 1 and not grid.in_processes
         sums = [_C.CopySum() if has_copies else None for _ in range(d)]
@@ -98,6 +107,7 @@ class LocalStages:
                 state.index % d,
                 d,
                 loss_fn,
+                metrics,
                 state.device,
                 state.storage_pointers,
                 state.replayed_places,
@@ -171,10 +181,17 @@ class LocalStages:
         d = self._grid.depth
         firsts = range(0, self._grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
+        clones = {id(clone): clone for stage in self._stages for clone in stage.state.clones}
+        self._late_hooks[mode.wiring] = LateHooks(
+            self._root, clones.values(), mode.captured.graph, compiled=bool(self._compile_options)
+        )
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
-            stage.bound[mode.wiring] = BoundProgram.of(program, stage.state.bind(program))
+            functions = stage.state.bind(program)
+            stage.bound[mode.wiring] = BoundProgram.of(
+                program, [compiled(function, self._compile_options) for function in functions]
+            )
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]
             consumers = [first + consumer for consumer in sorted(program.sends)]
@@ -190,6 +207,12 @@ class LocalStages:
                     for consumer in consumers
                 ],
             )
+
+    def check_before_batch(self, mode: Mode, *, training: bool) -> None:
+        """Raises ValueError if the model was changed in a way that the stages cannot follow."""
+        self._late_hooks[mode.wiring].check()
+        for stage in self._stages if training else ():
+            stage.state.check_requires_grad()
 
     def of_first_pipeline(self) -> list[LocalStage]:
         """Those that evaluate, and whose buffers are the model's."""

@@ -19,6 +19,7 @@ from torch.fx.proxy import ParameterProxy
 from torch.utils import _pytree as pytree
 
 from .arguments import CallLayout
+from .module_hooks import has_hooks
 from .surroundings import (
     random_state_kept,
     random_states,
@@ -109,7 +110,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if _has_hooks(m):
+        if has_hooks(m):  # those of a traced module would run once, on proxies, and never again
             return True
         return not isinstance(m, _OPENED) and super().is_leaf_module(m, module_qualified_name)
 
@@ -170,16 +171,6 @@ def reason_of(error: BaseException, limit: int = 300) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= limit else text[: limit - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    # A hook of a traced module would run once, on proxies, and never again.
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def _ambient_modes() -> dict[str, Any]:

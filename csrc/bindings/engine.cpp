@@ -82,8 +82,8 @@ py::list to_python(std::vector<Message>& messages) {
   return list;
 }
 
-// forward(run, microbatch, slot, inbound, again) -> (outbound, loss or None, bytes kept), messages
-// being (structure, tensors).
+// forward(run, microbatch, slot, inbound, again) -> (outbound, loss or None, bytes kept, metrics or
+// None), messages being (structure, tensors).
 ForwardResult call_forward(const py::function& function, ForwardCall call) {
   const py::gil_scoped_acquire gil;
   const py::tuple result =
@@ -101,6 +101,9 @@ ForwardResult call_forward(const py::function& function, ForwardCall call) {
     out.loss = result[1].cast<at::Tensor>();
   }
   out.bytes_kept = result[2].cast<std::int64_t>();
+  if (!result[3].is_none()) {
+    out.metrics = result[3].cast<at::Tensor>();
+  }
   return out;
 }
 
@@ -303,19 +306,20 @@ void bind_losses(py::module_& module) {
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
                        std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
-                       int replica, int num_replicas, int num_pipelines) {
+                       int replica, int num_replicas, int num_pipelines, int num_numbers) {
              return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
                                                 std::move(shared), ranks, replica, num_replicas,
-                                                num_pipelines);
+                                                num_pipelines, num_numbers);
            }),
            py::arg("fault"), py::arg("group"), py::arg("shared"), py::arg("ranks"),
-           py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"))
+           py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"),
+           py::arg("num_numbers"))
       .def("expect", &LossBoard::expect, py::arg("batch"))
       .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
       .def("wait",
            [](const LossBoard& self, const LossSlot& slot) {
              wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-             return *slot.value;  // what is there no longer changes
+             return slot.numbers;  // what is there no longer changes
            })
       .def(
           "finish",

@@ -1,6 +1,7 @@
 #include "engine/batch_loss.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 
 #include <numeric>
 #include <utility>
@@ -25,6 +26,18 @@ at::Tensor BatchLoss::sum(at::Tensor before) const {
     sum = sum.defined() ? sum.to(loss.options()).reshape(loss.sizes()) + loss : loss;
   }
   return sum;
+}
+
+at::Tensor BatchLoss::numbers(const at::Tensor& before) const {
+  const auto doubles = [](const at::Tensor& tensor) {
+    return tensor.to(at::kCPU, at::kDouble).reshape({-1}).contiguous();
+  };
+  const at::Tensor loss = doubles(sum(before.defined() ? before.slice(0, 0, 1) : at::Tensor()));
+  if (!metrics.defined()) {
+    return loss;
+  }
+  const at::Tensor mine = doubles(metrics);
+  return at::cat({loss, before.defined() ? before.slice(0, 1) + mine : mine});
 }
 
 }  // namespace pd2

@@ -17,10 +17,11 @@ constexpr int kTag = 7;
 
 LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
                      std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
-                     int replica, int num_replicas, int num_pipelines)
+                     int replica, int num_replicas, int num_pipelines, int num_numbers)
     : fault_(std::move(fault)),
       group_(std::move(group)),
       shared_(std::move(shared)),
+      num_numbers_(num_numbers),
       published_(num_pipelines) {
   const int depth = static_cast<int>(ranks.size()) / num_pipelines;
   for (int pipeline = 0; pipeline < num_pipelines; ++pipeline) {
@@ -64,14 +65,14 @@ void LossBoard::publish(std::int64_t batch, BatchLoss loss, int pipeline) {
 
 bool LossBoard::done(const LossSlot& slot) const {
   const std::lock_guard lock(mutex_);
-  return slot.value.has_value();
+  return slot.there();
 }
 
 bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
   std::unique_lock lock(mutex_);
   const bool there =
-      changed_.wait_for(lock, timeout, [&] { return slot.value.has_value() || fault_->raised(); });
-  if (there && !slot.value.has_value()) {
+      changed_.wait_for(lock, timeout, [&] { return slot.there() || fault_->raised(); });
+  if (there && !slot.there()) {
     fault_->rethrow_if_raised();
   }
   return there;
@@ -111,22 +112,21 @@ void LossBoard::send_losses() {
       at::Tensor sum;
       for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
         if (next->parts[pipeline]) {
-          sum = next->parts[pipeline]->sum(std::move(sum));
+          sum = next->parts[pipeline]->numbers(sum);
           continue;
         }
-        const std::optional<double> part = receive(last_stages_[pipeline]);
-        if (!part) {
+        sum = at::empty({num_numbers_}, at::kDouble);
+        if (!receive(sum, last_stages_[pipeline])) {
           return;
         }
-        sum = at::full({1}, *part, at::kDouble);
       }
-      const double value = sum.item<double>();
+      PD2_ASSERT(sum.numel() == num_numbers_, "a loss and ", sum.numel() - 1, " metrics");
       {
         const std::lock_guard lock(mutex_);
-        expected_.front().second->value = value;
+        deliver(sum);
       }
       changed_.notify_all();
-      send(value, readers_);
+      send(sum, readers_);
     } catch (const std::exception& error) {
       fail(next->batch, std::string("sending it failed: ") + error.what());
       return;
@@ -140,35 +140,41 @@ void LossBoard::send_losses() {
 void LossBoard::receive_losses() {
   while (std::optional<Next> next = wait_for_next()) {
     const int sender = last_stages_.back();
-    std::optional<double> value;
+    const at::Tensor value = at::empty({num_numbers_}, at::kDouble);
     try {
       for (const std::optional<BatchLoss>& part : next->parts) {
         if (part) {
-          send(part->sum().item<double>(), {sender});
+          send(part->numbers(), {sender});
         }
       }
-      value = receive(sender);
+      if (!receive(value, sender)) {
+        return;
+      }
     } catch (const std::exception& error) {
       fail(next->batch,
            "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
       return;
     }
-    if (!value) {
-      return;
-    }
     const std::lock_guard lock(mutex_);
-    expected_.front().second->value = value;
+    deliver(value);
     expected_.pop_front();
     changed_.notify_all();
   }
 }
 
-void LossBoard::send(double value, const std::vector<int>& ranks) {
+void LossBoard::deliver(const at::Tensor& numbers) {
+  const double* data = numbers.const_data_ptr<double>();
+  expected_.front().second->numbers.assign(data, data + numbers.numel());
+}
+
+void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {
   if (shared_) {
-    shared_->send(value, ranks);
+    for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+      shared_->send(numbers.const_data_ptr<double>()[i], ranks);
+    }
     return;
   }
-  std::vector<at::Tensor> tensors{at::full({1}, value, at::kDouble)};
+  std::vector<at::Tensor> tensors{numbers};
   transfer([&] {
     std::vector<Work> works;
     for (int rank : ranks) {
@@ -178,14 +184,21 @@ void LossBoard::send(double value, const std::vector<int>& ranks) {
   });
 }
 
-std::optional<double> LossBoard::receive(int rank) {
+bool LossBoard::receive(const at::Tensor& numbers, int rank) {
   if (shared_) {
-    return shared_->receive(rank);
+    for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+      const std::optional<double> number = shared_->receive(rank);
+      if (!number) {
+        return false;
+      }
+      numbers.mutable_data_ptr<double>()[i] = *number;
+    }
+    return true;
   }
-  std::vector<at::Tensor> tensors{at::empty({1}, at::kDouble)};
+  std::vector<at::Tensor> tensors{numbers};
   transfer([&] { return std::vector<Work>{group_->recv(tensors, rank, kTag)}; });
   const std::lock_guard lock(mutex_);
-  return closed_ ? std::nullopt : std::optional(tensors[0].item<double>());
+  return !closed_;
 }
 
 template <typename Post>

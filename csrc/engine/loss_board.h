@@ -21,9 +21,11 @@
 
 namespace pd2 {
 
-// One batch's loss: there soon after the last stage has forwarded the batch's last microbatch.
+// One batch's loss and, after it, its metrics: there soon after the last stage has forwarded the
+// batch's last microbatch.
 struct LossSlot {
-  std::optional<double> value;
+  std::vector<double> numbers;  // empty until then
+  bool there() const { return !numbers.empty(); }
 };
 
 // Losses travel apart from the data, through memory that all ranks share or, where they cannot, by
@@ -43,10 +45,10 @@ class LossBoard {
  public:
   // Without a group everything happens in one process. `ranks`: of each stage of the replica, in
   // the order of the pipelines, within `group`. `shared`: of the group's ranks, null if they have
-  // no such memory; close() leaves it.
+  // no such memory; close() leaves it. `num_numbers`: a loss and its metrics.
   LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
             std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks, int replica,
-            int num_replicas, int num_pipelines = 1);
+            int num_replicas, int num_pipelines = 1, int num_numbers = 1);
   ~LossBoard();
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
@@ -80,13 +82,14 @@ class LossBoard {
     std::vector<std::optional<BatchLoss>> parts;  // by pipeline
   };
   std::optional<Next> wait_for_next();
-  void deliver(double value);
+  // Under the lock: to whoever expects the next loss.
+  void deliver(const at::Tensor& numbers);
 
   void send_losses();
   void receive_losses();
-  void send(double value, const std::vector<int>& ranks);
-  // None if the board was closed meanwhile.
-  std::optional<double> receive(int rank);
+  void send(const at::Tensor& numbers, const std::vector<int>& ranks);
+  // False if the board was closed meanwhile.
+  bool receive(const at::Tensor& numbers, int rank);
   // Posts transfers over the group and waits for them; close() can end the wait.
   template <typename Post>
   void transfer(Post post);
@@ -97,6 +100,7 @@ class LossBoard {
   const std::shared_ptr<SharedBoard> shared_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
   std::string last_stage_;
+  const int num_numbers_;
   std::vector<int> readers_;  // the replica's other ranks
 
   mutable std::mutex mutex_;

@@ -135,8 +135,9 @@ void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& res
   }
 }
 
-void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& loss,
+void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& result,
                            InFlight& in_flight) {
+  const at::Tensor& loss = result.loss;
   if (microbatch == 0) {
     loss_.rows = run.rows;
     loss_.first = options_.first_microbatch;
@@ -147,6 +148,9 @@ void StageWorker::add_loss(const Run& run, int microbatch, const at::Tensor& los
         loss_.weighted(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
   }
   loss_.losses.push_back(loss.tensor_data());
+  if (result.metrics.defined()) {
+    loss_.metrics = loss_.metrics.defined() ? loss_.metrics + result.metrics : result.metrics;
+  }
   if (microbatch == options_.num_microbatches - 1) {
     options_.on_loss(run.id, std::exchange(loss_, {}));
   }
@@ -162,6 +166,8 @@ void StageWorker::forward(const Run& run, int microbatch) {
     finish_update();
   }
   const double start = now();
+  const ActionRange range =
+      this->range(ActionKind::kForward, run.id, microbatch, in_flight.version);
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
   std::int64_t bytes = 0;
@@ -178,7 +184,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   add_sinks(call, in_flight);
   ForwardResult result = call_forward(std::move(call));
   if (result.loss.defined()) {
-    add_loss(run, microbatch, result.loss, in_flight);
+    add_loss(run, microbatch, result, in_flight);
   }
   if (options_.recompute) {
     in_flight.sinks.clear();
@@ -231,6 +237,8 @@ void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
 
 void StageWorker::recompute(std::int64_t batch, int microbatch, InFlight& in_flight) {
   const double start = now();
+  const ActionRange range =
+      this->range(ActionKind::kRecompute, batch, microbatch, in_flight.version);
   ForwardCall call = std::exchange(in_flight.call, {});
   add_sinks(call, in_flight);
   const ForwardResult result = call_forward(std::move(call));
@@ -309,6 +317,8 @@ void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
   }
   InFlight& in_flight = this->in_flight(batch, microbatch);
   const double start = now();
+  const ActionRange range =
+      this->range(ActionKind::kWeightGrad, batch, microbatch, in_flight.version);
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
     in_flight.split->run_weight_half();
@@ -343,6 +353,7 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
     }
   }
   const double start = now();
+  const ActionRange range = this->range(kind, batch, microbatch, in_flight.version);
   if (in_flight.loss.is_valid()) {
     roots.push_back(in_flight.loss);
     gradients.push_back(in_flight.loss_seed);
@@ -426,6 +437,7 @@ void StageWorker::finish_update() {
 
 void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& apply) {
   const double start = now();
+  const ActionRange range = this->range(ActionKind::kUpdate, batch, 0, batch + 1);
   for (const auto& work : stage_->start_reduction()) {
     if (stage_->reduces_on_host()) {
       wait_for_work(*work, around_.is_stopped);
@@ -454,9 +466,15 @@ void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> 
 void StageWorker::evaluate(const Run& run, int microbatch) {
   const at::NoGradGuard no_grad;
   ForwardCall call = receive_values(run, microbatch);
+  const ActionRange range(options_.stage, microbatch, stage_->versions().newest());
   call.slot = stage_->versions().slot(stage_->versions().newest());
   ForwardResult result = options_.forward(std::move(call));
   send_values(run, microbatch, result, nullptr);
+}
+
+ActionRange StageWorker::range(ActionKind kind, std::int64_t batch, int microbatch,
+                               std::int64_t version) const {
+  return {options_.stage, kind, batch, options_.first_microbatch + microbatch, version};
 }
 
 void StageWorker::log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version,

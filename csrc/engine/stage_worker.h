@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/schedule.h"
+#include "engine/action_range.h"
 #include "engine/background.h"
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
@@ -58,6 +59,7 @@ struct ForwardCall {
 struct ForwardResult {
   std::vector<Message> outbound;  // by edge of the wiring
   at::Tensor loss;                // last stage of a training batch: the microbatch's mean or sum
+  at::Tensor metrics;             // there, too: its share of the batch's, if there are any
   // Activations held for the backward; of a forward that will be called again, what that needs
   // beside the inbound messages.
   std::int64_t bytes_kept = 0;
@@ -203,8 +205,10 @@ class StageWorker {
   void run_backward(ActionKind kind, std::int64_t batch, int microbatch, const Backward& execute);
   void begin_gradients(std::int64_t batch, int microbatch);
   void end_flight(std::int64_t batch, int microbatch);
-  void add_loss(const Run& run, int microbatch, const at::Tensor& loss, InFlight& in_flight);
+  void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
   void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
+  ActionRange range(ActionKind kind, std::int64_t batch, int microbatch,
+                    std::int64_t version) const;
   void log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version, double start,
            double end);
 

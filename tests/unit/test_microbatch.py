@@ -127,7 +127,8 @@ def test_outputs_of_any_structure_are_joined() -> None:
 
 
 def test_outputs_without_the_microbatchs_rows_are_refused() -> None:
-    for outputs in ([torch.ones(()), torch.ones(())], [torch.ones(2), torch.ones(2)]):
+    number = torch.ones((), dtype=torch.long)
+    for outputs in ([number, number], [torch.ones(2), torch.ones(2)]):
         with pytest.raises(ValueError, match=r"shape \[2?\] for a microbatch of 3 rows"):
             join_outputs(outputs, [3, 3])
     assert join_outputs([torch.ones(())], [3]).shape == ()  # one microbatch: nothing to join

@@ -1,6 +1,7 @@
 #include "engine/loss_board.h"
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -66,8 +67,8 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
   ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
   ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
   EXPECT_TRUE(board.done(*first));
-  EXPECT_EQ(*first->value, 3);
-  EXPECT_EQ(*second->value, 4);
+  EXPECT_EQ(first->numbers.at(0), 3);
+  EXPECT_EQ(second->numbers.at(0), 4);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
@@ -84,12 +85,26 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   EXPECT_FALSE(board.wait_for(*first, milliseconds(50)));
   publish(0, 2, 0);
   ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
-  EXPECT_EQ(*first->value, 1.5);
+  EXPECT_EQ(first->numbers.at(0), 1.5);
   EXPECT_FALSE(board.done(*second));
   publish(1, 20, 0);
   ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
-  EXPECT_EQ(*second->value, 15);
+  EXPECT_EQ(second->numbers.at(0), 15);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+}
+
+TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board(fault, nullptr, {0, 0, 0, 0}, 0, 1, 2, 3);
+  const auto slot = board.expect(0);
+  const auto publish = [&](double value, std::vector<double> metrics, int pipeline) {
+    const auto from = static_cast<std::size_t>(pipeline);
+    board.publish(0, BatchLoss{{1, 1}, {number(value)}, from, at::tensor(metrics)}, pipeline);
+  };
+  publish(1, {10, 20}, 0);
+  publish(2, {1, 2}, 1);
+  ASSERT_TRUE(board.wait_for(*slot, milliseconds(10000)));
+  EXPECT_EQ(slot->numbers, (std::vector<double>{1.5, 11, 22}));
 }
 
 TEST_F(LossBoardTest, AFailureEndsTheWait) {
@@ -111,7 +126,7 @@ TEST_F(LossBoardTest, WhatWasPublishedOutlivesTheThread) {
   publish(0, 3);
   board.close();
   ASSERT_TRUE(board.done(*there));
-  EXPECT_EQ(*there->value, 3);
+  EXPECT_EQ(there->numbers.at(0), 3);
   EXPECT_FALSE(board.done(*never));
 }
 

@@ -1,0 +1,191 @@
+"""Losses that arise inside the model and are not carried to the loss function.
+
+The value itself goes nowhere: a node on the activation's way gives it its gradient when the
+backward passes there (as Megatron-LM's MoEAuxLossAutoScaler does), so neither schedules nor
+messages know of it. What the node needs is the weight that the engine gives the microbatch's loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWeight:
+    """How much one microbatch's loss counts.
+
+    Attributes:
+        rows: of each microbatch of the batch; empty if losses are sums.
+        microbatch: its number in the batch.
+        num_replicas: gradients are averaged over as many.
+    """
+
+    rows: tuple[int, ...]
+    microbatch: int
+    num_replicas: int
+
+    def seed(self, value: torch.Tensor) -> torch.Tensor:
+        """The gradient of ``value``, with the bits that the engine's seed of the loss has."""
+        seed = torch.full_like(value, 1.0 / self.num_replicas)
+        if not self.rows:
+            return seed
+        if self.rows[0] == self.rows[-1]:  # only the last microbatches may be smaller
+            return seed / len(self.rows)
+        return seed * (self.rows[self.microbatch] / sum(self.rows))
+
+
+class _Surroundings(threading.local):
+    weight: LossWeight | None = None  # in a training forward of a pipeline
+    collected: list[torch.Tensor] | None = None
+
+
+_surroundings = _Surroundings()
+
+
+def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Adds ``value`` to the loss where it arises; gives ``x`` back, which must be used instead.
+
+    Training is as if ``loss_fn`` had added ``value`` to what it returns, without carrying it
+    there::
+
+        def forward(self, x):
+            gates = self.gate(x).softmax(-1)
+            x = pd2.add_loss(x, 0.01 * load_balance(gates))
+            ...
+
+    As the loss, ``value`` is a mean over the microbatch's rows (a sum under
+    ``loss_reduction="sum"``), and it counts as much as the microbatch does. The loss that
+    ``train_step`` returns is without it. ``x`` can be any floating-point activation on the way to
+    the loss: ``value`` gets its gradient when the backward comes through ``x``, so its result must
+    not be dropped. Adds nothing in evaluation. Outside a pipeline it gives ``x`` and does nothing
+    else, unless :func:`collect_losses` collects ``value``.
+
+    Args:
+        x: an activation, any shape.
+        value: one floating-point number, with its history.
+
+    Raises:
+        TypeError: one of them is no floating-point tensor.
+        ValueError: ``value`` has more than one element.
+        RuntimeError: it is called again by a reentrant checkpoint, where it would be lost: set
+            ``use_reentrant=False``.
+    """
+    given: tuple[Any, Any] = (x, value)
+    for item in given:
+        if isinstance(item, fx.Proxy):
+            traced: Any = item.tracer.create_proxy("call_function", add_loss, given, {})
+            return traced  # type: ignore[no-any-return]
+    if torch.compiler.is_exporting():
+        return _exported()(x, value)  # type: ignore[no-any-return]
+    for name, tensor in (("x", x), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"add_loss: {name}: {kind} given, it must be a floating-point tensor")
+    if value.numel() != 1:
+        raise ValueError(
+            f"add_loss: value: shape {list(value.shape)}, it must be one number, the mean (or sum) "
+            "over the microbatch"
+        )
+    if _is_in_backward():
+        # A checkpoint that saves tensors by hooks needs no second node, as the first one stays.
+        if torch.is_grad_enabled() and not _saves_by_hooks():
+            raise RuntimeError(
+                "add_loss: called again by torch.utils.checkpoint(use_reentrant=True), where it "
+                "is lost: set use_reentrant=False"
+            )
+        return x
+    weight = _surroundings.weight
+    if weight is not None:
+        return _AddLoss.apply(x, value, weight)  # type: ignore[no-any-return,no-untyped-call]
+    if _surroundings.collected is not None:
+        _surroundings.collected.append(value)
+    return x
+
+
+# Called between compiled graphs: what it does depends on the microbatch.
+add_loss._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+_OPERATOR = "pipedream2bw::add_loss"
+
+
+@functools.cache
+def _exported() -> Any:
+    """Stands for :func:`add_loss` in an exported graph, which takes operators only."""
+
+    @torch.library.custom_op(_OPERATOR, mutates_args=())
+    def operator(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @operator.register_fake
+    def _(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    return operator
+
+
+def restore_added_losses(module: fx.GraphModule) -> None:
+    """Puts :func:`add_loss` in an exported graph where what stands for it is."""
+    for node in module.graph.nodes:
+        operator = node.target
+        if isinstance(operator, torch._ops.OpOverload) and operator._name == _OPERATOR:
+            node.target = add_loss
+    module.recompile()
+
+
+@contextlib.contextmanager
+def collect_losses() -> Iterator[list[torch.Tensor]]:
+    """Collects what :func:`add_loss` adds in a model that is no pipeline, in this thread.
+
+    For the same training without a pipeline::
+
+        with pd2.collect_losses() as added:
+            loss = loss_fn(model(x), target)
+        (loss + sum(added)).backward()
+    """
+    before = _surroundings.collected
+    collected: list[torch.Tensor] = []
+    _surroundings.collected = collected
+    try:
+        yield collected
+    finally:
+        _surroundings.collected = before
+
+
+@contextlib.contextmanager
+def weighing(weight: LossWeight | None) -> Iterator[None]:
+    """Around a forward of a pipeline's microbatch, in its thread; None in evaluation."""
+    before = _surroundings.weight
+    _surroundings.weight = weight
+    try:
+        yield
+    finally:
+        _surroundings.weight = before
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, weight: LossWeight) -> torch.Tensor:
+        # No saved tensor: a checkpoint around it would count it.
+        ctx.seed = weight.seed(value.detach())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradients[0], ctx.seed, None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _saves_by_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,0 +1,62 @@
+"""Compiling the stages by torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .codegen import StageFunction
+
+
+def compile_options(compile: object, device: torch.device, *, recomputes: bool) -> dict[str, Any]:
+    """What torch.compile is given.
+
+    Raises:
+        TypeError: it is neither a bool nor a dict of torch.compile's options.
+        ValueError: what is compiled cannot be run again, or there is no C++ compiler.
+    """
+    if not isinstance(compile, (bool, Mapping)):
+        raise TypeError(
+            f"compile: {compile!r} given, it must be a bool or a dict of torch.compile's options"
+        )
+    if isinstance(compile, bool) and not compile:
+        return {}
+    if recomputes:
+        raise ValueError(
+            f"compile: {compile!r}, with recompute: a compiled stage draws random numbers in its "
+            "own way, which cannot be repeated: choose one of them, or torch.utils.checkpoint "
+            "inside the model"
+        )
+    options = {} if isinstance(compile, bool) else dict(compile)
+    if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
+        _check_compiler()
+    return {"backend": "inductor", **options}
+
+
+def compiled(function: StageFunction, options: Mapping[str, Any]) -> StageFunction:
+    """The function, compiled when it is first called; itself without options.
+
+    The functions of a stage's weight slots have one code object and differ in what they are bound
+    to, parameters of equal shapes: torch.compile takes these for inputs, so that all slots share
+    one compilation.
+    """
+    return torch.compile(function, **options) if options else function
+
+
+def _check_compiler() -> None:
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError:  # they have moved: the first forward will tell
+        return
+    reason = None
+    with contextlib.suppress(Exception):
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            reason = str(error).splitlines()[0]
+    if reason is not None:
+        raise ValueError(f"compile: True, but there is no C++ compiler: {reason}")

@@ -1,0 +1,78 @@
+"""Every executed action is a range of torch.profiler, in the thread that executed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+import pipedream2bw as pd2
+from tests.models import TASKS
+from tests.trajectory import make_pipeline, sgd
+
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recompute",
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("2bw", False), ("2bw_split", True), ("1f1b", False)]
+)
+def test_ranges_are_the_timelines_actions(schedule: str, recompute: bool) -> None:
+    task, m = TASKS["skips"], 3
+    batches = task.batches([6] * 4)
+    with make_pipeline(task, 2, m, batches[0], schedule=schedule, recompute=recompute) as pipe:
+        optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        with (
+            profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler,
+            pipe.timeline() as timeline,
+        ):
+            for batch in batches:
+                pipe.train_step(*batch.args, target=batch.target)
+                optimizer.step()
+            pipe.flush()
+            with torch.no_grad():
+                pipe(*batches[0].args)
+    events = [event for event in profiler.events() if event.name.startswith("pd2 stage")]
+    want = {
+        f"pd2 stage {e.stage} update batch {e.batch} version {e.version}"
+        if e.kind == "U"
+        else f"pd2 stage {e.stage} {NAMES[e.kind]} batch {e.batch} microbatch {e.microbatch} "
+        f"version {e.version}"
+        for e in timeline.rows
+    }
+    newest = len(batches)
+    want |= {
+        f"pd2 stage {stage} evaluation microbatch {j} version {newest}"
+        for stage in range(2)
+        for j in range(m)
+    }
+    assert sorted(event.name for event in events) == sorted(want)
+    threads = {event.name.split()[2]: event.thread for event in events}
+    assert threads["0"] != threads["1"]
+    # Operators are inside their action's range.
+    inner = [e for e in profiler.events() if e.name == "aten::linear"]
+    assert inner
+    assert all(
+        any(e.time_range.start <= op.time_range.start <= e.time_range.end for e in events)
+        for op in inner
+    )
+
+
+def test_nothing_is_recorded_of_other_threads_by_default() -> None:
+    task = TASKS["mlp"]
+    batches = task.batches([4, 4])
+    with make_pipeline(task, 2, 2, batches[0]) as pipe:
+        optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for batch in batches:
+                pipe.train_step(*batch.args, target=batch.target)
+                optimizer.step()
+            pipe.flush()
+    assert not [event for event in profiler.events() if event.name.startswith("pd2 stage")]
