@@ -94,7 +94,8 @@ def simulate(
         weight_grad: seconds of the other part.
         recompute: seconds of running a forward again before its backward, while that one's message
             may be under way; 0: activations are kept instead.
-        update: seconds of an optimizer step.
+        update: seconds of an optimizer step. Where a stage keeps several weight versions it goes on
+            beside other actions, until a forward reads what it made.
         all_reduce: seconds that replicas, and a stage's two copies, take to add up a batch's
             gradients, before each update.
         activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
