@@ -443,7 +443,7 @@ void bind_executor(py::module_& module) {
           [](Executor& self, int stage, std::shared_ptr<GradientNorm> norm, double max_norm,
              std::vector<std::int64_t> parameters, bool gives_norms,
              std::optional<double> max_value) {
-            self.worker(stage).set_clipping(
+            self.worker(stage).updates().set_clipping(
                 norm || max_value ? std::optional(Clipping{std::move(norm), max_norm,
                                                            std::move(parameters), gives_norms,
                                                            max_value})

@@ -104,9 +104,9 @@ Executor::Ticket Executor::submit_update(int stage, std::int64_t batch,
                                          std::function<void(Stage&)> apply) {
   return submit([this, &worker = worker(stage), batch, apply = std::move(apply)] {
     doing_ = {worker.stage(), ActionKind::kUpdate, batch, options_.num_microbatches - 1, false};
-    worker.submit_update(batch, apply);
+    worker.updates().submit(batch, apply);
     if (!running_) {  // drained: the weights may be read
-      worker.finish_update();
+      worker.updates().finish();
     }
   });
 }
@@ -260,7 +260,7 @@ void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
         worker.backward(batch, microbatch);
         break;
       case ActionKind::kUpdate:
-        worker.update(batch);
+        worker.updates().reach(batch);
         break;
       case ActionKind::kInputGrad:
         worker.input_grad(batch, microbatch);
@@ -281,7 +281,7 @@ void Executor::drain() {
   run_actions(options_.actions.epilogue, last_run_);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
   for (const auto& worker : workers_) {
-    worker->finish_update();
+    worker->updates().finish();
   }
   running_ = false;
 }

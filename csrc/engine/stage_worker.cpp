@@ -5,7 +5,6 @@
 #include "engine/private_generator.h"
 #include "engine/steady_clock.h"
 #include "engine/this_thread.h"
-#include "engine/wait_for_work.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
@@ -20,10 +19,20 @@ namespace pd2 {
 
 void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
   around_ = std::move(surroundings);
-  background_ = std::make_unique<Background>([this] {
+  const auto record = [this](std::int64_t batch, const std::function<void()>& update) {
+    const double start = now();
+    {
+      const ActionRange range = this->range(ActionKind::kUpdate, batch, 0, batch + 1);
+      update();
+    }
+    log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, batch + 1, start, now());
+  };
+  const auto begin_thread = [this] {
     name_this_thread("pd2 update " + std::to_string(options_.stage));
     around_.begin_thread();
-  });
+  };
+  updates_ = std::make_unique<StageUpdates>(
+      *stage_, UpdateSurroundings{begin_thread, around_.is_stopped, record, around_.update_failed});
 }
 
 void StageWorker::set_wiring(int id, Wiring wiring) {
@@ -56,15 +65,12 @@ void StageWorker::abort_channels() {
 void StageWorker::drop_connections() {
   wirings_.clear();
   stage_->drop_replicas();
-  if (clipping_ && clipping_->norm) {
-    clipping_->norm->drop_connections();
-  }
+  updates_->drop_connections();
 }
 
 void StageWorker::clear() {
-  background_.reset();
+  updates_->end();
   in_flight_.clear();
-  updates_.clear();
   loss_ = {};
 }
 
@@ -163,7 +169,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
   ForwardCall call = receive_values(run, microbatch);
   if (in_flight.version > stage_->versions().newest()) {
-    finish_update();
+    updates_->finish();
   }
   const double start = now();
   const ActionRange range =
@@ -267,7 +273,7 @@ void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
     return;
   }
   if (!stage_->rotates()) {  // the one buffer is in use
-    finish_update();
+    updates_->finish();
   }
   stage_->begin_batch(batch);
 }
@@ -388,78 +394,6 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
     if (in_flight.sinks[e] && !sent[e]) {
       send(e);
     }
-  }
-}
-
-void StageWorker::update(std::int64_t batch) {
-  const auto submitted = updates_.find(batch);
-  if (submitted == updates_.end()) {
-    gradients_ready_ = batch;
-    return;
-  }
-  auto apply = std::move(submitted->second);
-  updates_.erase(submitted);
-  finish_update();
-  stage_->begin_update(batch);
-  // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
-  if (!stage_->has_slack() && !clipping_) {
-    this->apply(batch, apply);
-    stage_->publish();
-    return;
-  }
-  is_updating_ = true;
-  background_->start([this, batch, apply = std::move(apply)] {
-    try {
-      this->apply(batch, apply);
-    } catch (const ChannelAborted&) {
-      // Somebody else's failure, or the end.
-    } catch (...) {
-      around_.update_failed(batch);
-    }
-  });
-}
-
-void StageWorker::finish_update() {
-  if (!is_updating_) {
-    return;
-  }
-  do {
-    if (around_.is_stopped()) {
-      throw ChannelAborted();
-    }
-  } while (!background_->wait_for(std::chrono::milliseconds(100)));
-  if (around_.is_stopped()) {  // it may have failed
-    throw ChannelAborted();
-  }
-  is_updating_ = false;
-  stage_->publish();
-}
-
-void StageWorker::apply(std::int64_t batch, const std::function<void(Stage&)>& apply) {
-  const double start = now();
-  const ActionRange range = this->range(ActionKind::kUpdate, batch, 0, batch + 1);
-  for (const auto& work : stage_->start_reduction()) {
-    if (stage_->reduces_on_host()) {
-      wait_for_work(*work, around_.is_stopped);
-    } else {
-      work->wait();  // the device does, in its stream
-    }
-  }
-  stage_->finish_reduction();
-  if (clipping_) {
-    clipping_->apply(*stage_, batch, around_.is_stopped);
-  }
-  apply(*stage_);
-  log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, batch + 1, start, now());
-}
-
-void StageWorker::submit_update(std::int64_t batch, std::function<void(Stage&)> apply) {
-  if (gradients_ready_ == batch) {
-    gradients_ready_.reset();
-    updates_.emplace(batch, std::move(apply));
-    update(batch);
-  } else {
-    updates_.emplace(batch, std::move(apply));
   }
 }
 

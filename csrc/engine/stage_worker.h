@@ -3,14 +3,13 @@
 
 #include "core/schedule.h"
 #include "engine/action_range.h"
-#include "engine/background.h"
 #include "engine/batch_loss.h"
 #include "engine/channel.h"
-#include "engine/clipping.h"
 #include "engine/message.h"
 #include "engine/private_generator.h"
 #include "engine/split_backward.h"
 #include "engine/stage.h"
+#include "engine/stage_updates.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
@@ -142,14 +141,8 @@ class StageWorker {
   // The two halves of a backward.
   void input_grad(std::int64_t batch, int microbatch);
   void weight_grad(std::int64_t batch, int microbatch);
-  // At the schedule's U: begins the update if it has been submitted. It goes on beside what follows
-  // until a forward reads its version, or finish_update().
-  void update(std::int64_t batch);
-  // Begins it now if the gradients are complete, else at the schedule's U.
-  void submit_update(std::int64_t batch, std::function<void(Stage&)> apply);
-  void finish_update();
-  // While nothing is under way.
-  void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
+  // Of the schedule's U, and of what opt.step() asks for.
+  StageUpdates& updates() { return *updates_; }
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
@@ -206,7 +199,6 @@ class StageWorker {
   void begin_gradients(std::int64_t batch, int microbatch);
   void end_flight(std::int64_t batch, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
-  void apply(std::int64_t batch, const std::function<void(Stage&)>& apply);
   ActionRange range(ActionKind kind, std::int64_t batch, int microbatch,
                     std::int64_t version) const;
   void log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version, double start,
@@ -214,21 +206,17 @@ class StageWorker {
 
   const StageWorkerOptions options_;
   const std::shared_ptr<Stage> stage_;
-  std::optional<Clipping> clipping_;
   WorkerSurroundings around_;
 
   mutable std::mutex wirings_mutex_;  // of the map; its entries stay as they are
   std::map<int, Wiring> wirings_;
 
-  std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;   // by batch and microbatch
-  std::map<std::int64_t, std::function<void(Stage&)>> updates_;  // submitted, gradients incomplete
-  std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
-  bool is_updating_ = false;                     // in the background
-  BatchLoss loss_;                               // of the batch's microbatches so far
+  std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by batch and microbatch
+  BatchLoss loss_;  // of the batch's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
-  std::unique_ptr<Background> background_;  // ends first
+  std::unique_ptr<StageUpdates> updates_;  // ends first
 };
 
 }  // namespace pd2

@@ -1,0 +1,91 @@
+#include "engine/stage_updates.h"
+
+#include "engine/channel.h"
+#include "engine/wait_for_work.h"
+
+#include <chrono>
+#include <utility>
+
+namespace pd2 {
+
+StageUpdates::StageUpdates(Stage& stage, UpdateSurroundings surroundings)
+    : stage_(stage),
+      around_(std::move(surroundings)),
+      background_(std::make_unique<Background>(around_.begin_thread)) {}
+
+void StageUpdates::reach(std::int64_t batch) {
+  const auto submitted = submitted_.find(batch);
+  if (submitted == submitted_.end()) {
+    gradients_ready_ = batch;
+    return;
+  }
+  Apply apply = std::move(submitted->second);
+  submitted_.erase(submitted);
+  finish();
+  stage_.begin_update(batch);
+  // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
+  if (!stage_.has_slack() && !clipping_) {
+    run(batch, apply);
+    stage_.publish();
+    return;
+  }
+  is_under_way_ = true;
+  background_->start([this, batch, apply = std::move(apply)] {
+    try {
+      run(batch, apply);
+    } catch (const ChannelAborted&) {
+      // Somebody else's failure, or the end.
+    } catch (...) {
+      around_.failed(batch);
+    }
+  });
+}
+
+void StageUpdates::submit(std::int64_t batch, Apply apply) {
+  submitted_.emplace(batch, std::move(apply));
+  if (gradients_ready_ == batch) {
+    gradients_ready_.reset();
+    reach(batch);
+  }
+}
+
+void StageUpdates::finish() {
+  if (!is_under_way_) {
+    return;
+  }
+  do {
+    if (around_.is_stopped()) {
+      throw ChannelAborted();
+    }
+  } while (!background_->wait_for(std::chrono::milliseconds(100)));
+  if (around_.is_stopped()) {  // it may have failed
+    throw ChannelAborted();
+  }
+  is_under_way_ = false;
+  stage_.publish();
+}
+
+void StageUpdates::run(std::int64_t batch, const Apply& apply) {
+  around_.record(batch, [&] {
+    for (const auto& work : stage_.start_reduction()) {
+      if (stage_.reduces_on_host()) {
+        wait_for_work(*work, around_.is_stopped);
+      } else {
+        work->wait();  // the device does, in its stream
+      }
+    }
+    stage_.finish_reduction();
+    if (clipping_) {
+      clipping_->apply(stage_, batch, around_.is_stopped);
+    }
+    apply(stage_);
+  });
+}
+
+void StageUpdates::drop_connections() {
+  if (clipping_ && clipping_->norm) {
+    clipping_->norm->drop_connections();
+  }
+}
+
+}  // namespace pd2

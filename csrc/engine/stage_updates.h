@@ -1,0 +1,60 @@
+// When a stage's updates happen: with the gradients complete and the step asked for, beside the
+// next microbatches.
+#pragma once
+
+#include "engine/background.h"
+#include "engine/clipping.h"
+#include "engine/stage.h"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+
+namespace pd2 {
+
+// What a stage's updates are given by whoever runs the stage.
+struct UpdateSurroundings {
+  std::function<void()> begin_thread;  // called first in the updates' own thread
+  std::function<bool()> is_stopped;    // then nobody waits any longer; from any thread
+  // In place of the update's own time: calls `update` and tells how long it took.
+  std::function<void(std::int64_t batch, const std::function<void()>& update)> record;
+  std::function<void(std::int64_t batch)> failed;  // called while the exception is handled
+};
+
+// Used by the stage's executor thread.
+class StageUpdates {
+ public:
+  using Apply = std::function<void(Stage&)>;
+
+  StageUpdates(Stage& stage, UpdateSurroundings surroundings);
+
+  // The batch's gradients are complete: begins the update if it has been submitted. It goes on
+  // beside what follows until finish().
+  void reach(std::int64_t batch);
+  // Begins it now if the gradients are complete.
+  void submit(std::int64_t batch, Apply apply);
+  // The version that was being made, if any, can be read. Throws ChannelAborted when stopped.
+  void finish();
+
+  // While nothing is under way.
+  void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
+  // Waits for what is under way, which is_stopped() ends; no update begins after that.
+  void end() { background_.reset(); }
+  // After that, and of all stages that share the norm.
+  void drop_connections();
+
+ private:
+  void run(std::int64_t batch, const Apply& apply);
+
+  Stage& stage_;
+  const UpdateSurroundings around_;
+  std::optional<Clipping> clipping_;
+  std::map<std::int64_t, Apply> submitted_;      // gradients incomplete
+  std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
+  bool is_under_way_ = false;
+  std::unique_ptr<Background> background_;  // ends first
+};
+
+}  // namespace pd2
