@@ -277,6 +277,37 @@ TEST(FusedOptimizer, ElementsOutsideAllSlicesAreLeftAlone) {
   EXPECT_TRUE(untouched.isnan().all().item<bool>());
 }
 
+TEST(FusedOptimizer, StateLeavesOutWhatLiesBetweenTheSlices) {
+  // Two optimizers over every second parameter each step as one over all does.
+  FlatModel model(at::kFloat, {20, 16, 7, 40, 33}, {0, 1, 0, 1, 0});
+  FlatModel apart(at::kFloat, {20, 16, 7, 40, 33}, {0, 1, 0, 1, 0});
+  FusedOptimizer together(OptimizerKind::kAdam, model.slices, model.w);
+  std::vector<ParameterSlice> even, odd;
+  for (const ParameterSlice& slice : model.slices) (slice.group == 0 ? even : odd).push_back(slice);
+  FusedOptimizer first(OptimizerKind::kAdam, even, apart.w);
+  FusedOptimizer second(OptimizerKind::kAdam, odd, apart.w);
+  for (int t = 0; t < 3; ++t) {
+    model.new_gradients();
+    apart.g.copy_(model.g);
+    const std::vector<GroupOptions> groups = adam_groups()[1];
+    together.step(model.w, model.g, model.w_out, groups, model.all());
+    first.step(apart.w, apart.g, apart.w_out, groups, {true, true, true});
+    second.step(apart.w, apart.g, apart.w_out, groups, {true, true});
+    for (std::size_t i = 0; i < model.slices.size(); ++i) {
+      EXPECT_TRUE(at::equal(model.part(model.w_out, i), apart.part(apart.w_out, i)));
+    }
+    model.publish();
+    apart.publish();
+  }
+  EXPECT_EQ(first.state("exp_avg").numel(), 32 + 16 + 48);
+  EXPECT_EQ(second.state("exp_avg").numel(), 16 + 48);
+  EXPECT_EQ(second.state_offset(1), 16);
+  EXPECT_EQ(first.state_bytes() + second.state_bytes(), together.state_bytes());
+  EXPECT_EQ(second.state_padding_bytes(), 2 * 4 * 8);
+  const at::Tensor mine = second.state("exp_avg").narrow(0, second.state_offset(1), 40);
+  EXPECT_TRUE(at::equal(mine, model.part(together.state("exp_avg"), 3)));
+}
+
 TEST(FusedOptimizer, NumberOfThreadsChangesNoBit) {
   const int threads = at::get_num_threads();
   std::vector<at::Tensor> results;
