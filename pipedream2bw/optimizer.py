@@ -88,8 +88,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for number, (kind, group) in enumerate(self._kinds_and_groups()):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
         for state in self._states:
-            # Only the fused pass reads a gradient before it writes the weight there.
-            state.engine.rotate(None not in self._kinds)
+            state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
             state.show_newest()
             places = [group_of[id(original)] for original in state.originals]
             state.engine.set_optimizers(

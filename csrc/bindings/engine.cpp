@@ -229,7 +229,7 @@ void bind_stage(py::module_& module) {
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
-      .def("rotate", &Stage::rotate, py::arg("on"))
+      .def("arrange", &Stage::arrange, py::arg("reads_first"), py::arg("waits"))
       .def("restart_delay", &Stage::restart_delay)
       .def("bytes", [](const Stage& self) {
         const StageBytes bytes = self.bytes();

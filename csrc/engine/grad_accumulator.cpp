@@ -31,13 +31,22 @@ GradAccumulator::GradAccumulator(const FlatLayout& layout, std::vector<std::stri
   PD2_ASSERT(names_.size() == count, names_.size(), " names for ", count, " parameters");
   PD2_ASSERT(!buffers.empty(), "no buffer for gradients");
   for (at::Tensor& flat : buffers) {
-    Buffer& buffer = buffers_.emplace_back();
-    for (std::size_t i = 0; i < count; ++i) {
-      buffer.views.push_back(layout.view(flat, i));
-    }
-    buffer.flat = std::move(flat);
-    buffer.has_gradient.assign(count, false);
+    append(std::move(flat));
   }
+}
+
+void GradAccumulator::append(at::Tensor flat) {
+  Buffer& buffer = buffers_.emplace_back();
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    buffer.views.push_back(layout_.view(flat, i));
+  }
+  buffer.flat = std::move(flat);
+  buffer.has_gradient.assign(names_.size(), false);
+}
+
+void GradAccumulator::add_buffer() {
+  const at::Tensor& like = buffers_.front().flat;
+  append(layout_.allocate(like.scalar_type(), like.numel() - layout_.numel()));
 }
 
 void GradAccumulator::attach(std::size_t parameter, const at::Tensor& slot_parameter) {

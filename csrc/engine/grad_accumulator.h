@@ -75,6 +75,10 @@ class GradAccumulator {
   }
   // Moves what has been added to another buffer, where later gradients will go, too.
   void move(std::size_t from, std::size_t to);
+  std::size_t num_buffers() const { return buffers_.size(); }
+  // One more like the others, after them; and without the last.
+  void add_buffer();
+  void drop_last_buffer() { buffers_.pop_back(); }
 
  private:
   class Hook;
@@ -83,6 +87,7 @@ class GradAccumulator {
     std::vector<at::Tensor> views;   // by parameter
     std::vector<bool> has_gradient;  // by parameter
   };
+  void append(at::Tensor flat);
   void take(std::size_t parameter, const at::Tensor& variable);
   at::Tensor flags(std::size_t buffer) const;
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 namespace pd2 {
 namespace {
@@ -61,7 +62,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     gradients_.push_back(
         std::make_unique<GradAccumulator>(layout, std::move(tensor_names), std::move(buffers)));
   }
-  rotate(true);
+  arrange(/*reads_first=*/true, /*waits=*/false);
 }
 
 std::size_t Stage::gradient_buffer(std::int64_t batch) const {
@@ -69,26 +70,36 @@ std::size_t Stage::gradient_buffer(std::int64_t batch) const {
     return versions_.slot_to_write(batch + 1);
   }
   const auto after_the_versions = static_cast<std::size_t>(num_versions_);
-  return slots_.size() > after_the_versions ? after_the_versions : 0;
+  const std::size_t first = slots_.size() > after_the_versions ? after_the_versions : 0;
+  return first + (has_two_gradients_ ? batch % 2 : 0);
 }
 
-void Stage::rotate(bool on) {
+void Stage::arrange(bool reads_first, bool waits) {
   const auto can_rotate = slots_.size() > static_cast<std::size_t>(num_versions_);
-  const int num_slots = num_versions_ + (on && can_rotate ? 1 : 0);
-  if (num_slots == versions_.num_slots()) {
-    return;
-  }
+  const bool rotates = reads_first && can_rotate;
   // A batch may be complete whose update has not been asked for.
   const std::int64_t newest = versions_.newest();
   const int from = versions_.slot(newest);
   const std::size_t gradients = gradient_buffer(newest);
-  versions_ = WeightStore(num_slots, newest);
+  const int num_slots = num_versions_ + (rotates ? 1 : 0);
+  if (num_slots != versions_.num_slots()) {
+    versions_ = WeightStore(num_slots, newest);
+  }
+  const bool had_two_gradients =
+      std::exchange(has_two_gradients_, waits && has_slack() && !rotates);
   const int to = versions_.slot(newest);
   for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+    GradAccumulator& accumulator = *gradients_[buffer];
+    if (has_two_gradients_ && !had_two_gradients) {
+      accumulator.add_buffer();
+    }
     const at::Tensor weights = from == to ? slots_[to][buffer] : slots_[from][buffer].clone();
-    gradients_[buffer]->move(gradients, gradient_buffer(newest));
+    accumulator.move(gradients, gradient_buffer(newest));
     if (from != to) {
       slots_[to][buffer].copy_(weights);
+    }
+    if (had_two_gradients && !has_two_gradients_) {
+      accumulator.drop_last_buffer();
     }
   }
 }
@@ -256,15 +267,15 @@ StageBytes Stage::bytes() const {
   StageBytes bytes;
   for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
     const FlatLayout& layout = *layouts_[buffer];
-    const auto padding = layout.numel() - layout.parameter_numel();
     const auto weight_size = static_cast<std::int64_t>(c10::elementSize(layout.dtype()));
     const at::Tensor& flat = gradients_[buffer]->flat(0);
     const auto gradient_size = static_cast<std::int64_t>(flat.element_size());
     bytes.weights += num_versions_ * layout.parameter_numel() * weight_size;
-    bytes.gradients += layout.parameter_numel() * gradient_size;
+    const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
+    bytes.gradients += num_gradients * layout.parameter_numel() * gradient_size;
     bytes.padding +=
         num_versions_ * (slots_.front()[buffer].numel() - layout.parameter_numel()) * weight_size;
-    bytes.padding += (flat.numel() - layout.parameter_numel()) * gradient_size;
+    bytes.padding += num_gradients * (flat.numel() - layout.parameter_numel()) * gradient_size;
   }
   for (const Fused& fused : optimizers_) {
     bytes.optimizer_state += fused.optimizer->state_bytes();

@@ -72,11 +72,15 @@ class Stage {
   // Whether there is time for an update: the version that it makes is not what the next forward
   // reads.
   bool has_slack() const { return num_versions_ > 1; }
-  // Whether the next batch may begin meanwhile.
+  // Whether all buffers take turns.
   bool rotates() const { return versions_.num_slots() > num_versions_; }
-  // Chooses, if the buffers' dtypes leave a choice: without rotation the weights of the step's
-  // version may be written before the gradients have been read. The pipeline must be drained.
-  void rotate(bool on);
+  // Whether the next batch's gradients may come meanwhile.
+  bool overlaps() const { return rotates() || has_two_gradients_; }
+  // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
+  // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
+  // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
+  // where the buffers cannot take turns.
+  void arrange(bool reads_first, bool waits);
 
   // The batch's gradients are complete: the version that it makes comes next.
   void begin_update(std::int64_t batch);
@@ -142,6 +146,7 @@ class Stage {
   };
 
   const int num_versions_;
+  bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter
   std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]

@@ -272,7 +272,7 @@ void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
   if (microbatch > 0) {
     return;
   }
-  if (!stage_->rotates()) {  // the one buffer is in use
+  if (!stage_->overlaps()) {  // the one buffer is in use
     updates_->finish();
   }
   stage_->begin_batch(batch);

@@ -81,6 +81,24 @@ TEST_F(StageTest, RotationTakesNoMemoryBeyondVersionsAndGradients) {
   EXPECT_EQ(stage_->bytes().gradients, 3 * 4);
 }
 
+TEST_F(StageTest, WithTwoGradientsTheNextBatchsMayComeBesideAStepOnACopy) {
+  make(2);
+  stage_->set_optimizers({});
+  stage_->arrange(/*reads_first=*/false, /*waits=*/true);
+  double expected = 100;
+  backward(0, 1);
+  for (int batch = 0; batch < 5; ++batch) {
+    stage_->begin_update(batch);
+    const int to = stage_->write_next({});
+    backward(batch + 1, batch + 2);
+    EXPECT_EQ(stage_->gradient(0)[0].item<double>(), batch + 1);
+    stage_->weight(to, 0).sub_(stage_->gradient(0));
+    stage_->publish();
+    expected -= batch + 1;
+    EXPECT_EQ(newest(), expected);
+  }
+}
+
 TEST_F(StageTest, OneVersionIsSteppedInPlace) {
   make(1);
   EXPECT_FALSE(stage_->has_slack());
@@ -101,17 +119,20 @@ TEST_F(StageTest, HalfPrecisionWeightsDoNotRotateWithTheirFloat32Gradients) {
   EXPECT_EQ(stage_->bytes().gradients, 3 * 4);
 }
 
-// Whether the buffers rotate may change with the optimizer, at any version, with a batch complete.
-TEST_F(StageTest, WeightsAndGradientsSurviveAChangeOfRotation) {
+// It may change with the optimizer, at any version, with a batch complete.
+TEST_F(StageTest, WeightsAndGradientsSurviveAnotherArrangement) {
   for (int before = 0; before < 6; ++before) {
     weights_.clear();
     make(2);
     double expected = 100;
-    for (int batch = 0; batch < before + 4; ++batch) {
+    for (int batch = 0; batch < before + 9; ++batch) {
       backward(batch, batch + 1);
       if (batch >= before) {
-        stage_->rotate((batch - before) % 2 == 1);
-        EXPECT_EQ(stage_->rotates(), (batch - before) % 2 == 1);
+        const bool rotates = (batch - before) % 2 == 1, waits = (batch - before) % 4 < 2;
+        stage_->arrange(rotates, waits);
+        EXPECT_EQ(stage_->rotates(), rotates);
+        EXPECT_EQ(stage_->overlaps(), rotates || waits);
+        EXPECT_EQ(stage_->bytes().gradients, (waits && !rotates ? 2 : 1) * 3 * 4);
         EXPECT_EQ(newest(), expected);
       }
       stage_->begin_update(batch);
