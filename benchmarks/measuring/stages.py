@@ -48,7 +48,7 @@ _OVERSLEPT_SECONDS = 0.05e-3
 _threads_with_exact_timers = threading.local()
 
 
-def _sleep_until(end: float) -> None:
+def sleep_until(end: float) -> None:
     """Returns at ``end``, not when the system has got around to waking us after it."""
     if not hasattr(_threads_with_exact_timers, "set"):
         _threads_with_exact_timers.set = True
@@ -78,7 +78,7 @@ class _SleepingScale(torch.autograd.Function):
         end = time.perf_counter() + ctx.backward_seconds
         x, scale = ctx.saved_tensors
         gradients = gradient * scale, (gradient * x).sum(0)
-        _sleep_until(end)
+        sleep_until(end)
         return *gradients, None
 
 
@@ -96,7 +96,7 @@ class SleepingStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         end = time.perf_counter() + self.forward_seconds
         y: torch.Tensor = _SleepingScale.apply(x, self.scale, self.backward_seconds)
-        _sleep_until(end)
+        sleep_until(end)
         return y
 
 
@@ -142,7 +142,7 @@ class _SlowGradient(torch.autograd.Function):
         begins = ctx.clock.begins
         end = (time.perf_counter() if begins is None else begins) + ctx.seconds
         ctx.clock.begins = None if ctx.is_last else end
-        _sleep_until(end)
+        sleep_until(end)
         return gradient, None, None, None
 
 
@@ -171,7 +171,7 @@ class SleepingHalves(nn.Module):
         # Made later, hence run earlier by autograd.
         weight = _SlowGradient.apply(self.weight, clock, self.weight_seconds, False)
         y: torch.Tensor = _BackwardBegins.apply(x @ weight, clock)
-        _sleep_until(end)
+        sleep_until(end)
         return y
 
 

@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from measuring.stages import Workload, mse_loss
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -48,6 +49,13 @@ class Block:
         return (self.read_at[last] - self.read_at[first]) / (last - first)
 
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
 class Trainer(Protocol):
     """Trains on one fixed batch."""
 
@@ -69,6 +77,8 @@ class Pipeline:
         stages_per_rank: int = 1,
         batches_late: int = 1,
         recompute: bool = False,
+        make_optimizer: MakeOptimizer = adamw,
+        max_grad_norm: float | None = None,
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -82,7 +92,7 @@ class Pipeline:
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(
-            torch.optim.AdamW(self.pipe.parameters(), lr=LEARNING_RATE)
+            make_optimizer(self.pipe.parameters()), max_grad_norm=max_grad_norm
         )
         self.args = (x,) if self.pipe.is_first_stage else ()
         self.target = target if self.pipe.is_last_stage else None
@@ -116,7 +126,7 @@ class TorchPipeline:
     """One of torch.distributed.pipelining's schedules.
 
     Set up as fast as it goes: no outputs kept, the microbatch's loss scaled instead of all
-    gradients afterwards, AdamW in one fused pass.
+    gradients afterwards, AdamW in one fused pass. To clip, all ranks' squares are added up.
     """
 
     def __init__(
@@ -127,7 +137,11 @@ class TorchPipeline:
         num_microbatches: int,
         schedule: str = "1F1B",
         stages_per_rank: int = 1,
+        make_optimizer: MakeOptimizer = adamw,
+        max_grad_norm: float | None = None,
     ) -> None:
+        self.max_grad_norm = max_grad_norm
+
         def scaled_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(output, target) / num_microbatches
 
@@ -147,7 +161,8 @@ class TorchPipeline:
             scaled_loss,
             scale_grads=False,
         )
-        self.optimizer = torch.optim.AdamW(modules.parameters(), lr=LEARNING_RATE, fused=True)
+        self.parameters = list(modules.parameters())
+        self.optimizer = make_optimizer(self.parameters)
         x, target = workload.batch(num_microbatches)
         self.args = (x,) if rank == 0 else ()
         self.target = target if num_stages - 1 in indices else None
@@ -157,6 +172,8 @@ class TorchPipeline:
         for _ in range(steps):
             losses: list[torch.Tensor] = []
             self.schedule.step(*self.args, target=self.target, losses=losses, return_outputs=False)
+            if self.max_grad_norm is not None:
+                self._clip(self.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.target is not None:
@@ -165,13 +182,19 @@ class TorchPipeline:
         block.ended = time.perf_counter()
         return block
 
+    def _clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        squares = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squares)
+        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
+
 
 class Unsplit:
     """The whole model in one thread, gradients of the microbatches accumulated."""
 
     def __init__(self, workload: Workload, num_stages: int, num_microbatches: int) -> None:
         self.model = nn.Sequential(*(workload.stage(index) for index in range(num_stages)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        self.optimizer = adamw(self.model.parameters())
         x, target = workload.batch(num_microbatches)
         pairs = zip(x.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
         self.microbatches = list(pairs)
