@@ -95,7 +95,7 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
 
 TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board(fault, nullptr, {0, 0, 0, 0}, 0, 1, 2, 3);
+  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2, 3);
   const auto slot = board.expect(0);
   const auto publish = [&](double value, std::vector<double> metrics, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);

@@ -114,7 +114,6 @@ class ScalarPipeline {
       for (const int i : update_order(schedule_, rank)) {
         executors[rank]->submit_update(i, batch, [group](Stage& stage) {
           stage.write_next({&group, 1});
-          stage.publish();
         });
       }
     }
