@@ -177,6 +177,7 @@ class StageRunner:
     ) -> Result:
         given = _Given.of(inputs, microbatch)
         layout = inputs.layouts[microbatch]
+        owes_gradients = _is_differentiable(inbound)
         with contextlib.ExitStack() as around:
             replay = None
             if self.recompute:
@@ -198,7 +199,8 @@ class StageRunner:
         if saved is not None:
             self._bytes_kept[layout] = saved.total
         kept = self._bytes_kept[layout]
-        if replay is not None and not _is_differentiable(messages, loss):
+        has_backward = owes_gradients or _is_differentiable(messages, loss)
+        if replay is not None and not has_backward:
             kept = 0  # the forward will not be called again
         elif replay is not None:
             given.bytes_kept = kept
@@ -310,8 +312,8 @@ class _IsTensor:
     """Stands for a tensor among a message's constants."""
 
 
-def _is_differentiable(sent: Sequence[Structured], loss: torch.Tensor | None) -> bool:
-    tensors = [tensor for _, part in sent for tensor in part]
+def _is_differentiable(messages: Sequence[Structured], loss: torch.Tensor | None = None) -> bool:
+    tensors = [tensor for _, part in messages for tensor in part]
     return any(tensor.requires_grad for tensor in (*tensors, *(() if loss is None else (loss,))))
 
 
