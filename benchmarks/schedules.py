@@ -1,7 +1,9 @@
 """Step time of every schedule that the engine runs, against what the simulator predicts.
 
-One process per rank, stages that sleep (F 5 ms, B 10 ms; where I and W are apart, 5 ms each), free
-messages in the prediction. With several stages a rank every stage takes as long.
+One process per rank, stages that sleep (F 10 ms, B 20 ms; where I and W are apart, 10 ms each), free
+messages and updates in the prediction. With several stages a rank every stage takes as long. Eight
+processes on two cores get in each other's way for about half a millisecond a microbatch, whatever
+it lasts: hence times of that length, at which this is no part of what a schedule costs.
 
     python benchmarks/schedules.py [--only 2bw,1f1b] [--rounds 5] [--smoke] [--json PATH]
 
@@ -22,7 +24,7 @@ from measuring.trainers import MIN_STEPS, Pipeline, Trainer, alternate, steps_la
 
 import pipedream2bw as pd2
 
-WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=5e-3, backward_seconds=10e-3)
+WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=10e-3, backward_seconds=20e-3)
 SMOKE_WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=1e-3, backward_seconds=2e-3)
 NUM_RANKS = (4, 8)
 TOLERANCE = 0.05
