@@ -1,9 +1,9 @@
 """Step time of every schedule that the engine runs, against what the simulator predicts.
 
-One process per rank, stages that sleep (F 10 ms, B 20 ms; where I and W are apart, 10 ms each), free
-messages and updates in the prediction. With several stages a rank every stage takes as long. Eight
-processes on two cores get in each other's way for about half a millisecond a microbatch, whatever
-it lasts: hence times of that length, at which this is no part of what a schedule costs.
+One process per rank, stages that sleep (F 10 ms, B 20 ms; where I and W are apart, 10 ms each),
+free messages and updates in the prediction. With several stages a rank every stage takes as long.
+Eight processes on two cores get in each other's way for about half a millisecond a microbatch,
+whatever it lasts: hence times of that length.
 
     python benchmarks/schedules.py [--only 2bw,1f1b] [--rounds 5] [--smoke] [--json PATH]
 
