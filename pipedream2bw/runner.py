@@ -167,6 +167,7 @@ class StageRunner:
     ) -> tuple[list[Structured], torch.Tensor | None, int]:
         given = _Given.of(inputs, microbatch)
         layout = inputs.layouts[microbatch]
+        owes_gradients = _is_differentiable(inbound)
         with contextlib.ExitStack() as around:
             replay = None
             if self.recompute:
@@ -187,7 +188,7 @@ class StageRunner:
             result = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
             self._bytes_kept[layout] = saved.total
-        if replay is not None and not _is_differentiable(*result):
+        if replay is not None and not (owes_gradients or _is_differentiable(*result)):
             return *result, 0  # its forward will not be called again
         if replay is not None:
             given.bytes_kept = self._bytes_kept[layout]
@@ -290,8 +291,8 @@ class _IsTensor:
     """Stands for a tensor among a message's constants."""
 
 
-def _is_differentiable(sent: Sequence[Structured], loss: torch.Tensor | None) -> bool:
-    tensors = [tensor for _, part in sent for tensor in part]
+def _is_differentiable(messages: Sequence[Structured], loss: torch.Tensor | None = None) -> bool:
+    tensors = [tensor for _, part in messages for tensor in part]
     return any(tensor.requires_grad for tensor in (*tensors, *(() if loss is None else (loss,))))
 
 

@@ -160,6 +160,8 @@ void StageWorker::forward(const Run& run, int microbatch) {
     }
   }
   add_sinks(call, in_flight);
+  const bool owes_gradients = std::any_of(in_flight.sinks.begin(), in_flight.sinks.end(),
+                                          [](const NodePtr& sink) { return sink != nullptr; });
   ForwardResult result = call_forward(std::move(call));
   if (result.loss.defined()) {
     add_loss(run, microbatch, result.loss, in_flight);
@@ -169,7 +171,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   } else {
     keep_edges(result, in_flight);
   }
-  const bool has_backward = is_differentiable(result);
+  const bool has_backward = owes_gradients || is_differentiable(result);
   log(ActionKind::kForward, run.id, microbatch, in_flight.version, start, now());
   send_values(run, microbatch, result, &in_flight);
   if (!has_backward) {

@@ -186,8 +186,9 @@ class StageWorker {
   std::unique_ptr<PrivateGenerator> forbid_drawing() const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t batch, int microbatch);
-  // Whether a gradient will come back, or begins here. Without one (frozen parameters, and only
-  // such before) a microbatch keeps nothing: it is never in flight and its backward does nothing.
+  // Whether a gradient will come back, or begins here. Where none does and none is waited for by
+  // those before (frozen parameters, and only such before), a microbatch keeps nothing: it is never
+  // in flight and its backward does nothing.
   static bool is_differentiable(const ForwardResult& result);
   bool skips_backward(ActionKind kind, std::int64_t batch, int microbatch);
   // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,26 @@ def test_a_stage_that_trains_nothing_and_follows_none_does_nothing_in_its_backwa
     assert [stage for stage, kind in sorted(of_stage) if kind == "R"] == (
         [2, 3] if recompute else []
     )
+
+
+class Stops(nn.Module):
+    """Its output has no gradient, what it is given has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x).detach()
+        return result
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["2bw", "2bw_split", "1f1b"])
+def test_who_waits_for_a_gradient_hears_that_there_is_none(schedule: str, recompute: bool) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Stops(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    task = Task(lambda: copy.deepcopy(layers), draw, depths=(4,))
+    check_task(task, 4, 5, [10] * 4, schedule=schedule, recompute=recompute)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
