@@ -15,7 +15,9 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -357,57 +359,56 @@ void bind_norm(py::module_& module) {
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
-      .def(
-          py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
-                      int num_threads, std::uint64_t seed,
-                      std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>>
-                          stages,
-                      std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
-            std::vector<std::unique_ptr<StageWorker>> workers;
-            for (auto& [stage, state, forward, recompute, recomputes_blocks] : stages) {
-              StageWorkerOptions options;
-              options.stage = stage;
-              options.num_replicas = num_replicas;
-              options.num_microbatches = schedule.num_microbatches;
-              options.delay = schedule.delay.at(stage);
-              options.recompute = recompute;
-              options.recomputes_blocks = recomputes_blocks;
-              options.seed = mix_seed(seed, replica);
-              options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
-                return call_forward(*held, std::move(call));
-              };
-              const int pipeline = schedule.pipeline(stage);
-              options.first_microbatch = pipeline * schedule.num_microbatches;
-              options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
-                losses->publish(batch, std::move(loss), pipeline);
-              };
-              workers.push_back(
-                  std::make_unique<StageWorker>(std::move(options), std::move(state)));
-            }
-            ExecutorOptions options;
-            options.rank = rank;
-            options.replica = replica;
-            options.num_replicas = num_replicas;
-            options.num_microbatches = schedule.num_microbatches;
-            options.num_pipelines = schedule.num_pipelines;
-            options.depth = schedule.depth();
-            options.actions = schedule.ranks.at(rank);
-            options.num_threads = num_threads;
-            options.describe = describe;
-            // Python's state of the thread is made once, not for every microbatch.
-            options.run_thread = [](const std::function<void()>& loop) {
-              const py::gil_scoped_acquire gil;
-              const py::gil_scoped_release no_gil;
-              loop();
-            };
-            const py::gil_scoped_release no_gil;
-            return std::shared_ptr<Executor>(
-                new Executor(std::move(options), std::move(workers), std::move(fault)),
-                delete_without_gil<Executor>);
-          }),
-          py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
-          py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
-          py::arg("losses"))
+      .def(py::init(
+               [](const Schedule& schedule, int rank, int replica, int num_replicas,
+                  int num_threads, std::uint64_t seed,
+                  std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>> stages,
+                  std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
+                 std::vector<std::unique_ptr<StageWorker>> workers;
+                 for (auto& [stage, state, forward, recompute, recomputes_blocks] : stages) {
+                   StageWorkerOptions options;
+                   options.stage = stage;
+                   options.num_replicas = num_replicas;
+                   options.num_microbatches = schedule.num_microbatches;
+                   options.delay = schedule.delay.at(stage);
+                   options.recompute = recompute;
+                   options.recomputes_blocks = recomputes_blocks;
+                   options.seed = mix_seed(seed, replica);
+                   options.forward = [held = shared_python(std::move(forward))](ForwardCall call) {
+                     return call_forward(*held, std::move(call));
+                   };
+                   const int pipeline = schedule.pipeline(stage);
+                   options.first_microbatch = pipeline * schedule.num_microbatches;
+                   options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
+                     losses->publish(batch, std::move(loss), pipeline);
+                   };
+                   workers.push_back(
+                       std::make_unique<StageWorker>(std::move(options), std::move(state)));
+                 }
+                 ExecutorOptions options;
+                 options.rank = rank;
+                 options.replica = replica;
+                 options.num_replicas = num_replicas;
+                 options.num_microbatches = schedule.num_microbatches;
+                 options.num_pipelines = schedule.num_pipelines;
+                 options.depth = schedule.depth();
+                 options.actions = schedule.ranks.at(rank);
+                 options.num_threads = num_threads;
+                 options.describe = describe;
+                 // Python's state of the thread is made once, not for every microbatch.
+                 options.run_thread = [](const std::function<void()>& loop) {
+                   const py::gil_scoped_acquire gil;
+                   const py::gil_scoped_release no_gil;
+                   loop();
+                 };
+                 const py::gil_scoped_release no_gil;
+                 return std::shared_ptr<Executor>(
+                     new Executor(std::move(options), std::move(workers), std::move(fault)),
+                     delete_without_gil<Executor>);
+               }),
+           py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
+           py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
+           py::arg("losses"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id,
