@@ -14,6 +14,7 @@ idle:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import textwrap
@@ -38,8 +39,8 @@ def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = 
     microbatch; the letters of every second batch are small. If no batch has more than one
     microbatch the number is the batch's. An action too short for its number is the letter alone;
     one shorter than a column is shown where it hides no other action's label, an update in any
-    case. A legend below tells the letters that occur, the time of a column and how many actions
-    found no column.
+    case. An update that goes on beside other actions is shown where it begins. A legend below tells
+    the letters that occur, the time of a column and how many actions found no column.
 
     Args:
         events: the actions, in any order.
@@ -78,9 +79,8 @@ def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = 
     for row, stages in ranks.items():
         of_rank = []
         for stage in stages:
-            actions = sorted(
-                (event for event in events if row_of(event) == row and event.stage == stage),
-                key=lambda event: (event.start, event.end),
+            actions = _one_at_a_time(
+                event for event in events if row_of(event) == row and event.stage == stage
             )
             labels = [_label(event, by_batch) for event in actions]
             owners = _owners(actions, labels, origin, per_second, columns)
@@ -107,6 +107,18 @@ def _name(row: Row, stages: Sequence[int], stage: int, ranks: Iterable[Row]) -> 
     replica, rank = row
     name = f"stage {stage}" if stages == [rank] else f"rank {rank} stage {stage}"
     return f"replica {replica} {name}" if len({replica for replica, _ in ranks}) > 1 else name
+
+
+def _one_at_a_time(actions: Iterable[Event]) -> list[Event]:
+    """In order of time; an update beside other actions lasts no time."""
+    in_order = sorted(actions, key=lambda event: (event.start, event.end))
+    others = [event.start for event in in_order if event.kind != "U"]
+    return [
+        dataclasses.replace(event, end=event.start)
+        if event.kind == "U" and any(event.start <= start < event.end for start in others)
+        else event
+        for event in in_order
+    ]
 
 
 def _blank_where_another_works(of_rank: Sequence[str]) -> list[str]:
