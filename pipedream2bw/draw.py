@@ -30,6 +30,7 @@ _FONT_SIZE = 8.0
 _SMALL_FONT_SIZE = 5.5
 _DIGIT_POINTS = 5.2  # at _FONT_SIZE
 _HEIGHT = 0.8  # of a row's boxes; rows are 1 apart
+_BESIDE = 0.15  # of the height, for an update beside other actions
 _STEP = 0.13  # by which the boxes of a rank's next stage are lower
 _INCHES_PER_ROW = 0.5
 _MARGIN_INCHES = 1.0  # for the rows' names
@@ -68,8 +69,8 @@ def draw_timeline(
     two parts an input gradient (between the two) and a weight gradient (darker), with its
     microbatch, or its batch and microbatch where there is room; if batches have only one
     microbatch, with its batch. A recomputed forward is hatched. The colour tells the weight version
-    that is read. A black line is an update, its mark in the colour of the version that it makes.
-    White is idle.
+    that is read. A black line is an update, its mark in the colour of the version that it makes; a
+    bar above other actions if it goes on beside them. White is idle.
 
     Of a rank with several stages the boxes of the first are highest, of the last lowest, and a
     small number below a box's own is the stage.
@@ -223,6 +224,9 @@ class _Panel:
     def _draw_update(self, event: Event, box: tuple[float, float, float, float]) -> None:
         # Often shorter than can be seen: the outline shows where, and covers no neighbour's number.
         left, top, width, height = box
+        others = (e for e in self._events if e.kind != "U" and row_of(e) == row_of(event))
+        if any(event.start <= other.start < event.end for other in others):
+            height *= _BESIDE  # goes on beside them
         self._axes.add_patch(
             self._matplotlib.patches.Rectangle(
                 (left, top),
