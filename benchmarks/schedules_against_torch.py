@@ -113,7 +113,7 @@ SMOKE_SETTINGS = {
     "latency": Setting("latency", 3, 5, SMOKE_SLEEP, latency=0.1),
 }
 WITH_LATENCY = {"2bw": None, "2bw_eager": 1.03, "2bw_split": None}
-"""What the step time over the no-bubble limit m(F + B) may be. One that hides messages is enough."""
+"""What the step time over the no-bubble limit m(F + B) may be; one schedule has to reach it."""
 KIND_BOUNDS = (0.95, 1.5)
 """An action takes what it sleeps and the library's own work, but not another kind's sleep too."""
 
