@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch.distributed as dist
 from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
@@ -25,9 +24,10 @@ from measuring.trainers import (
     Pipeline,
     TorchPipeline,
     Trainer,
-    alternate,
+    alternate_on_ranks,
     check_losses,
     check_training,
+    steady_times,
     steps_lasting,
 )
 
@@ -116,16 +116,13 @@ def measure(
             warm = trainers[name].train(MIN_STEPS)
             steps[name] = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
             first[name] = checked[0] if checked else 0.0
-    blocks = alternate(trainers, steps, rounds, dist.barrier)
-    for trainer in trainers.values():
-        if isinstance(trainer, Pipeline):
-            trainer.close()
+    blocks = alternate_on_ranks(trainers, steps, rounds)
     if rank != world_size - 1:
         return None
     for name, measured in blocks.items():
         check_training(f"{setting.name}, {name}", first[name], measured[-1].losses[-1])
     return Measured(
-        {name: [block.steady_seconds_per_step for block in blocks[name]] for name in blocks},
+        steady_times(blocks),
         {name: [block.seconds_per_step for block in blocks[name]] for name in blocks},
         steps,
         alone,

@@ -16,11 +16,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
-from measuring.trainers import MIN_STEPS, Pipeline, Trainer, alternate, steps_lasting
+from measuring.trainers import (
+    MIN_STEPS,
+    Pipeline,
+    Trainer,
+    alternate_on_ranks,
+    steady_times,
+    steps_lasting,
+)
 
 import pipedream2bw as pd2
 
@@ -115,16 +121,8 @@ def measure(
         count = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
         steps[case.label] = max(count, MIN_STEPS + world_size)
         trainers[case.label] = pipeline
-    blocks = alternate(trainers, steps, rounds, dist.barrier)
-    for trainer in trainers.values():
-        assert isinstance(trainer, Pipeline)
-        trainer.close()
-    if rank != world_size - 1:
-        return None
-    return {
-        label: [block.steady_seconds_per_step for block in rounds_of]
-        for label, rounds_of in blocks.items()
-    }
+    measured = steady_times(alternate_on_ranks(trainers, steps, rounds))
+    return measured if rank == world_size - 1 else None
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from measuring.delays import delayed_messages
 from measuring.ranks import known_to_all, run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
@@ -33,9 +32,10 @@ from measuring.trainers import (
     Pipeline,
     TorchPipeline,
     Trainer,
-    alternate,
+    alternate_on_ranks,
     check_losses,
     check_training,
+    steady_times,
     steps_lasting,
 )
 
@@ -265,16 +265,11 @@ class Trainers:
         }
 
     def measure(self, rounds: int) -> Measured:
-        blocks = alternate(self.trainers, self.steps, rounds, dist.barrier)
-        steady = {}
+        blocks = alternate_on_ranks(self.trainers, self.steps, rounds)
         for label, measured in blocks.items():
             if measured[-1].losses:
                 check_training(label, self.first_loss[label], measured[-1].losses[-1])
-                steady[label] = [block.steady_seconds_per_step for block in measured]
-        for trainer in self.trainers.values():
-            if isinstance(trainer, Pipeline):
-                trainer.close()
-        return Measured(steady, self.steps, self.kinds, self.orders)
+        return Measured(steady_times(blocks), self.steps, self.kinds, self.orders)
 
 
 def measure_pairs(

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from measuring.ranks import known_to_all, run_on_ranks
+from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload, sleep_until
 from measuring.trainers import (
@@ -29,7 +28,8 @@ from measuring.trainers import (
     TorchPipeline,
     Trainer,
     adamw,
-    alternate,
+    alternate_on_ranks,
+    steady_times,
     steps_lasting,
 )
 from torch import nn
@@ -94,18 +94,9 @@ def measure(
         trainers |= {f"2bw, {case.label}": ours, f"torch 1F1B, {case.label}": theirs}
     for label, trainer in trainers.items():
         warm = trainer.train(MIN_STEPS)
-        counts = [float(steps_lasting(seconds, warm))] if warm.losses else []
-        steps[label] = int(known_to_all(counts)[0])
-    blocks = alternate(trainers, steps, rounds, dist.barrier)
-    for trainer in trainers.values():
-        if isinstance(trainer, Pipeline):
-            trainer.close()
-    if rank != world_size - 1:
-        return None
-    return {
-        label: [block.steady_seconds_per_step for block in rounds_of]
-        for label, rounds_of in blocks.items()
-    }
+        steps[label] = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
+    measured = steady_times(alternate_on_ranks(trainers, steps, rounds))
+    return measured if rank == world_size - 1 else None
 
 
 def main() -> None:

@@ -256,3 +256,23 @@ def alternate(
             synchronize()
             blocks[name].append(trainer.train(steps[name]))
     return blocks
+
+
+def alternate_on_ranks(
+    trainers: dict[str, Trainer], steps: dict[str, int], rounds: int
+) -> dict[str, list[Block]]:
+    """The same on all ranks together; closes the pipelines. Every rank calls it."""
+    blocks = alternate(trainers, steps, rounds, dist.barrier)
+    for trainer in trainers.values():
+        if isinstance(trainer, Pipeline):
+            trainer.close()
+    return blocks
+
+
+def steady_times(blocks: dict[str, list[Block]]) -> dict[str, list[float]]:
+    """Steady seconds per step by name and round, where there are losses."""
+    return {
+        name: [block.steady_seconds_per_step for block in of_name]
+        for name, of_name in blocks.items()
+        if of_name[-1].losses
+    }
