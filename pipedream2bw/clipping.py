@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .loss import LazyNumber
 
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
@@ -79,7 +80,7 @@ def _numbers(pipe: PipelineModule) -> dict[str, int]:
     return {name: i for i, (name, _) in enumerate(p for p in named if p[1].requires_grad)}
 
 
-class GradNorm:
+class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
     def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
@@ -98,13 +99,3 @@ class GradNorm:
             RuntimeError: the pipeline failed before.
         """
         return self._norm.wait(self._slot)
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __repr__(self) -> str:
-        shown = self.item() if self.done() else f"batch {self.batch}, not there yet"
-        return f"GradNorm({shown})"

@@ -1,13 +1,38 @@
-"""The loss of a batch, read when it is wanted."""
+"""Numbers of a batch, its loss above all, read when they are wanted."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 
 from . import _C
 
 
-class Loss:
+class LazyNumber(abc.ABC):
+    """A number of a batch, which may not exist yet."""
+
+    batch: int
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether it can be read without waiting."""
+
+    @abc.abstractmethod
+    def item(self) -> float:
+        """The number, waiting for it if need be."""
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        shown = self.item() if self.done() else f"batch {self.batch}, not there yet"
+        return f"{type(self).__name__}({shown})"
+
+
+class Loss(LazyNumber):
     """What :meth:`PipelineModule.train_step` returns: the batch's loss, which may not exist yet.
 
     ``float(loss)`` waits until the last stage has forwarded the batch; on any rank, at any time, in
@@ -55,12 +80,3 @@ class Loss:
                 self._on_failure()
                 raise
         return self._numbers
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __repr__(self) -> str:
-        return f"Loss({self.item()})" if self.done() else f"Loss(batch {self.batch}, not there yet)"

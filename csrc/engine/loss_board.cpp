@@ -4,7 +4,6 @@
 #include "engine/this_thread.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 
 #include <set>
 
