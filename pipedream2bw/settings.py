@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ._C import Schedule
 
@@ -54,6 +55,11 @@ def check_example(args: object, kwargs: object) -> None:
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     for name, parameter in root.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
+                "pipedream2bw.use_local_shards() first"
+            )
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
             raise ValueError(
