@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import sys
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import parametrize
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -20,12 +20,12 @@ class _AsDTensor(nn.Module):
 
     def __init__(self, like: DTensor) -> None:
         super().__init__()
-        self._mesh: DeviceMesh = like.device_mesh
-        self._placements: Sequence[Placement] = like.placements
+        self._from_local = type(like).from_local
+        self._mesh, self._placements = like.device_mesh, like.placements
         self._shape, self._stride = like.shape, like.stride()
 
     def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = DTensor.from_local(
+        made: torch.Tensor = self._from_local(
             shard,
             self._mesh,
             self._placements,
@@ -37,6 +37,12 @@ class _AsDTensor(nn.Module):
 
     def extra_repr(self) -> str:
         return f"shape={tuple(self._shape)}, placements={self._placements}"
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Does not load their modules, which takes a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def use_local_shards(model: _Module) -> _Module:
@@ -53,7 +59,7 @@ def use_local_shards(model: _Module) -> _Module:
     """
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 shard = parameter.to_local().detach()
                 module._parameters[name] = nn.Parameter(shard, parameter.requires_grad)
                 # unsafe: no check whether the DTensor may take the shard's place.

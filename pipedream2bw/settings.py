@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ._C import Schedule
+from .local_shards import is_dtensor
 
 
 def length_of(model: Any) -> int:
@@ -55,7 +55,7 @@ def check_example(args: object, kwargs: object) -> None:
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     for name, parameter in root.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise ValueError(
                 f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
                 "pipedream2bw.use_local_shards() first"
