@@ -83,10 +83,10 @@ def _numbers(pipe: PipelineModule) -> dict[str, int]:
 class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
-    def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
+    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
+        super().__init__(pipeline, batch)
         self._norm = norm
         self._slot = norm.expect(batch)
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
@@ -96,6 +96,6 @@ class GradNorm(LazyNumber):
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before.
+            RuntimeError: the pipeline failed before; names the first cause.
         """
-        return self._norm.wait(self._slot)
+        return self._wait(lambda: self._norm.wait(self._slot))
