@@ -52,10 +52,10 @@ class EngineGradient(torch.Tensor):
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is _aten.zero_.default:  # zero_grad(set_to_none=False)
