@@ -5,6 +5,7 @@
 #include "engine/fault.h"
 #include "engine/gradient_norm.h"
 #include "engine/loss_board.h"
+#include "transport/shared_board.h"
 
 #include <chrono>
 #include <memory>
@@ -56,15 +57,16 @@ void bind_losses(py::module_& module) {
 void bind_norm(py::module_& module) {
   py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
   py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
-      .def(
-          py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
-                      int num_readers, double norm_type, bool is_double, const std::string& group) {
-            return std::make_shared<GradientNorm>(
-                std::move(fault), num_parameters, num_stages, num_readers, norm_type,
-                is_double ? at::kDouble : at::kFloat, resolve_group(group));
-          }),
-          py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
-          py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"))
+      .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
+                       int num_readers, double norm_type, bool is_double, const std::string& group,
+                       std::shared_ptr<SharedBoard> shared) {
+             return std::make_shared<GradientNorm>(
+                 std::move(fault), num_parameters, num_stages, num_readers, norm_type,
+                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(shared));
+           }),
+           py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
+           py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
+           py::arg("shared").none(true))
       .def("expect", &GradientNorm::expect, py::arg("batch"))
       .def("done", [](const GradientNorm& self, const NormSlot& slot) { return self.done(slot); })
       .def("wait", [](const GradientNorm& self, const NormSlot& slot) {

@@ -273,13 +273,14 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
 }
 
 void StageWorker::begin_gradients(const Run& run, int microbatch) {
-  if (microbatch > 0 || !run.begins_batch) {
-    return;
+  if (microbatch == 0 && run.begins_batch) {
+    if (!stage_->overlaps()) {  // the one buffer is in use
+      updates_->finish();
+    }
+    stage_->begin_batch(run.batch);
   }
-  if (!stage_->overlaps()) {  // the one buffer is in use
-    updates_->finish();
-  }
-  stage_->begin_batch(run.batch);
+  const bool is_last = run.ends_batch && microbatch == options_.num_microbatches - 1;
+  stage_->begin_microbatch(run.batch, is_last);
 }
 
 void StageWorker::end_flight(std::int64_t run, int microbatch) {
