@@ -213,7 +213,7 @@ class StageState:
 
 
 class OtherStages:
-    """The parameters of stages that other processes run: their memory is given back.
+    """The parameters of stages that other processes run: their memory, if any, is given back.
 
     Shapes stay, as the model may be captured again in its other mode.
     """
@@ -222,6 +222,8 @@ class OtherStages:
         kept_storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self._released: list[tuple[torch.UntypedStorage, int]] = []
         for parameter in root.parameters():
+            if parameter.is_meta:
+                continue
             storage = parameter.untyped_storage()
             alone = storage.nbytes() == parameter.numel() * parameter.element_size()
             if alone and storage.nbytes() and storage.data_ptr() not in kept_storages:
