@@ -96,6 +96,7 @@ class Stage:
         names: Sequence[str],
         num_versions: int,
         replica_group: str,
+        bucket_bytes: int,
         copy_sum: CopySum | None,
         copy: int,
     ) -> None: ...
@@ -135,6 +136,7 @@ class GradientNorm:
         norm_type: float,
         is_double: bool,
         group: str,
+        shared: SharedBoard | None,
     ) -> None: ...
     def expect(self, batch: int) -> NormSlot: ...
     def done(self, slot: NormSlot) -> bool: ...
@@ -240,7 +242,15 @@ class Executor:
         outbound: Sequence[tuple[int, Sender, Receiver]],
     ) -> None: ...
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self,
+        run: int,
+        wiring: int,
+        layouts: Sequence[int],
+        rows: Sequence[int],
+        batch: int,
+        begins_batch: bool,
+        ends_batch: bool,
+        num_averaged: int,
     ) -> int: ...
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> int: ...
     def set_clipping(
@@ -256,7 +266,7 @@ class Executor:
     def submit_update(
         self,
         stage: int,
-        batch: int,
+        run: int,
         groups: list[dict[str, Any]],
         step: Callable[[int], None] | None,
     ) -> int: ...

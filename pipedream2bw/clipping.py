@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .control import make_board
 from .loss import LazyNumber
 
 if TYPE_CHECKING:
@@ -68,15 +69,17 @@ class Clipping:
 
     def _norm(self, pipe: PipelineModule) -> _C.GradientNorm:
         group = pipe._grid.group_of_replica()
+        num_parameters = len(_numbers(pipe))
         dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
         return _C.GradientNorm(
             fault=pipe._fault,
-            num_parameters=len(_numbers(pipe)),
+            num_parameters=num_parameters,
             num_stages=len(pipe._stages.of_first_pipeline()),
             num_readers=len(list(pipe._stages)),
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
+            shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
         )
 
 
@@ -89,10 +92,10 @@ def _numbers(pipe: PipelineModule) -> dict[str, int]:
 class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
-    def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
+    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
+        super().__init__(pipeline, batch)
         self._norm = norm
         self._slot = norm.expect(batch)
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
@@ -102,6 +105,6 @@ class GradNorm(LazyNumber):
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before.
+            RuntimeError: the pipeline failed before; names the first cause.
         """
-        return self._norm.wait(self._slot)
+        return self._wait(lambda: self._norm.wait(self._slot))

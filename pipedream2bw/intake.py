@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .accumulation import BatchPart
 from .added_loss import LossWeight
 from .capture import split_model_args
 from .control import Announcement
@@ -22,6 +23,7 @@ class Batch:
     """What this rank was given of a batch, checked, not yet split."""
 
     training: bool
+    part: BatchPart | None = None  # in training: of what the optimizer takes for one batch
     values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
     whole: list[bool] = dataclasses.field(default_factory=list)
     target: SplitTree | None = None  # last stage
@@ -68,7 +70,8 @@ class Intake:
             target_rows = -1 if batch.target.rows is None else batch.target.rows
             if rows >= 0 and target_rows >= 0 and rows != target_rows:
                 raise ValueError(_rows_differ(rows, target_rows))
-        return Announcement(rows, target_rows, number, int(mode_is_train))
+        ends_batch = -1 if batch.part is None else int(batch.part.ends)
+        return Announcement(rows, target_rows, number, int(mode_is_train), ends_batch)
 
     def _rows(self, batch: Batch, mode: Mode) -> int:
         captured = mode.captured
@@ -137,8 +140,10 @@ class Intake:
         inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
         if batch.training:
             rows = self.weighing_rows(sizes)
+            assert batch.part is not None
             inputs.loss_weights = [
-                LossWeight(rows, microbatch, grid.width) for microbatch in range(len(sizes))[mine]
+                LossWeight(rows, microbatch, grid.width, batch.part.num_averaged)
+                for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):
             inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]

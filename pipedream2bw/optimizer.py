@@ -87,7 +87,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         group_of: dict[int, tuple[str | None, int]] = {}
         for number, (kind, group) in enumerate(self._kinds_and_groups()):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
-        for state in self._states:
+        # In one order on all ranks: a stage may wait there for its copies.
+        for state in sorted(self._states, key=lambda state: state.index_in_model):
             state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
             state.show_newest()
             places = [group_of[id(original)] for original in state.originals]
@@ -144,8 +145,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Registers the update of the last ``train_step``'s batch; returns at once.
 
         Raises:
-            ValueError: called twice, or before any ``train_step``; a group was added; another
-                PipelineOptimizer has taken over.
+            ValueError: called twice, or before the ``train_step`` that ends a batch; a group was
+                added; another PipelineOptimizer has taken over.
             TypeError: a closure was given.
         """
         if closure is not None:
@@ -167,17 +168,17 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
-        def submit(stage: Any, batch: int) -> int:
+        def submit(stage: Any, run: int) -> int:
             steppers = [
                 (self._steppers[number, stage.index], groups) for number, groups in changed.items()
             ]
             steps = _steps(steppers) if steppers else None
-            ticket: int = stage.executor.submit_update(stage.index, batch, fused, steps)
+            ticket: int = stage.executor.submit_update(stage.index, run, fused, steps)
             return ticket
 
         self._pipe._check_update_is_due()
         if self._norm is not None:
-            self._grad_norm = GradNorm(self._norm, self._pipe._batch - 1)
+            self._grad_norm = GradNorm(self._pipe, self._norm, self._pipe._batch - 1)
         self._pipe._submit_updates(submit)
         self._options = current
         for optimizer in self._wrapped:

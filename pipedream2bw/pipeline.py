@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
+from .accumulation import Accumulation, check_same_part
 from .capture import as_root
 from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
@@ -32,6 +33,7 @@ from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
+    bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
@@ -82,7 +84,7 @@ class PipelineModule(nn.Module):
             ``output`` is what the model returns, of any structure. What arises in inner stages is
             returned by the model, or added by :func:`add_loss`.
         num_stages: the depth d; may be left out for a list of modules.
-        num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
+        num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
             ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
@@ -115,6 +117,11 @@ class PipelineModule(nn.Module):
             Hooks run twice, and so does Python code with effects of its own; where a schedule has I
             and W, those of named modules three times. Inside there may be no torch.utils.checkpoint
             around what draws random numbers, and no torch.Generator of the model's own.
+        accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
+            gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
+            batches, and each call gives its own loss. Replicas add up their gradients once per
+            batch, which is what DDP's ``no_sync`` is for; see :meth:`no_sync` for numbers of calls
+            that vary. Schedules drain no more and no less than without it.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
@@ -122,6 +129,9 @@ class PipelineModule(nn.Module):
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
+        bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
+            up at once, beginning while the batch's last microbatch still gives others (arXiv
+            2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -145,9 +155,11 @@ class PipelineModule(nn.Module):
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
+        accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -164,7 +176,9 @@ class PipelineModule(nn.Module):
                 loss_reduction,
                 timeout,
                 replicated,
+                bucket_cap_mb,
             )
+            self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
@@ -205,9 +219,11 @@ class PipelineModule(nn.Module):
             "stages_per_rank": stages_per_rank,
             "split": str(split),
             "recompute": str(recompute),
+            "accumulate": accumulate,
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "compile": str(compile),
+            "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "timeout": timeout,
             "torch version": torch.__version__,
@@ -238,9 +254,8 @@ class PipelineModule(nn.Module):
             losses_are_means=loss_reduction == "mean",
         )
         self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
-        self._batch = 0  # the next batch's number
+        self._batch = 0  # the next train_step's number
         self._evaluations = 0
-        self._updates = 0  # opt.step() calls so far
         self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
@@ -267,6 +282,7 @@ class PipelineModule(nn.Module):
             self._compile,
             self._recompute,
             bool(blocks),
+            bucket_bytes(bucket_cap_mb),
             timeout,
         )
         self._part = LocalPart(
@@ -359,11 +375,12 @@ class PipelineModule(nn.Module):
         its name is in ``replicated``. The microbatches are views of these tensors and are read
         after this call has returned: write to them only after the loss of the batch after the next
         (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
-        :class:`PipelineOptimizer` once after each.
+        :class:`PipelineOptimizer` once after each, or after ``accumulate`` of them.
 
         Raises:
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
-                rows, other arguments than the example's, a missing ``opt.step()``.
+                rows, other arguments than the example's, a missing ``opt.step()``, some ranks under
+                :meth:`no_sync` and others not.
             RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
         """
         self._check_open()
@@ -373,17 +390,37 @@ class PipelineModule(nn.Module):
             batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
             self._mode_of_last_batch = self.training
             slot = self._stages.losses.expect(self._batch)
+            assert batch.part is not None
             for stage in self._stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[self._batch] = inputs
             self._stages.submit_batch(
-                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes)
+                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes), batch.part
             )
+            self._accumulation.take(batch.part)
             self._drained = False
-            raise_cause = _raiser_of_first_cause(self)
-            loss = Loss(self._stages.losses, slot, self._batch, list(self._metrics), raise_cause)
+            loss = Loss(self, self._stages.losses, slot, self._batch, list(self._metrics))
             self._batch += 1
             return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
+
+        As ``DistributedDataParallel.no_sync``: what they compute is added (not averaged) to the
+        gradient of the next ``train_step`` outside, and replicas add up theirs only then::
+
+            with pipe.no_sync():
+                pipe.train_step(*first, target=...)
+            pipe.train_step(*second, target=...)
+            opt.step()
+
+        For a mean over n calls divide the loss by n, in ``loss_fn``; ``accumulate=n`` does so by
+        itself. Every rank enters it, under any schedule.
+
+        Raises:
+            ValueError: ``accumulate`` is more than 1.
+        """
+        return self._accumulation.no_sync()
 
     def flush(self) -> None:
         """Drains the pipeline: every batch's backward is done when this returns.
@@ -669,9 +706,10 @@ class PipelineModule(nn.Module):
         self._closed_because = reason
         _open_pipelines.discard(self)
         for stage in self._stages:
-            stage.state.remove_guards()
             stage.runner.forget()
         self._stages.end()
+        for stage in self._stages:  # no update is under way any more
+            stage.state.remove_guards()
 
     # ------------------------------------------------------------------ parts of the above
 
@@ -690,11 +728,8 @@ class PipelineModule(nn.Module):
         batch = Batch(training)
 
         def check() -> Announcement:
-            if training and self._updates != self._batch:
-                raise ValueError(
-                    f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
-                    "PipelineOptimizer.step() must follow each train_step"
-                )
+            if training:
+                batch.part = self._accumulation.next()
             first = self._modes.first
             self._part.check_values()
             self._stages.check_before_batch(self._modes.get(self.training), training=training)
@@ -703,6 +738,7 @@ class PipelineModule(nn.Module):
         operation = Operation.train_step if training else Operation.evaluation
         number = self._batch if training else self._evaluations
         announced = self._control.agree(operation, number, check)
+        check_same_part(announced)
         sizes, layouts = self._intake.microbatches(announced, training=training)
         return batch, self._mode_in_use(), sizes, layouts
 
@@ -739,27 +775,11 @@ class PipelineModule(nn.Module):
         with self._failing_closes():
             for stage in self._stages.in_update_order():
                 submit(stage, self._batch - 1)
-        self._updates += 1
+        self._accumulation.take_update()
 
     def _check_update_is_due(self) -> None:
         self._check_open()
-        if self._updates == self._batch:
-            raise ValueError(
-                f"opt.step(): {self._updates + 1} calls for {self._batch} train_steps: exactly one "
-                "call must follow each train_step"
-            )
-
-
-def _raiser_of_first_cause(pipeline: PipelineModule) -> Callable[[], None]:
-    """What a loss calls that will never exist; does not keep the pipeline alive."""
-    reference = weakref.ref(pipeline)
-
-    def raise_first_cause() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._check_open()
-
-    return raise_first_cause
+        self._accumulation.check_update()
 
 
 def open_pipelines() -> list[PipelineModule]:

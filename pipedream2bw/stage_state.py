@@ -15,23 +15,8 @@ from torch import nn
 from . import _C
 from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
+from .gradient_guards import ArrivalGuard, EngineGradient
 from .stage import StageProgram
-
-
-class _Guard:
-    """Raises when a gradient reaches a model's own Parameter, which no stage computes with."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        parameter.grad = None
-        raise RuntimeError(
-            f"parameter {self._name}: a gradient reached the model's own Parameter, not the "
-            "pipeline's copy, and would be lost. Something refers to it in another way than as an "
-            "attribute of its module: a closure, an object or nested container that holds it, or a "
-            "loss_fn that uses the model's parameters"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +29,7 @@ class StagePart:
     device: torch.device
     num_versions: int
     group: dist.ProcessGroup | None  # the processes that hold the stage
+    bucket_bytes: int  # of gradients that they add up at once
     first: int  # the one of them that gives the others its initial weights
     copies: _C.CopySum | None  # shared with the stage's copy in this process
 
@@ -83,7 +69,7 @@ class StageState:
         # The user's Parameters of these names, which an optimizer knows.
         self.originals = [model.get_parameter(name) for name in self.trainable]
         self._guards = [
-            handle.register_post_accumulate_grad_hook(_Guard(name))  # type: ignore[no-untyped-call]
+            handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
         ]
         self.buffer_names = program.buffers
@@ -94,6 +80,7 @@ class StageState:
             names=list(self.trainable),
             num_versions=part.num_versions,
             replica_group="" if part.group is None else part.group.group_name,
+            bucket_bytes=part.bucket_bytes,
             copy_sum=part.copies,
             copy=part.pipeline,
         )
@@ -169,8 +156,10 @@ class StageState:
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained."""
         slot = self.engine.newest_slot
-        for i, handle in enumerate(self.handles):
+        for i, (name, handle) in enumerate(self.trainable.items()):
             handle.data = self.engine.weight(slot, i)
+            if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
+                handle.grad = EngineGradient(name, handle)
 
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
@@ -186,6 +175,8 @@ class StageState:
         """Lets the handles have gradients again, as their owner is no pipeline any more."""
         for guard in self._guards:
             guard.remove()
+        for handle in self.handles:
+            handle.grad = None
 
     def give_back(self) -> None:
         """Gives the handles memory of their own, with the newest weights."""

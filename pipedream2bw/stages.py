@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .accumulation import BatchPart
 from .compiling import compiled
 from .control import ControlPlane
 from .heap import return_freed_memory
@@ -57,6 +58,7 @@ class LocalStages:
         compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
+        bucket_bytes: int,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -93,6 +95,7 @@ class LocalStages:
                     device=devices[stage],
                     num_versions=schedule.num_versions[stage],
                     group=grid.replica_group(stage),
+                    bucket_bytes=bucket_bytes,
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
                 )
@@ -227,11 +230,14 @@ class LocalStages:
                 stage.state.engine.restart_delay()
 
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self, run: int, wiring: int, layouts: Sequence[int], rows: Sequence[int], part: BatchPart
     ) -> None:
         """``rows``: of each microbatch, none if losses are sums."""
         self._tickets.append(
-            [executor.submit_batch(batch, wiring, layouts, rows) for executor in self._executors]
+            [
+                executor.submit_batch(run, wiring, layouts, rows, *part)
+                for executor in self._executors
+            ]
         )
 
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:
