@@ -57,6 +57,7 @@ class LocalStages:
         compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
+        warmup_batches: int,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -131,6 +132,7 @@ class LocalStages:
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
                 seed=seed,
+                warmup_batches=warmup_batches,
                 stages=[
                     (
                         stage,

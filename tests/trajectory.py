@@ -56,11 +56,13 @@ def by_pipeline(
     num_microbatches: int,
     make_optimizer: MakeOptimizer = sgd,
     between: Between = do_nothing,
+    *,
+    staleness: Any = (),
     **options: Any,
 ) -> Trajectory:
     pipe = make_pipeline(task, num_stages, num_microbatches, batches[0], **options)
     with pipe:
-        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()))
+        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
         losses = []
         for number, batch in enumerate(batches):
             between(number, pipe, optimizer)
@@ -156,7 +158,8 @@ def check_task(
 ) -> None:
     """Trains by both, on batches of the given numbers of rows, and compares."""
     batches = task.batches(rows)
-    shared = {key: options[key] for key in ("loss_reduction", "replicated") if key in options}
+    of_both = ("loss_reduction", "replicated", "warmup_batches")
+    shared = {key: options[key] for key in of_both if key in options}
     if schedule == "pipedream":
         shared["delay_of"] = delays_under_pipedream(task, num_stages, batches[0])
     want = by_oracle(task, batches, num_microbatches, make_optimizer, schedule=schedule, **shared)

@@ -91,6 +91,9 @@ Executor::Ticket Executor::submit_batch(Run run) {
     worker->expect_values(run, options_.num_microbatches);
   }
   return submit([this, run = std::move(run)] {
+    if (run.id < options_.warmup_batches) {
+      drain();
+    }
     const bool continues = running_ && last_run_.wiring == run.wiring;
     PD2_ASSERT(continues || is_empty(), "the wiring changed with microbatches in flight");
     first_batch_ = continues ? first_batch_ : run.id;

@@ -35,6 +35,11 @@ void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
       *stage_, UpdateSurroundings{begin_thread, around_.is_stopped, record, around_.update_failed});
 }
 
+std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
+  return std::max(stage_->versions().version_of_batch(batch, options_.delay),
+                  std::min(batch, options_.warmup_batches - 1));
+}
+
 void StageWorker::set_wiring(int id, Wiring wiring) {
   const std::lock_guard lock(wirings_mutex_);
   wirings_[id] = std::move(wiring);
@@ -166,7 +171,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   InFlight in_flight;
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
-  in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
+  in_flight.version = version_of_batch(run.id);
   ForwardCall call = receive_values(run, microbatch);
   if (in_flight.version > stage_->versions().newest()) {
     updates_->finish();
@@ -265,8 +270,7 @@ bool StageWorker::skips_backward(ActionKind kind, std::int64_t batch, int microb
   if (in_flight_.contains({batch, microbatch})) {
     return false;
   }
-  const std::int64_t version = stage_->versions().version_of_batch(batch, options_.delay);
-  log(kind, batch, microbatch, version, now(), now());
+  log(kind, batch, microbatch, version_of_batch(batch), now(), now());
   return true;
 }
 

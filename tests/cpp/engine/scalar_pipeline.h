@@ -28,7 +28,8 @@ using namespace std::chrono_literals;
 // the second half of the microbatches, and copies of the weights.
 class ScalarPipeline {
  public:
-  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
+  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights,
+                 int warmup_batches = 0)
       : schedule_(schedule), fault_(std::make_shared<Fault>()) {
     const int d = schedule.depth();
     std::vector<std::shared_ptr<CopySum>> sums(d);
@@ -56,6 +57,7 @@ class ScalarPipeline {
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
       options.delay = schedule.delay[i];
+      options.warmup_batches = warmup_batches;
       options.first_microbatch = schedule.number_in_batch(i, 0);
       options.forward = [this, slots, i](ForwardCall call) { return forward(slots, i, call); };
       options.on_loss = [this](std::int64_t batch, BatchLoss loss) {
@@ -80,6 +82,7 @@ class ScalarPipeline {
       options.num_microbatches = schedule.num_microbatches;
       options.num_pipelines = schedule.num_pipelines;
       options.depth = d;
+      options.warmup_batches = warmup_batches;
       options.actions = schedule.ranks[rank];
       options.describe = [](std::exception_ptr error) -> std::string {
         try {
@@ -179,19 +182,23 @@ struct Drains {
 };
 
 // The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
-// every stage has its delay.
-inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_batches = 7) {
+// every stage has its delay; in the warm-up at W(t), which the delay then counts from.
+inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_batches = 7,
+                              int warmup_batches = 0) {
   const int d = schedule.depth(), m = schedule.total_microbatches();
   std::vector<double> initial;
   for (int i = 0; i < d; ++i) {
     initial.push_back(1 + 0.25 * i);
   }
-  ScalarPipeline pipeline(schedule, initial);
+  ScalarPipeline pipeline(schedule, initial, warmup_batches);
   std::vector<std::vector<double>> versions{initial};
   std::vector<double> losses;
   constexpr double kLr = 1e-4;
   for (int t = 0; t < num_batches; ++t) {
-    const auto read = [&](int i) { return versions[std::max(t - schedule.delay[i], 0)][i]; };
+    const int last_without_delay = std::min(t, std::max(warmup_batches - 1, 0));
+    const auto read = [&](int i) {
+      return versions[std::max(t - schedule.delay[i], last_without_delay)][i];
+    };
     double inputs = 0;
     for (int j = 0; j < m; ++j) {
       inputs += (t + 1.0) * (j + 1.0) / m;
@@ -222,7 +229,7 @@ inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_b
     EXPECT_NEAR(pipeline.losses[t], losses[t], 1e-9 * std::abs(losses[t])) << "batch " << t;
   }
   const bool is_filled = drains.before_step == 0 && drains.after_step == 0 &&
-                         num_batches >= most_batches_behind(schedule) + 2;
+                         num_batches >= warmup_batches + most_batches_behind(schedule) + 2;
   for (int i = 0; i < schedule.num_stages; ++i) {
     const double weight = versions.back()[i % d];
     EXPECT_EQ(pipeline.newest(i), pipeline.newest(schedule.twin(i).value_or(i)));
