@@ -1,6 +1,6 @@
 """What the delay of 2BW, and each remedy for it, does to the loss.
 
-    python benchmarks/convergence/study.py [--seeds 3] [--batches 400] [--smoke]
+    python benchmarks/convergence/study.py [--seeds 3] [--batches 300] [--smoke]
         [--json PATH] [--pictures FOLDER]
 
 Trains a small GPT over bytes and a network for the digits by SGD with momentum, AdamW and Muon:
@@ -126,7 +126,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--batches", type=int, default=400, help="of a run; default: %(default)s")
+    parser.add_argument("--batches", type=int, default=300, help="of a run; default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="quick: the losses mean nothing")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw them there")

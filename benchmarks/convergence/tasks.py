@@ -37,7 +37,7 @@ class Task:
     learning_rates: dict[str, tuple[float, ...]]
 
 
-def byte_gpt(rows: int = 16, context: int = 32) -> Task:
+def byte_gpt(rows: int = 8, context: int = 32) -> Task:
     """The model of examples/train_gpt.py, smaller, on the sources of Python's library."""
     text = load_text(None)
     training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]
