@@ -20,23 +20,22 @@ Runs = dict[str, list[list[float]]]
 
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
-    """A PNG for each task: a column for each optimizer."""
+    """A PNG for each task: a column for each optimizer and learning rate."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for task in dict.fromkeys(result["task"] for result in report["results"]):
         mine = [result for result in report["results"] if result["task"] == task]
-        optimizers = list(dict.fromkeys(result["optimizer"] for result in mine))
-        figure = Figure(figsize=(4.2 * len(optimizers), 7), layout="constrained", dpi=100)
-        axes = figure.subplots(2, len(optimizers), squeeze=False, sharex=True)
-        for column, optimizer in enumerate(optimizers):
+        settings = list(dict.fromkeys((r["optimizer"], r["learning_rate"]) for r in mine))
+        figure = Figure(figsize=(4 * len(settings), 7), layout="constrained", dpi=90)
+        axes = figure.subplots(2, len(settings), squeeze=False, sharex=True)
+        for column, setting in enumerate(settings):
             runs: Runs = {}
             for result in mine:
-                if result["optimizer"] == optimizer:
+                if (result["optimizer"], result["learning_rate"]) == setting:
                     losses = [math.nan if x is None else x for x in result["losses"]]
                     runs.setdefault(result["method"], []).append(losses)
-            rate = next(r["learning_rate"] for r in mine if r["optimizer"] == optimizer)
             above, below = axes[0][column], axes[1][column]
-            above.set_title(f"{optimizer}, learning rate {rate:g}")
+            above.set_title("{}, learning rate {:g}".format(*setting))
             plot(above, runs, report["window"])
             plot(below, from_first(runs), report["window"])
             below.set_xlabel("batch")
