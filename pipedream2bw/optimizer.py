@@ -283,7 +283,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._read_counters()
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
-        result = states[0] if len(states) == 1 else {"optimizers": states}
+        result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
         if self._remedies:
             kept = [state.correction.state() for state in self._states if state.correction]
             result["staleness"] = {

@@ -95,8 +95,10 @@ class NesterovCorrection:
     Nesterov's method whose gradients, late as they are, were taken at W: the look-ahead d takes the
     place of the step that a late gradient does not know of, and the factor 1 - momentum keeps each
     such gradient's part small. The paper steps by gradients, u(t) = -lr * g(t); here u may be any
-    optimizer's step, and momentum of its own comes on top. Evaluation and ``state_dict()`` give W.
-    Keeps one tensor per parameter, d, which :meth:`PipelineOptimizer.state_dict` saves.
+    optimizer's step. Momentum of the optimizer's own comes on top, so give it none: ``SGD`` without
+    momentum and a learning rate that is larger by 1 / (1 - momentum), ``AdamW`` with a first beta
+    of 0. Evaluation and ``state_dict()`` give W. Keeps one tensor per parameter, d, which
+    :meth:`PipelineOptimizer.state_dict` saves.
 
     Args:
         momentum: in (0, 1).
