@@ -1,6 +1,6 @@
 """What the delay of 2BW, and each remedy for it, does to the loss.
 
-    python benchmarks/convergence/study.py [--seeds 3] [--batches 300] [--smoke]
+    python benchmarks/convergence/study.py [--seeds 3] [--batches 200] [--smoke]
         [--json PATH] [--pictures FOLDER]
 
 Trains a small GPT over bytes and a network for the digits by SGD with momentum, AdamW and Muon:
@@ -126,7 +126,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--batches", type=int, default=300, help="of a run; default: %(default)s")
+    parser.add_argument("--batches", type=int, default=200, help="of a run; default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="quick: the losses mean nothing")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw them there")
@@ -216,6 +216,8 @@ def row(mine: list[Result]) -> str:
     """A line of the table: mean and standard deviation over the seeds."""
 
     def cell(values: list[float]) -> str:
+        if not all(map(math.isfinite, values)):
+            return "diverged".ljust(15)
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return f"{statistics.fmean(values):.4f} ± {deviation:.4f}"
 

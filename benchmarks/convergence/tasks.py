@@ -51,8 +51,8 @@ def byte_gpt(rows: int = 8, context: int = 32) -> Task:
         is_inner=lambda name: name.startswith("blocks."),
         learning_rates={
             "SGD": (0.1, 0.3, 1.0),
-            "AdamW": (1e-3, 3e-3, 1e-2, 3e-2),
-            "Muon": (1e-3, 3e-3, 1e-2, 3e-2),
+            "AdamW": (1e-3, 3e-3, 1e-2),
+            "Muon": (1e-3, 3e-3, 1e-2),
         },
     )
 
@@ -91,8 +91,8 @@ def digits(rows: int = 64, num_held_out: int = 360) -> Task:
         held_out=(images[held_out], labels[held_out]),
         is_inner=lambda name: name.startswith("2."),
         learning_rates={
-            "SGD": (0.03, 0.1, 0.3, 1.0),
-            "AdamW": (1e-3, 3e-3, 1e-2, 3e-2),
-            "Muon": (1e-3, 3e-3, 1e-2, 3e-2),
+            "SGD": (0.1, 0.3, 1.0),
+            "AdamW": (3e-3, 1e-2, 3e-2),
+            "Muon": (3e-3, 1e-2, 3e-2),
         },
     )
