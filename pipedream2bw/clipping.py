@@ -41,6 +41,12 @@ class Clipping:
             )
         if self.max_grad_norm is not None:
             pipe._schedule.check_global_updates()
+            if pipe._grid.num_shards > 1:
+                raise ValueError(
+                    f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "
+                    f"{pipe._grid.num_shards}, it must be 1: nothing tells which parameters are "
+                    "shards of one and which are equal on all; clip_grad_value works"
+                )
 
     def settings(self) -> dict[str, Any]:
         """What has to be the same on every rank."""

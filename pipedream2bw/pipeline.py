@@ -14,16 +14,20 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from .accumulation import Accumulation, check_same_part
 from .capture import as_root
+from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .intake import Batch, Intake
 from .local_part import LocalPart
 from .loss import Loss
+from .materialize import check_loadable, home_of, materialize
 from .memory import StageMemory
+from .mesh import check_mesh, described, mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
@@ -33,6 +37,7 @@ from .settings import (
     check_example,
     check_parameters,
     check_settings,
+    check_warmup_batches,
     length_of,
     stage_devices,
     what_to_recompute,
@@ -94,6 +99,12 @@ class PipelineModule(nn.Module):
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
+        mesh: which process is which, in place of ``width`` and adjacent ranks: of all processes,
+            with the dimensions "pp" (stages), and "dp" (replicas) where there are several. With
+            "tp" every stage of a replica is that many processes, each with the shard of it that the
+            model it was given holds: the stages' modules do the collectives among these, in
+            forward and backward, and hold plain tensors (no DTensor). All of them are given the
+            same batches.
         devices: in one process, the device of each stage; the model's own if None. A copy of a
             stage is on the device of the stage that shares its rank.
         replicated: names of arguments that every microbatch gets whole; other tensors are split
@@ -117,6 +128,11 @@ class PipelineModule(nn.Module):
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
             a training batch, without gradients; a number, the mean over the microbatch's rows.
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
+            v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
+            schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
+            Batch n reads what batch n - 1 read, and so follows it without a drain. Weights that
+            are loaded begin no new warm-up.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
         bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
@@ -141,12 +157,14 @@ class PipelineModule(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         split: str | Sequence[str] = "auto",
         width: int = 1,
+        mesh: DeviceMesh | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
         accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
+        warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
         bucket_cap_mb: float = 25.0,
         timeout: float = 1800.0,
@@ -158,6 +176,7 @@ class PipelineModule(nn.Module):
         try:
             if num_stages is None:
                 num_stages = length_of(model)
+            width = check_mesh(mesh, width)
             check_settings(
                 width,
                 loss_fn,
@@ -167,6 +186,7 @@ class PipelineModule(nn.Module):
                 bucket_cap_mb,
             )
             self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
+            check_warmup_batches(warmup_batches)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
@@ -175,13 +195,15 @@ class PipelineModule(nn.Module):
             self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
-            model_device = next((p.device for p in root.parameters()), model_device)
+            example = (tuple(example_args), dict(example_kwargs or {}))
+            check_loadable(root)
+            model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._modes = Modes(
                 root,
                 num_stages,
-                (tuple(example_args), dict(example_kwargs or {})),
+                example,
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
                 blocks,
@@ -189,6 +211,7 @@ class PipelineModule(nn.Module):
         except Exception as raised:
             error = raised
         self._timeout = timeout
+        self._mesh = mesh
         self._fault = _C.Fault()
         self._control = ControlPlane(
             join_world(model_device.type),
@@ -200,6 +223,7 @@ class PipelineModule(nn.Module):
             "num_stages": num_stages,
             "num_microbatches": num_microbatches,
             "width": width,
+            "mesh": described(mesh),
             "stages_per_rank": stages_per_rank,
             "split": str(split),
             "recompute": str(recompute),
@@ -209,6 +233,7 @@ class PipelineModule(nn.Module):
             "compile": str(compile),
             "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
+            "warmup_batches": warmup_batches,
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -221,9 +246,14 @@ class PipelineModule(nn.Module):
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
             self._grid = RankGrid(
-                self._schedule.placement, self._schedule.num_pipelines, width, timeout
+                self._schedule.placement,
+                self._schedule.num_pipelines,
+                width,
+                timeout,
+                mesh,
             )
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
+        self._device_type = model_device.type
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
         self._intake = Intake(
@@ -235,6 +265,7 @@ class PipelineModule(nn.Module):
         self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
         self._batch = 0  # the next train_step's number
         self._evaluations = 0
+        self._warmup_batches = warmup_batches
         self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
@@ -243,6 +274,7 @@ class PipelineModule(nn.Module):
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
             self._modes.capture(root.training)
+            without_values = materialize(root, self._modes.names_in(self.stages))
         except Exception as raised:
             error = raised
         with self._closing_control_on_error():
@@ -261,9 +293,12 @@ class PipelineModule(nn.Module):
             self._recompute,
             bool(blocks),
             bucket_bytes(bucket_cap_mb),
+            warmup_batches,
             timeout,
         )
-        self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
+        self._part = LocalPart(
+            root, self._stages, without_values, has_first_stage=0 in self._grid.stages
+        )
         self.training = root.training
         _open_pipelines.add(self)
 
@@ -282,12 +317,28 @@ class PipelineModule(nn.Module):
         return self._grid.width
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """The processes, with the dimensions "dp" and "pp" (or those of the mesh that was given).
+
+        Made when first asked for: every rank asks for it.
+
+        Raises:
+            RuntimeError: in one process, where there is none.
+        """
+        if self._mesh is None:
+            if not self._grid.in_processes:
+                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
+            self._check_open()
+            self._mesh = mesh_of(self._grid.places, self._device_type)
+        return self._mesh
+
+    @property
     def schedule(self) -> str:
         return self._schedule.name
 
     @property
     def rank(self) -> int:
-        """This process among all of the pipeline's: replica * ranks + the schedule's rank."""
+        """This process among all: without a mesh replica * ranks + the schedule's rank."""
         return self._grid.rank
 
     @property
@@ -474,7 +525,16 @@ class PipelineModule(nn.Module):
         return self._part.state(prefix, keep_vars)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains."""
+        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
+
+        Raises:
+            ValueError: with tensor-parallel stages, of which every process has a shard.
+        """
+        if self._grid.num_shards > 1:
+            raise ValueError(
+                f"full_state_dict(): 'tp' of the mesh: {self._grid.num_shards}, it must be 1: no "
+                "process knows how shards are put together; save state_dict() of every process"
+            )
         self._flush_for(Operation.full_state_dict)
         # Copies, as a view would be sent with the whole buffer that it is a part of.
         mine = {
@@ -493,15 +553,45 @@ class PipelineModule(nn.Module):
     ) -> Any:
         """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
 
-        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does.
+        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does, but takes
+        one entry for enough if a parameter has several names. Of a mapping that reads when it is
+        asked, a process asks for its part only.
         """
         if assign:
             raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
+        return self._load(lambda: Checkpoint.of(state_dict), strict)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Loads the unsplit model's ``state_dict`` from files, of which a process reads its part.
+
+        Every rank calls it. Drains, and sets every weight version, so the delay starts anew.
+
+        Args:
+            path: a file of safetensors or of ``torch.save``; the index (``.index.json``) of files
+                among which either is split, as Hugging Face writes it; a folder that holds one of
+                these under its usual name, or that ``torch.distributed.checkpoint`` has written.
+                Shapes must be the model's, dtypes are converted. Nested dictionaries are known by
+                the joined name, ``{"model": {"weight": ...}}`` by ``model.weight``.
+            prefix: only entries whose names begin with it are read, and known without it:
+                ``"model."``.
+            strict: as in ``nn.Module.load_state_dict``; of a parameter with several names one
+                entry is enough.
+
+        Raises:
+            ValueError: there is no such file, or none of these formats; on every rank.
+            RuntimeError: missing or unexpected entries, or other shapes; on every rank.
+            ImportError: safetensors is not installed (``pip install pipedream2bw[safetensors]``).
+        """
+        return self._load(lambda: open_checkpoint(path, prefix), strict)
+
+    def _load(self, opened: Callable[[], Checkpoint], strict: bool) -> Any:
         self._flush_for(Operation.load_state_dict)
         error: Exception | None = None
         result: Any = None
         try:
-            result = self._part.load(state_dict, strict)
+            result = self._part.load(opened(), strict)
         except Exception as raised:
             error = raised
         self._control.agree_on_objects(error, {})
@@ -544,7 +634,8 @@ class PipelineModule(nn.Module):
             self._flush_for(Operation.end_of_timeline)
         finally:
             self._stages.record(False)
-            timeline.add(self.replica, self._stages.take_records())
+            records = self._stages.take_records()
+            timeline.add(self.replica, records if self._grid.shard == 0 else [])
 
     def extra_repr(self) -> str:
         mode = self._modes.first
@@ -651,6 +742,7 @@ class PipelineModule(nn.Module):
             if training:
                 batch.part = self._accumulation.next()
             first = self._modes.first
+            self._part.check_values()
             self._stages.check_before_batch(self._modes.get(self.training), training=training)
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
 from .gradient_guards import ArrivalGuard, EngineGradient
 from .stage import StageProgram
+
+if TYPE_CHECKING:
+    from .staleness import StepCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ class StageState:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
+        self.correction: StepCorrection | None = None  # of the optimizer's steps
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 
@@ -213,7 +217,7 @@ class StageState:
 
 
 class OtherStages:
-    """The parameters of stages that other processes run: their memory is given back.
+    """The parameters of stages that other processes run: their memory, if any, is given back.
 
     Shapes stay, as the model may be captured again in its other mode.
     """
@@ -222,6 +226,8 @@ class OtherStages:
         kept_storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self._released: list[tuple[torch.UntypedStorage, int]] = []
         for parameter in root.parameters():
+            if parameter.is_meta:
+                continue
             storage = parameter.untyped_storage()
             alone = storage.nbytes() == parameter.numel() * parameter.element_size()
             if alone and storage.nbytes() and storage.data_ptr() not in kept_storages:
