@@ -230,6 +230,7 @@ class Executor:
         num_replicas: int,
         num_threads: int,
         seed: int,
+        warmup_batches: int,
         stages: Sequence[tuple[int, Stage, Forward, bool, bool]],
         fault: Fault,
         losses: LossBoard,
@@ -262,6 +263,7 @@ class Executor:
         gives_norms: bool,
         max_value: float | None,
     ) -> None: ...
+    def version_of_batch(self, stage: int, batch: int) -> int: ...
     def submit_drain(self) -> int: ...
     def submit_update(
         self,

@@ -18,14 +18,18 @@ from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
+from .staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .text_picture import draw_text
 from .timeline import Event, Timeline
 from .trace import read_events, write_events, write_trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "ErrorFeedback",
     "Event",
+    "LearningRateDiscount",
     "Loss",
+    "NesterovCorrection",
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",

@@ -90,6 +90,11 @@ class Accumulation:
         self._updates += 1
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far, which is the number of the batch that comes or waits for its."""
+        return self._updates
+
+    @property
     def _is_complete(self) -> bool:
         return self._last is not None and self._last.ends and self._last.batch == self._updates
 

@@ -37,6 +37,7 @@ from .settings import (
     check_example,
     check_parameters,
     check_settings,
+    check_warmup_batches,
     length_of,
     stage_devices,
     what_to_recompute,
@@ -127,6 +128,11 @@ class PipelineModule(nn.Module):
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
             a training batch, without gradients; a number, the mean over the microbatch's rows.
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
+            v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
+            schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
+            Batch n reads what batch n - 1 read, and so follows it without a drain. Weights that
+            are loaded begin no new warm-up.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
         bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
@@ -158,6 +164,7 @@ class PipelineModule(nn.Module):
         accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
+        warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
         bucket_cap_mb: float = 25.0,
         timeout: float = 1800.0,
@@ -179,6 +186,7 @@ class PipelineModule(nn.Module):
                 bucket_cap_mb,
             )
             self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
+            check_warmup_batches(warmup_batches)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
@@ -225,6 +233,7 @@ class PipelineModule(nn.Module):
             "compile": str(compile),
             "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
+            "warmup_batches": warmup_batches,
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -256,6 +265,7 @@ class PipelineModule(nn.Module):
         self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
         self._batch = 0  # the next train_step's number
         self._evaluations = 0
+        self._warmup_batches = warmup_batches
         self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
@@ -283,6 +293,7 @@ class PipelineModule(nn.Module):
             self._recompute,
             bool(blocks),
             bucket_bytes(bucket_cap_mb),
+            warmup_batches,
             timeout,
         )
         self._part = LocalPart(

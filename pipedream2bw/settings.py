@@ -46,6 +46,14 @@ def check_settings(
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
 
+def check_warmup_batches(value: object) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless it is at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"warmup_batches: {value!r} given, it must be an int")
+    if value < 0:
+        raise ValueError(f"warmup_batches: {value}, it must be at least 0")
+
+
 def check_example(args: object, kwargs: object) -> None:
     """Raises TypeError unless these are a tuple of arguments and a mapping."""
     if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
 from .gradient_guards import ArrivalGuard, EngineGradient
 from .stage import StageProgram
+
+if TYPE_CHECKING:
+    from .staleness import StepCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ class StageState:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
+        self.correction: StepCorrection | None = None  # of the optimizer's steps
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 

@@ -59,6 +59,7 @@ class LocalStages:
         recompute: Sequence[bool],
         recomputes_blocks: bool,
         bucket_bytes: int,
+        warmup_batches: int,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -134,6 +135,7 @@ class LocalStages:
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
                 seed=seed,
+                warmup_batches=warmup_batches,
                 stages=[
                     (
                         stage,

@@ -3,7 +3,8 @@
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at W(max(t - delay, 0))
 
 A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. With
-PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. With two
+PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. In a warm-up
+of n batches g(t) is the gradient at W(t), afterwards at W(max(t - delay, n - 1)). With two
 pipelines (arXiv 2107.06925) each has half of the microbatches and g(t) is one's sum plus the
 other's. Several train_steps may be one batch: g(t) is the mean of theirs, or their sum. This file
 shares nothing with the package: it imports torch only.
@@ -46,6 +47,7 @@ class Oracle:
         loss_reduction: str = "mean",
         replicated: Sequence[str] = (),
         num_pipelines: int = 1,
+        warmup_batches: int = 0,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -57,6 +59,7 @@ class Oracle:
         self.loss_reduction = loss_reduction
         self.replicated = replicated
         self.num_pipelines = num_pipelines
+        self.warmup_left = warmup_batches
         self.restart_delay()
 
     def restart_delay(self) -> None:
@@ -76,6 +79,9 @@ class Oracle:
         """One update from several train_steps of each replica; the losses of each."""
         averages = averages and self.loss_reduction == "mean" and len(steps) > 1
         newest = self._versions[-1]
+        if self.warmup_left > 0:
+            self.warmup_left -= 1
+            self._versions = [newest]
         self._show(
             [
                 self._versions[max(len(self._versions) - 1 - delay, 0)][i]

@@ -56,11 +56,13 @@ def by_pipeline(
     num_microbatches: int,
     make_optimizer: MakeOptimizer = sgd,
     between: Between = do_nothing,
+    *,
+    staleness: Any = (),
     **options: Any,
 ) -> Trajectory:
     pipe = make_pipeline(task, num_stages, num_microbatches, batches[0], **options)
     with pipe:
-        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()))
+        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
         losses = []
         for number, batch in enumerate(batches):
             between(number, pipe, optimizer)
@@ -162,7 +164,7 @@ def check_task(
     batches = task.batches(rows)
     shared = {
         key: options[key]
-        for key in ("loss_reduction", "replicated", "accumulate")
+        for key in ("loss_reduction", "replicated", "accumulate", "warmup_batches")
         if key in options
     }
     if schedule == "pipedream":

@@ -282,7 +282,7 @@ void bind_executor(py::module_& module) {
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init(
                [](const Schedule& schedule, int rank, int replica, int num_replicas,
-                  int num_threads, std::uint64_t seed,
+                  int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
                   std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>> stages,
                   std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
                  std::vector<std::unique_ptr<StageWorker>> workers;
@@ -292,6 +292,7 @@ void bind_executor(py::module_& module) {
                    options.num_replicas = num_replicas;
                    options.num_microbatches = schedule.num_microbatches;
                    options.delay = schedule.delay.at(stage);
+                   options.warmup_batches = warmup_batches;
                    options.recompute = recompute;
                    options.recomputes_blocks = recomputes_blocks;
                    options.seed = mix_seed(seed, replica);
@@ -313,6 +314,7 @@ void bind_executor(py::module_& module) {
                  options.num_microbatches = schedule.num_microbatches;
                  options.num_pipelines = schedule.num_pipelines;
                  options.depth = schedule.depth();
+                 options.warmup_batches = warmup_batches;
                  options.actions = schedule.ranks.at(rank);
                  options.num_threads = num_threads;
                  options.describe = describe;
@@ -328,8 +330,8 @@ void bind_executor(py::module_& module) {
                      delete_without_gil<Executor>);
                }),
            py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
-           py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
-           py::arg("losses"))
+           py::arg("num_threads"), py::arg("seed"), py::arg("warmup_batches"), py::arg("stages"),
+           py::arg("fault"), py::arg("losses"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id,
@@ -376,6 +378,11 @@ void bind_executor(py::module_& module) {
           },
           py::arg("stage"), py::arg("norm").none(true), py::arg("max_norm"),
           py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"))
+      .def("version_of_batch",
+           [](const Executor& self, int stage, std::int64_t batch) {
+             return self.worker(stage).version_of_batch(batch);
+           },
+           py::arg("stage"), py::arg("batch"))
       .def("submit_drain", &Executor::submit_drain, no_gil)
       .def(
           "submit_update",

@@ -242,6 +242,9 @@ int Executor::runs_before(const Action& action) const {
 }
 
 void Executor::begin_run(const Run& run) {
+  if (run.batch < options_.warmup_batches) {
+    drain();
+  }
   const bool continues = !runs_.empty() && runs_.rbegin()->second.wiring == run.wiring;
   PD2_ASSERT(continues || is_empty(), "the wiring changed with microbatches in flight");
   if (!continues) {

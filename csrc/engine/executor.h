@@ -27,6 +27,9 @@ struct ExecutorOptions {
   int num_microbatches = 1;  // of each pipeline
   int num_pipelines = 1;
   int depth = 0;  // stages of each pipeline
+  // The first batches, each of which begins with an empty pipeline and all updates made. As the
+  // workers have it.
+  std::int64_t warmup_batches = 0;
   RankActions actions;
   int num_threads = 0;  // intra-op threads of this executor's thread, 0: as they are
   // Runs the loop that it is given, in the executor's thread, with what the forwards need there.

@@ -35,6 +35,11 @@ void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
       *stage_, UpdateSurroundings{begin_thread, around_.is_stopped, record, around_.update_failed});
 }
 
+std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
+  return std::max(stage_->versions().version_of_batch(batch, options_.delay),
+                  std::min(batch, options_.warmup_batches - 1));
+}
+
 void StageWorker::set_wiring(int id, Wiring wiring) {
   const std::lock_guard lock(wirings_mutex_);
   wirings_[id] = std::move(wiring);
@@ -169,7 +174,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   InFlight in_flight;
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
-  in_flight.version = stage_->versions().version_of_batch(run.batch, options_.delay);
+  in_flight.version = version_of_batch(run.batch);
   ForwardCall call = receive_values(run, microbatch);
   if (in_flight.version > stage_->versions().newest()) {
     updates_->finish();
@@ -267,8 +272,7 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
   if (in_flight_.contains({run.id, microbatch})) {
     return false;
   }
-  const std::int64_t version = stage_->versions().version_of_batch(run.batch, options_.delay);
-  log(kind, run.id, microbatch, version, now(), now());
+  log(kind, run.id, microbatch, version_of_batch(run.batch), now(), now());
   return true;
 }
 

@@ -100,6 +100,8 @@ struct StageWorkerOptions {
   // The number in the batch of the stage's first microbatch: with two pipelines each has a part.
   int first_microbatch = 0;
   int delay = 0;
+  // The first batches that have no delay, whatever `delay` is.
+  std::int64_t warmup_batches = 0;
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
@@ -128,6 +130,9 @@ class StageWorker {
 
   int stage() const { return options_.stage; }
   int first_microbatch() const { return options_.first_microbatch; }
+  // The version that the batch's microbatches read: v(t) = t in the warm-up of n batches, then
+  // max(t - delay, n - 1), so that batch n need not wait for the update of the one before.
+  std::int64_t version_of_batch(std::int64_t batch) const;
   // Before the thread begins.
   void set_surroundings(WorkerSurroundings surroundings);
 

@@ -72,6 +72,21 @@ TEST(ExecutorTest, SeveralRunsAreOneBatch) {
   }
 }
 
+TEST(ExecutorTest, WarmupBatchesHaveNoDelay) {
+  for (const int warmup : {1, 2, 4, 7, 9}) {
+    for (const testing::Drains drains :
+         {testing::Drains{}, {.before_step = 0b0010110}, {.after_step = 0b0101100}}) {
+      SCOPED_TRACE(warmup);
+      expect_trajectory(make_schedule("2bw", 3, 4), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("2bw", 3, 4), drains, 12, 2, warmup);
+      expect_trajectory(make_schedule("2bw_eager", 3, 5), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("pipedream", 4, 1), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("1f1b", 3, 4), drains, 9, 1, warmup);
+    }
+  }
+}
+
 TEST(ExecutorTest, ALogNamesTheVersionThatEachMicrobatchRead) {
   ScalarPipeline pipeline(make_schedule("2bw", 2, 2), {1, 1});
   for (int t = 0; t < 4; ++t) {

@@ -29,7 +29,7 @@ using namespace std::chrono_literals;
 class ScalarPipeline {
  public:
   ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights,
-                 int runs_per_batch = 1)
+                 int runs_per_batch = 1, int warmup_batches = 0)
       : schedule_(schedule), runs_per_batch_(runs_per_batch), fault_(std::make_shared<Fault>()) {
     const int d = schedule.depth();
     std::vector<std::shared_ptr<CopySum>> sums(d);
@@ -57,6 +57,7 @@ class ScalarPipeline {
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
       options.delay = schedule.delay[i];
+      options.warmup_batches = warmup_batches;
       options.first_microbatch = schedule.number_in_batch(i, 0);
       options.forward = [this, slots, i](ForwardCall call) { return forward(slots, i, call); };
       options.on_loss = [this](std::int64_t run, BatchLoss loss) {
@@ -81,6 +82,7 @@ class ScalarPipeline {
       options.num_microbatches = schedule.num_microbatches;
       options.num_pipelines = schedule.num_pipelines;
       options.depth = d;
+      options.warmup_batches = warmup_batches;
       options.actions = schedule.ranks[rank];
       options.describe = [](std::exception_ptr error) -> std::string {
         try {
@@ -189,22 +191,26 @@ struct Drains {
 };
 
 // The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
-// every stage has its delay. A batch's gradient is the mean of its runs'.
+// every stage has its delay; in the warm-up at W(t), which the delay then counts from. A batch's
+// gradient is the mean of its runs'.
 inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_runs = 7,
-                              int runs_per_batch = 1) {
+                              int runs_per_batch = 1, int warmup_batches = 0) {
   const int d = schedule.depth(), m = schedule.total_microbatches();
   std::vector<double> initial;
   for (int i = 0; i < d; ++i) {
     initial.push_back(1 + 0.25 * i);
   }
-  ScalarPipeline pipeline(schedule, initial, runs_per_batch);
+  ScalarPipeline pipeline(schedule, initial, runs_per_batch, warmup_batches);
   std::vector<std::vector<double>> versions{initial};
   std::vector<double> losses;
   constexpr double kLr = 1e-4;
   std::vector<double> gradients(d);
   for (int k = 0; k < num_runs; ++k) {
     const int t = k / runs_per_batch;
-    const auto read = [&](int i) { return versions[std::max(t - schedule.delay[i], 0)][i]; };
+    const int last_without_delay = std::min(t, std::max(warmup_batches - 1, 0));
+    const auto read = [&](int i) {
+      return versions[std::max(t - schedule.delay[i], last_without_delay)][i];
+    };
     double inputs = 0;
     for (int j = 0; j < m; ++j) {
       inputs += (k + 1.0) * (j + 1.0) / m;
@@ -238,8 +244,9 @@ inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_r
   for (int k = 0; k < num_runs; ++k) {
     EXPECT_NEAR(pipeline.losses[k], losses[k], 1e-9 * std::abs(losses[k])) << "run " << k;
   }
-  const bool is_filled = drains.before_step == 0 && drains.after_step == 0 &&
-                         num_runs >= most_batches_behind(schedule) + 2;
+  const bool is_filled =
+      drains.before_step == 0 && drains.after_step == 0 &&
+      num_runs >= runs_per_batch * warmup_batches + most_batches_behind(schedule) + 2;
   for (int i = 0; i < schedule.num_stages; ++i) {
     const double weight = versions.back()[i % d];
     EXPECT_EQ(pipeline.newest(i), pipeline.newest(schedule.twin(i).value_or(i)));
