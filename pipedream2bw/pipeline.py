@@ -28,6 +28,7 @@ from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
+    bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
@@ -118,6 +119,9 @@ class PipelineModule(nn.Module):
             are loaded begin no new warm-up.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
+        bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
+            up at once, beginning while the batch's last microbatch still gives others (arXiv
+            2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -144,6 +148,7 @@ class PipelineModule(nn.Module):
         metrics: Mapping[str, Metric] | None = None,
         warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -159,6 +164,7 @@ class PipelineModule(nn.Module):
                 loss_reduction,
                 timeout,
                 replicated,
+                bucket_cap_mb,
             )
             check_warmup_batches(warmup_batches)
             check_example(example_args, example_kwargs)
@@ -200,6 +206,7 @@ class PipelineModule(nn.Module):
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "compile": str(compile),
+            "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "warmup_batches": warmup_batches,
             "timeout": timeout,
@@ -255,6 +262,7 @@ class PipelineModule(nn.Module):
             self._compile,
             self._recompute,
             bool(blocks),
+            bucket_bytes(bucket_cap_mb),
             warmup_batches,
             timeout,
         )
