@@ -16,6 +16,8 @@ VENV ?= .venv
 # example, TORCH='torch==2.13.0 --index-url <the index of your CUDA version>'.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Tests take turns on a stage's threads or wait for processes: a worker for each core, up to these.
+PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 
 BIN := $(abspath $(VENV))/bin
 STAMPS := $(VENV)/stamps
@@ -96,7 +98,8 @@ test-tsan: $(STAMPS)/test
 	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
 
 test-python: $(STAMPS)/test $(STAMPS)/extension
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
+	    $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)

@@ -243,7 +243,15 @@ class Executor:
         outbound: Sequence[tuple[int, Sender, Receiver]],
     ) -> None: ...
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self,
+        run: int,
+        wiring: int,
+        layouts: Sequence[int],
+        rows: Sequence[int],
+        batch: int,
+        begins_batch: bool,
+        ends_batch: bool,
+        num_averaged: int,
     ) -> int: ...
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> int: ...
     def set_clipping(
@@ -260,7 +268,7 @@ class Executor:
     def submit_update(
         self,
         stage: int,
-        batch: int,
+        run: int,
         groups: list[dict[str, Any]],
         step: Callable[[int], None] | None,
     ) -> int: ...

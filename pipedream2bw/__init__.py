@@ -9,7 +9,9 @@ from ._build_check import check_loaded_torch
 check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
+from .deferred import deferred_init
 from .draw import Picture, draw_timeline
+from .local_shards import use_local_shards
 from .loss import Loss
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
@@ -37,6 +39,7 @@ __all__ = [
     "Timeline",
     "add_loss",
     "collect_losses",
+    "deferred_init",
     "draw_text",
     "draw_timeline",
     "find_deadlock",
@@ -45,6 +48,7 @@ __all__ = [
     "read_events",
     "schedule_names",
     "simulate",
+    "use_local_shards",
     "write_events",
     "write_trace",
 ]

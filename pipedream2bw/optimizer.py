@@ -155,8 +155,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Registers the update of the last ``train_step``'s batch; returns at once.
 
         Raises:
-            ValueError: called twice, or before any ``train_step``; a group was added; another
-                PipelineOptimizer has taken over.
+            ValueError: called twice, or before the ``train_step`` that ends a batch; a group was
+                added; another PipelineOptimizer has taken over.
             TypeError: a closure was given.
         """
         if closure is not None:
@@ -178,11 +178,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
-        def submit(stage: Any, batch: int) -> int:
+        batch = self._pipe._accumulation.num_updates
+        is_delayed = batch >= self._pipe._warmup_batches
+
+        def submit(stage: Any, run: int) -> int:
             steppers = [
                 (self._steppers[number, stage.index], groups) for number, groups in changed.items()
             ]
-            divisor = self._divisor(stage.index)
+            divisor = self._divisor(stage.index) if is_delayed else 1.0
             discounted = [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
             correction = stage.state.correction
             stale = stage.executor.version_of_batch(stage.index, batch) < batch
@@ -191,27 +194,22 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 if steppers or correction is not None
                 else None
             )
-            ticket: int = stage.executor.submit_update(stage.index, batch, discounted, steps)
+            ticket: int = stage.executor.submit_update(stage.index, run, discounted, steps)
             return ticket
 
         self._pipe._check_update_is_due()
         if self._norm is not None:
-            self._grad_norm = GradNorm(self._norm, self._pipe._batch - 1)
+            self._grad_norm = GradNorm(self._pipe, self._norm, self._pipe._batch - 1)
         self._pipe._submit_updates(submit)
         self._options = current
-        self._delayed_batches += self._is_delayed
+        self._delayed_batches += is_delayed
         for optimizer in self._wrapped:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
 
-    @property
-    def _is_delayed(self) -> bool:
-        """Whether the last batch is after the warm-up."""
-        return self._pipe._batch > self._pipe._warmup_batches
-
     def _divisor(self, stage: int) -> float:
-        """Of the learning rate of the last batch's step."""
+        """Of the learning rate of a step after the warm-up."""
         discount = self._remedies.discount
-        if discount is None or not self._is_delayed:
+        if discount is None:
             return 1.0
         return discount.divisor(self._pipe._schedule.delay[stage], self._delayed_batches)
 

@@ -48,6 +48,7 @@ class StageStepper:
             return
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self._positions]
+        outside = [handle.grad for handle in handles]
         for i, handle in zip(self._positions, handles, strict=True):
             handle.data = engine.weight(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
@@ -56,8 +57,8 @@ class StageStepper:
             with _divided_lr(self._part.param_groups, divisor):
                 type(self._part).step(self._part)
         finally:
-            for handle in handles:
-                handle.grad = None
+            for handle, gradient in zip(handles, outside, strict=True):
+                handle.grad = gradient
 
     def call(self, name: str) -> None:
         """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ._C import Schedule
+from .local_shards import is_dtensor
 
 
 def length_of(model: Any) -> int:
@@ -67,6 +68,11 @@ def check_example(args: object, kwargs: object) -> None:
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     for name, parameter in root.named_parameters():
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
+                "pipedream2bw.use_local_shards() first"
+            )
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
             raise ValueError(

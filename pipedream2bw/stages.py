@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .accumulation import BatchPart
 from .compiling import compiled
 from .control import ControlPlane
 from .heap import return_freed_memory
@@ -231,11 +232,14 @@ class LocalStages:
                 stage.state.engine.restart_delay()
 
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self, run: int, wiring: int, layouts: Sequence[int], rows: Sequence[int], part: BatchPart
     ) -> None:
         """``rows``: of each microbatch, none if losses are sums."""
         self._tickets.append(
-            [executor.submit_batch(batch, wiring, layouts, rows) for executor in self._executors]
+            [
+                executor.submit_batch(run, wiring, layouts, rows, *part)
+                for executor in self._executors
+            ]
         )
 
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:
