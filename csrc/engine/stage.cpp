@@ -251,7 +251,8 @@ at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) 
   }
   const Place& place = places_.at(parameter);
   const ParameterView& view = layouts_[place.buffer]->views()[place.index];
-  return flat.as_strided(view.sizes, view.strides, stepped.by->state_offset(stepped.index));
+  return flat.as_strided(view.sizes, view.strides,
+                         flat.storage_offset() + stepped.by->state_offset(stepped.index));
 }
 
 std::int64_t Stage::step_count(std::size_t parameter) const {
