@@ -3,8 +3,8 @@
 A model of transformer blocks, |W| bytes of float32 weights, d stages in d processes, 2bw. Growth is
 VmHWM (the peak of resident memory, mapped files included) once the pipeline can train less VmRSS
 before the model was constructed, in a fresh process that has made a pipeline of one small layer a
-stage before. A rank holds one weight version, |W|/d; the other version and the gradients take up
-memory when they are first written.
+stage before. A rank has buffers for two weight versions and gradients, 3 |W|/d, and for a time the
+values that go there, |W|/d.
 
     whole         every rank constructs the whole model
     deferred      deferred_init(): the stage's part is initialised as in the whole construction
@@ -39,8 +39,9 @@ from pipedream2bw.heap import return_freed_memory
 
 NUM_STAGES = 4
 WAYS = ("whole", "deferred", "safetensors", "sharded", "torch", "distributed")
-MAX_GROWTH_OVER_PART = 2.25
-"""The values where they are read or drawn and the buffer that they go to, and the libraries."""
+IDEAL_GROWTH_OVER_PART = 4.0
+MAX_GROWTH_OVER_PART = 4.25
+"""The libraries, and the largest parameter, come on top."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,9 @@ def main() -> None:
             worst = max(found["growth"] for found in ranks)
             bound = None if way == "whole" else MAX_GROWTH_OVER_PART
             measured = "worst rank: peak growth over |W|/d"
-            figures.append(Figure(way, measured, [worst / part], at_most=bound, ideal=1.0))
+            figures.append(
+                Figure(way, measured, [worst / part], at_most=bound, ideal=IDEAL_GROWTH_OVER_PART)
+            )
             details[way] = ranks
     print()
     print_table(figures, judged=not options.smoke)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .heap import return_freed_memory
 from .replacing import replace_tensors
 from .tape import Geometry, Tape
 
@@ -77,6 +78,7 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
         if id(tensor) not in new:
             new[id(tensor)] = _promise(tensor, tape)
     replace_tensors(modules, lambda tensor: new.get(id(tensor), tensor))
+    return_freed_memory()  # in which random numbers were drawn
     return model
 
 
