@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -105,8 +106,9 @@ Executor::Ticket Executor::submit_update(int stage, std::int64_t batch,
   return submit([this, &worker = worker(stage), batch, apply = std::move(apply)] {
     doing_ = {worker.stage(), ActionKind::kUpdate, batch, options_.num_microbatches - 1, false};
     worker.updates().submit(batch, apply);
-    if (!running_) {  // drained: the weights may be read
-      worker.updates().finish();
+    const auto is_due = [](const auto& each) { return each->updates().is_due(); };
+    if (!running_ && std::ranges::none_of(workers_, is_due)) {  // drained: weights may be read
+      finish_updates();  // when all have begun, as some may wait for others of this rank
     }
   });
 }
@@ -280,10 +282,14 @@ void Executor::drain() {
   }
   run_actions(options_.actions.epilogue, last_run_);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
+  finish_updates();
+  running_ = false;
+}
+
+void Executor::finish_updates() {
   for (const auto& worker : workers_) {
     worker->updates().finish();
   }
-  running_ = false;
 }
 
 void Executor::evaluate(const Run& run) {

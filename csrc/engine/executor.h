@@ -92,6 +92,7 @@ class Executor {
   void loop();
   void run_actions(const std::vector<Action>& actions, const Run& run);
   void drain();
+  void finish_updates();
   void evaluate(const Run& run);
   // Without the stages of the other pipeline.
   std::vector<StageWorker*> evaluating() const;

@@ -35,6 +35,8 @@ class StageUpdates {
   void reach(std::int64_t batch);
   // Begins it now if the gradients are complete.
   void submit(std::int64_t batch, Apply apply);
+  // Whether gradients are complete whose update has not been submitted.
+  bool is_due() const { return gradients_ready_.has_value(); }
   // The version that was being made, if any, can be read. Throws ChannelAborted when stopped.
   void finish();
 
