@@ -62,7 +62,7 @@ class FusedStep:
 
     def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
-        self.stage = _C.Stage(weights, names, 2, "", None, 0)
+        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0)
         buffers = [self.stage.slot_buffers(slot)[0] for slot in range(3)]
         self.newest, self.gradient, self.other = buffers
         start, slices = self.newest.data_ptr(), []

@@ -100,6 +100,7 @@ class Stage:
         names: Sequence[str],
         num_versions: int,
         replica_group: str,
+        bucket_bytes: int,
         copy_sum: CopySum | None,
         copy: int,
     ) -> None: ...
@@ -140,6 +141,7 @@ class GradientNorm:
         norm_type: float,
         is_double: bool,
         group: str,
+        shared: SharedBoard | None,
     ) -> None: ...
     def expect(self, batch: int) -> NormSlot: ...
     def done(self, slot: NormSlot) -> bool: ...

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .control import make_board
 from .loss import LazyNumber
 
 if TYPE_CHECKING:
@@ -65,15 +66,17 @@ class Clipping:
 
     def _norm(self, pipe: PipelineModule) -> _C.GradientNorm:
         group = pipe._grid.group_of_replica()
+        num_parameters = len(_numbers(pipe))
         dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
         return _C.GradientNorm(
             fault=pipe._fault,
-            num_parameters=len(_numbers(pipe)),
+            num_parameters=num_parameters,
             num_stages=len(pipe._stages.of_first_pipeline()),
             num_readers=len(list(pipe._stages)),
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
+            shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
         )
 
 

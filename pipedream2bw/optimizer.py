@@ -88,7 +88,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         group_of: dict[int, tuple[str | None, int]] = {}
         for number, (kind, group) in enumerate(self._kinds_and_groups()):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
-        for state in self._states:
+        # In one order on all ranks: a stage may wait there for its copies.
+        for state in sorted(self._states, key=lambda state: state.index_in_model):
             state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
             state.show_newest()
             places = [group_of[id(original)] for original in state.originals]

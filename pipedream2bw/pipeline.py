@@ -28,6 +28,7 @@ from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
+    bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
@@ -113,6 +114,9 @@ class PipelineModule(nn.Module):
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
+        bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
+            up at once, beginning while the batch's last microbatch still gives others (arXiv
+            2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -138,6 +142,7 @@ class PipelineModule(nn.Module):
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -153,6 +158,7 @@ class PipelineModule(nn.Module):
                 loss_reduction,
                 timeout,
                 replicated,
+                bucket_cap_mb,
             )
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
@@ -193,6 +199,7 @@ class PipelineModule(nn.Module):
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "compile": str(compile),
+            "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "timeout": timeout,
             "torch version": torch.__version__,
@@ -247,6 +254,7 @@ class PipelineModule(nn.Module):
             self._compile,
             self._recompute,
             bool(blocks),
+            bucket_bytes(bucket_cap_mb),
             timeout,
         )
         self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)

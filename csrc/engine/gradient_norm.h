@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/fault.h"
+#include "transport/shared_board.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -36,10 +37,11 @@ struct ParameterNorms {
 class GradientNorm {
  public:
   // `num_stages`: of this process that give norms; `num_readers`: that wait for the total.
-  // `dtype`: of the gradients. Without a group all stages are in this process.
+  // `dtype`: of the gradients. Without a group all stages are in this process. `shared`: of the
+  // group's ranks, rows of 2 * num_parameters, for this object alone; null if they share no memory.
   GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                int num_readers, double norm_type, at::ScalarType dtype,
-               c10::intrusive_ptr<c10d::ProcessGroup> group);
+               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared);
 
   double norm_type() const { return norm_type_; }
 
@@ -55,7 +57,7 @@ class GradientNorm {
   at::Tensor wait(std::int64_t batch, const std::function<bool()>& is_stopped);  // [] of `dtype`
 
   // Lets go of the connections to the other processes.
-  void drop_connections() { group_.reset(); }
+  void drop_connections();
 
  private:
   struct Batch {
@@ -66,6 +68,8 @@ class GradientNorm {
     std::shared_ptr<NormSlot> slot;
   };
   Batch& batch(std::int64_t number);
+  // Adds up what the processes have.
+  void exchange(at::Tensor& norms, const std::function<bool()>& is_stopped);
   at::Tensor total_of(const at::Tensor& norms) const;
 
   const std::shared_ptr<Fault> fault_;
@@ -75,6 +79,7 @@ class GradientNorm {
   const double norm_type_;
   const at::ScalarType dtype_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<SharedBoard> shared_;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

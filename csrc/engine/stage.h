@@ -5,6 +5,7 @@
 #include "engine/flat_buffer.h"
 #include "engine/fused_optimizer.h"
 #include "engine/grad_accumulator.h"
+#include "engine/replica_sum.h"
 #include "engine/tied_sum.h"
 #include "engine/weight_store.h"
 
@@ -44,10 +45,11 @@ struct OptimizerGroups {
 class Stage {
  public:
   // Copies the values of `parameters` (trainable, one device). Gradients are summed once per batch:
-  // over the `replicas` group of the processes that hold the stage, or with the stage's copy in
-  // this process.
+  // over the `replicas` group of the processes that hold the stage, in buckets of so many bytes, or
+  // with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
-        c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies = {});
+        c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
+        CopySumEnd copies = {});
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -73,6 +75,8 @@ class Stage {
 
   // The first gradients of the batch are about to come.
   void begin_batch(std::int64_t batch);
+  // Those of any of its microbatches are, the first one's too.
+  void begin_microbatch(std::int64_t batch, bool is_last);
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
 
@@ -96,8 +100,9 @@ class Stage {
 
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
-  // Starts one sum per dtype over replicas and copies, none without any. The gradients are theirs
-  // from the time all works have completed and finish_reduction() has been called.
+  // The sums over replicas, which have begun, or over copies, which this begins; none without any.
+  // The gradients are theirs from the time all works have completed and finish_reduction() has been
+  // called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
   void finish_reduction();
   // Whether the host has to wait for the works, not the device: a thread adds them up.
@@ -137,6 +142,7 @@ class Stage {
   struct Update {
     int from = 0, to = 0;
     std::size_t gradients = 0;
+    ReplicaSum::UnderWay sum = {};
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
   // A fused optimizer's part of one dtype's parameters.
@@ -161,7 +167,7 @@ class Stage {
   std::vector<Stepped> stepped_;  // by parameter
   WeightStore versions_;
   Update update_;
-  c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
+  std::unique_ptr<ReplicaSum> replicas_;  // if there are any
   CopySumEnd copies_;
   struct Tie {
     std::shared_ptr<TiedSum> sum;

@@ -25,7 +25,7 @@ from tests.trajectory import (
     make_pipeline,
 )
 
-SGD = {"lr": 0.3, "momentum": 0.5}
+SGD = {"lr": 0.1, "momentum": 0.5}
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
