@@ -41,6 +41,12 @@ class Clipping:
             )
         if self.max_grad_norm is not None:
             pipe._schedule.check_global_updates()
+            if pipe._grid.num_shards > 1:
+                raise ValueError(
+                    f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "
+                    f"{pipe._grid.num_shards}, it must be 1: nothing tells which parameters are "
+                    "shards of one and which are equal on all; clip_grad_value works"
+                )
 
     def settings(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
@@ -89,10 +95,10 @@ def _numbers(pipe: PipelineModule) -> dict[str, int]:
 class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
-    def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
+    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
+        super().__init__(pipeline, batch)
         self._norm = norm
         self._slot = norm.expect(batch)
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
@@ -102,6 +108,6 @@ class GradNorm(LazyNumber):
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before.
+            RuntimeError: the pipeline failed before; names the first cause.
         """
-        return self._norm.wait(self._slot)
+        return self._wait(lambda: self._norm.wait(self._slot))

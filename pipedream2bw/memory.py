@@ -19,7 +19,8 @@ class StageMemory:
         weights: all versions of the trainable parameters: number of versions * elements * size.
             A parameter that several stages hold takes memory, and counts, on each of them.
         gradients: one buffer, float32 for half-precision parameters.
-        optimizer_state: of the fused optimizers; 0 before the first step.
+        optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
+            the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
         padding: what aligning every parameter to 64 bytes adds to the first three.
@@ -59,10 +60,11 @@ class StageMemory:
     def of(cls, state: StageState, executor: _C.Executor) -> StageMemory:
         """Reads a stage."""
         engine = state.engine.bytes()
+        kept = 0 if state.correction is None else state.correction.nbytes
         return cls(
             weights=engine["weights"],
             gradients=engine["gradients"],
-            optimizer_state=engine["optimizer_state"],
+            optimizer_state=engine["optimizer_state"] + kept,
             frozen_weights=state.frozen_bytes,
             buffers=sum(buffer.nbytes for buffer in state.buffers),
             padding=engine["padding"],

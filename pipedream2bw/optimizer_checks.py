@@ -11,10 +11,11 @@ from torch import nn
 from .clipping import Clipping
 from .control import Announcement, Operation
 from .pipeline import PipelineModule, open_pipelines
+from .staleness import Remedies
 
 
 def agreed_pipeline_of(
-    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping
+    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping, remedies: Remedies
 ) -> PipelineModule:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
     error: Exception | None = None
@@ -24,6 +25,7 @@ def agreed_pipeline_of(
         pipe = _pipeline_of(optimizers)
         _check_parameters(pipe, optimizers)
         clipping.check(pipe)
+        remedies.check(pipe, optimizers)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_pipelines() if pipe is None else [pipe]
@@ -39,7 +41,8 @@ def agreed_pipeline_of(
     with pipe._failing_closes():
         pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        pipe._control.agree_on_objects(None, {"optimizer": kinds, **clipping.settings()})
+        settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}
+        pipe._control.agree_on_objects(None, settings)
     return pipe
 
 

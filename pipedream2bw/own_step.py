@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +45,14 @@ class StageStepper:
             for group, options in zip(part.optimizer.param_groups, groups, strict=True):
                 group.update(options)
 
-    def step(self, slot: int) -> None:
-        """One step of the weights in a slot; called by the stage's executor thread."""
+    def step(self, slot: int, divisor: float) -> None:
+        """One step of the weights in a slot; called by the thread of the stage's updates.
+
+        Args:
+            divisor: of the learning rates.
+        """
         for part in self._parts:
-            part.step(slot)
+            part.step(slot, divisor)
 
     def call(self, name: str) -> None:
         """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
@@ -67,20 +72,37 @@ class _PartStepper:
         self.positions = positions
         self.optimizer = _Restriction(stage, positions).of(optimizer)
 
-    def step(self, slot: int) -> None:
+    def step(self, slot: int, divisor: float) -> None:
         if not self.positions:
             return
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self.positions]
+        outside = [handle.grad for handle in handles]
         for i, handle in zip(self.positions, handles, strict=True):
             handle.data = engine.weight(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
-            type(self.optimizer).step(self.optimizer)
+            with _divided_lr(self.optimizer.param_groups, divisor):
+                type(self.optimizer).step(self.optimizer)
         finally:
-            for handle in handles:
-                handle.grad = None
+            for handle, gradient in zip(handles, outside, strict=True):
+                handle.grad = gradient
+
+
+@contextlib.contextmanager
+def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
+    if divisor == 1:
+        yield
+        return
+    given = [group["lr"] for group in groups]
+    divided = [lr / divisor for lr in given]
+    for group, lr in zip(groups, divided, strict=True):
+        group["lr"] = lr
+    yield
+    for group, before, during in zip(groups, given, divided, strict=True):
+        if group["lr"] is during:  # else the optimizer has set it
+            group["lr"] = before
 
 
 class _Restriction:

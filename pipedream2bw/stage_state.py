@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,23 +15,11 @@ from torch import nn
 from . import _C
 from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
+from .gradient_guards import ArrivalGuard, EngineGradient
 from .stage import StageProgram
 
-
-class _Guard:
-    """Raises when a gradient reaches a model's own Parameter, which no stage computes with."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        parameter.grad = None
-        raise RuntimeError(
-            f"parameter {self._name}: a gradient reached the model's own Parameter, not the "
-            "pipeline's copy, and would be lost. Something refers to it in another way than as an "
-            "attribute of its module: a closure, an object or nested container that holds it, or a "
-            "loss_fn that uses the model's parameters"
-        )
+if TYPE_CHECKING:
+    from .staleness import StepCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +81,7 @@ class StageState:
         # The user's Parameters of these names, which an optimizer knows.
         self.originals = [model.get_parameter(name) for name in self.trainable]
         self._guards = [
-            handle.register_post_accumulate_grad_hook(_Guard(name))  # type: ignore[no-untyped-call]
+            handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
         ]
         self.buffer_names = program.buffers
@@ -116,6 +104,7 @@ class StageState:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
+        self.correction: StepCorrection | None = None  # of the optimizer's steps
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 
@@ -203,8 +192,10 @@ class StageState:
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained."""
         slot = self.engine.newest_slot
-        for i, handle in enumerate(self.handles):
+        for i, (name, handle) in enumerate(self.trainable.items()):
             handle.data = self.engine.weight(slot, i)
+            if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
+                handle.grad = EngineGradient(name, handle)
 
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
@@ -220,6 +211,8 @@ class StageState:
         """Lets the handles have gradients again, as their owner is no pipeline any more."""
         for guard in self._guards:
             guard.remove()
+        for handle in self.handles:
+            handle.grad = None
 
     def give_back(self) -> None:
         """Gives the handles memory of their own, with the newest weights."""
@@ -257,7 +250,7 @@ class StageState:
 
 
 class OtherStages:
-    """The parameters of stages that other processes run: their memory is given back.
+    """The parameters of stages that other processes run: their memory, if any, is given back.
 
     Shapes stay, as the model may be captured again in its other mode.
     """
@@ -266,6 +259,8 @@ class OtherStages:
         kept_storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self._released: list[tuple[torch.UntypedStorage, int]] = []
         for parameter in root.parameters():
+            if parameter.is_meta:
+                continue
             storage = parameter.untyped_storage()
             alone = storage.nbytes() == parameter.numel() * parameter.element_size()
             if alone and storage.nbytes() and storage.data_ptr() not in kept_storages:

@@ -13,10 +13,11 @@ StageUpdates::StageUpdates(Stage& stage, UpdateSurroundings surroundings)
       around_(std::move(surroundings)),
       background_(std::make_unique<Background>(around_.begin_thread)) {}
 
-void StageUpdates::reach(std::int64_t batch) {
-  const auto submitted = submitted_.find(batch);
+void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
+  const Complete gradients{run, batch};
+  const auto submitted = submitted_.find(run);
   if (submitted == submitted_.end()) {
-    gradients_ready_ = batch;
+    complete_ = gradients;
     return;
   }
   Apply apply = std::move(submitted->second);
@@ -25,27 +26,26 @@ void StageUpdates::reach(std::int64_t batch) {
   stage_.begin_update(batch);
   // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
   if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
-    run(batch, apply);
+    this->apply(gradients, apply);
     stage_.publish();
     return;
   }
   is_under_way_ = true;
-  background_->start([this, batch, apply = std::move(apply)] {
+  background_->start([this, gradients, apply = std::move(apply)] {
     try {
-      run(batch, apply);
+      this->apply(gradients, apply);
     } catch (const ChannelAborted&) {
       // Somebody else's failure, or the end.
     } catch (...) {
-      around_.failed(batch);
+      around_.failed(gradients.run);
     }
   });
 }
 
-void StageUpdates::submit(std::int64_t batch, Apply apply) {
-  submitted_.emplace(batch, std::move(apply));
-  if (gradients_ready_ == batch) {
-    gradients_ready_.reset();
-    reach(batch);
+void StageUpdates::submit(std::int64_t run, Apply apply) {
+  submitted_.emplace(run, std::move(apply));
+  if (complete_ && complete_->run == run) {
+    reach(run, std::exchange(complete_, std::nullopt)->batch);
   }
 }
 
@@ -65,8 +65,8 @@ void StageUpdates::finish() {
   stage_.publish();
 }
 
-void StageUpdates::run(std::int64_t batch, const Apply& apply) {
-  around_.record(batch, [&] {
+void StageUpdates::apply(const Complete& gradients, const Apply& apply) {
+  around_.record(gradients.run, gradients.batch + 1, [&] {
     for (const auto& work : stage_.start_reduction()) {
       if (stage_.reduces_on_host()) {
         wait_for_work(*work, around_.is_stopped);
@@ -75,9 +75,9 @@ void StageUpdates::run(std::int64_t batch, const Apply& apply) {
       }
     }
     stage_.finish_reduction();
-    stage_.sum_ties(batch, around_.is_stopped);
+    stage_.sum_ties(gradients.batch, around_.is_stopped);
     if (clipping_) {
-      clipping_->apply(stage_, batch, around_.is_stopped);
+      clipping_->apply(stage_, gradients.run, around_.is_stopped);
     }
     apply(stage_);
   });
