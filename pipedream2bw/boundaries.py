@@ -24,7 +24,7 @@ def choose_boundaries(
 
     Raises:
         ValueError: more stages than layers, an unknown name or a wrong number of names in
-            ``split``, or a parameter that would be used on two stages.
+            ``split``, or a buffer or value that is written and would be used on two stages.
     """
     num_layers = len(captured.layers)
     if num_stages > num_layers:
@@ -84,46 +84,57 @@ def capture_like(
 def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int]:
     """Boundaries of another mode's capture that leave every parameter and buffer where it is.
 
-    A stage may get no layer at all (one whose layers do nothing in this mode).
+    A parameter may be on several stages. A stage may get no layer at all (one whose layers do
+    nothing in this mode).
 
     Raises:
         ValueError: no cut does that; names what stands in the way.
     """
-    stage_of = {
-        name: program.index
-        for program in programs
-        for name in (*program.parameters, *program.unused_parameters, *program.buffers)
-    }
-    num_layers = len(captured.layers)
-    fixed: list[tuple[int, int]] = []  # layer, its stage
-    for layer, names in enumerate(_state_names(captured)):
-        fixed.extend((layer, stage_of[name]) for name in names if name in stage_of)
+    stages_of: dict[str, set[int]] = {}
+    for program in programs:
+        for name in (*program.parameters, *program.unused_parameters, *program.buffers):
+            stages_of.setdefault(name, set()).add(program.index)
+    everywhere = set(range(len(programs)))
+    allowed = [  # by layer: the stages that hold all that it uses
+        everywhere.intersection(*(stages_of[name] for name in names if name in stages_of))
+        for names in _state_names(captured)
+    ]
     held = _held_together(captured)
+    fits = _what_fits(allowed, held, len(programs))
     begins = {program.index: program.first_layer_name for program in programs}
     boundaries = [0]
     for stage in range(1, len(programs)):
-        earliest, latest = boundaries[-1], num_layers
-        for layer, home in fixed:
-            if home < stage:
-                earliest = max(earliest, layer + 1)
-            else:
-                latest = min(latest, layer)
-        legal = [cut for cut in range(earliest, latest + 1) if held.allows(cut)]
+        legal = []
+        for cut in range(boundaries[-1], len(allowed) + 1):
+            if held.allows(cut) and fits[stage][cut]:
+                legal.append(cut)
+            if cut < len(allowed) and stage - 1 not in allowed[cut]:
+                break
         if not legal:
             raise ValueError(
                 f"stage {stage} cannot begin anywhere in the other mode's capture: its parameters "
-                f"and those of the stages before are not used one after another "
-                f"(first layer {latest}, last layer of the earlier stages {earliest - 1})"
+                f"and those of the stages before are not used one after another"
             )
         boundaries.append(_closest(captured, legal, begins[stage]))
     return boundaries
+
+
+def _what_fits(allowed: Sequence[set[int]], held: _Ties, num_stages: int) -> list[list[bool]]:
+    """By stage and layer: whether that stage and later ones can have the layers from there on."""
+    fits = [[False] * len(allowed) + [True] for _ in range(num_stages + 1)]
+    for layer in reversed(range(len(allowed))):
+        for stage in reversed(range(num_stages)):
+            fits[stage][layer] = (stage in allowed[layer] and fits[stage][layer + 1]) or (
+                held.allows(layer) and fits[stage + 1][layer]
+            )
+    return fits
 
 
 def check_uses(captured: Captured, boundaries: Sequence[int]) -> None:
     """Refuses boundaries that separate what has to stay on one stage.
 
     Raises:
-        ValueError: names the parameter (or buffer, or value written in place) and both stages.
+        ValueError: names the buffer (or value written in place) and both stages.
     """
     for tie in _held_together(captured).ties:
         first = _stage_at(boundaries, tie.first)
@@ -160,20 +171,17 @@ class _Ties:
 
 
 def _held_together(captured: Captured) -> _Ties:
-    ties: list[_Tie] = []
-    for kind, names_of_layers in (
-        ("parameter", captured.layer_parameters),
-        ("buffer", captured.layer_buffers),
-    ):
-        users: dict[str, list[int]] = {}
-        for layer, names in enumerate(names_of_layers):
-            for name in names:
+    # Parameters may be on several stages, and so may buffers that are only read.
+    users: dict[str, list[int]] = {}
+    for layer, names in enumerate(captured.layer_buffers):
+        for name in names:
+            if name in captured.costs.written_buffers:
                 users.setdefault(name, []).append(layer)
-        for name, layers in users.items():
-            if kind == "buffer" and name not in captured.costs.written_buffers:
-                continue  # read-only state may be on several stages
-            if layers[0] != layers[-1]:
-                ties.append(_Tie(layers[0], layers[-1], f"{kind} {name!r}"))
+    ties = [
+        _Tie(layers[0], layers[-1], f"buffer {name!r}")
+        for name, layers in users.items()
+        if layers[0] != layers[-1]
+    ]
     ties.extend(
         _Tie(first, last, f"value {name!r}, which is written in place,")
         for first, last, name in captured.costs.written_values

@@ -61,7 +61,10 @@ class Clipping:
                 stage=stage.index,
                 norm=norm,
                 max_norm=math.inf if self.max_grad_norm is None else self.max_grad_norm,
-                parameters=[number_of[name] for name in stage.state.trainable],
+                parameters=[
+                    number_of[name] if stage.state.counts(name) else -1
+                    for name in stage.state.trainable
+                ],
                 gives_norms=pipe._grid.pipeline(stage.index) == 0,
                 max_value=self.clip_grad_value,
             )

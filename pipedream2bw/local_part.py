@@ -113,9 +113,11 @@ class LocalPart:
                 of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
                 frozen = stage.state.num_frozen_elements
                 versions = engine.num_versions if stage.state.trainable else 1
+                tied = stage.state.num_tied_elements
                 line += (
                     f"{of}, {stage.state.num_elements:,} parameters "
-                    f"{f'({frozen:,} frozen) ' if frozen else ''}on {stage.device}, "
+                    f"{f'({frozen:,} frozen) ' if frozen else ''}"
+                    f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {stage.device}, "
                     f"{versions} weight version{'s' if versions > 1 else ''} "
                     f"(newest W({engine.newest_version})), {memory.total:,} bytes"
                 )

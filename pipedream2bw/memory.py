@@ -17,6 +17,7 @@ class StageMemory:
 
     Attributes:
         weights: all versions of the trainable parameters: number of versions * elements * size.
+            A parameter that several stages hold takes memory, and counts, on each of them.
         gradients: one buffer, float32 for half-precision parameters.
         optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
             the first step.

@@ -29,8 +29,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
     optimizer, and any option that the fused pass lacks (capturable, differentiable, tensor learning
     rates that require grad), steps a copy of W(t).
 
-    An optimizer's own step is called for each stage apart, with the stage's parameters only: one
-    that combines values over all parameters (a norm of all gradients) combines a stage's.
+    An optimizer's own step is called for each stage apart, with the stage's parameters only, and
+    apart for those that several stages hold: one that combines values over all parameters (a norm
+    of all gradients) combines a stage's.
 
     Args:
         optimizers: over ``pipe.parameters()``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,35 @@ from .stage_state import StageState
 
 
 class StageStepper:
-    """Runs an optimizer's own step on its parameters of one stage."""
+    """Runs an optimizer's own step on its parameters of one stage.
+
+    Parameters that the same other stages hold are stepped apart from the stage's own: their copies
+    stay equal also where an optimizer combines values over the parameters that it is given.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
-        self._stage = stage
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        originals = enumerate(stage.originals)
-        self._positions = [i for i, original in originals if id(original) in given]
-        self._part = _Restriction(stage).of(optimizer)
+        positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
+        for i, name in enumerate(stage.trainable):
+            if id(stage.originals[i]) in given:
+                positions.setdefault(stage.stages_of(name), []).append(i)
+        self._parts = [_PartStepper(optimizer, stage, those) for those in positions.values()]
 
     def options(self) -> list[dict[str, Any]]:
         """Its groups' options, which it may have changed itself."""
-        return options_of(self._part.param_groups)
+        part = next((part for part in self._parts if part.positions), self._parts[0])
+        return options_of(part.optimizer.param_groups)
 
     @property
     def is_empty(self) -> bool:
         """Whether it has no parameter here."""
-        return not self._positions
+        return not any(part.positions for part in self._parts)
 
     def change(self, groups: list[dict[str, Any]]) -> None:
         """Sets what the user changed in each group."""
-        for group, options in zip(self._part.param_groups, groups, strict=True):
-            group.update(options)
+        for part in self._parts:
+            for group, options in zip(part.optimizer.param_groups, groups, strict=True):
+                group.update(options)
 
     def step(self, slot: int, divisor: float) -> None:
         """One step of the weights in a slot; called by the thread of the stage's updates.
@@ -44,27 +51,43 @@ class StageStepper:
         Args:
             divisor: of the learning rates.
         """
-        if self.is_empty:
+        for part in self._parts:
+            part.step(slot, divisor)
+
+    def call(self, name: str) -> None:
+        """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
+        for part in self._parts:
+            method = getattr(type(part.optimizer), name, None)
+            if method is not None:
+                method(part.optimizer)
+
+
+class _PartStepper:
+    """Steps the parameters at ``positions`` of the stage."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, stage: StageState, positions: list[int]
+    ) -> None:
+        self._stage = stage
+        self.positions = positions
+        self.optimizer = _Restriction(stage, positions).of(optimizer)
+
+    def step(self, slot: int, divisor: float) -> None:
+        if not self.positions:
             return
         engine = self._stage.engine
-        handles = [self._stage.handles[i] for i in self._positions]
+        handles = [self._stage.handles[i] for i in self.positions]
         outside = [handle.grad for handle in handles]
-        for i, handle in zip(self._positions, handles, strict=True):
+        for i, handle in zip(self.positions, handles, strict=True):
             handle.data = engine.weight(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
-            with _divided_lr(self._part.param_groups, divisor):
-                type(self._part).step(self._part)
+            with _divided_lr(self.optimizer.param_groups, divisor):
+                type(self.optimizer).step(self.optimizer)
         finally:
             for handle, gradient in zip(handles, outside, strict=True):
                 handle.grad = gradient
-
-    def call(self, name: str) -> None:
-        """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
-        method = getattr(type(self._part), name, None)
-        if method is not None:
-            method(self._part)
 
 
 @contextlib.contextmanager
@@ -83,11 +106,11 @@ def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
 
 
 class _Restriction:
-    """The same optimizer with one stage's parameters only; state is shared by parameter."""
+    """The same optimizer with some of a stage's parameters only; state is shared by parameter."""
 
-    def __init__(self, stage: StageState) -> None:
-        self._stage = stage
-        self._handle_of = dict(zip(map(id, stage.originals), stage.handles, strict=True))
+    def __init__(self, stage: StageState, positions: Sequence[int]) -> None:
+        self._pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
+        self._handle_of = {id(original): handle for original, handle in self._pairs}
         self._groups: dict[int, dict[str, Any]] = {}  # by the original's id
 
     def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -99,7 +122,8 @@ class _Restriction:
                 part.__dict__[name] = self.of(value)
         if "param_groups" in vars(optimizer):
             part.param_groups = [self._group(group) for group in optimizer.param_groups]
-        if "state" in vars(optimizer) and not self._stage.is_shown:
+        is_shown = all(original is handle for original, handle in self._pairs)
+        if "state" in vars(optimizer) and not is_shown:
             part.state = self._own_state(optimizer)
         return part
 
@@ -112,9 +136,9 @@ class _Restriction:
         return self._groups[id(group)]
 
     def _own_state(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The state of a stage's copy, which has to stay apart from the stage's."""
+        """The state of a copy, which has to stay apart from the first one's."""
         state: collections.defaultdict[nn.Parameter, Any] = collections.defaultdict(dict)
-        for original, handle in zip(self._stage.originals, self._stage.handles, strict=True):
+        for original, handle in self._pairs:
             if original in optimizer.state:
                 state[handle] = copy.deepcopy(optimizer.state[original])
         return state

@@ -43,6 +43,7 @@ from .settings import (
     what_to_recompute,
 )
 from .stages import LocalStage, LocalStages
+from .tied import check_ties, find_ties
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
@@ -273,7 +274,8 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            self._modes.capture(root.training)
+            mode = self._modes.capture(root.training)
+            check_ties(self._schedule, find_ties(mode.programs), root)
             without_values = materialize(root, self._modes.names_in(self.stages))
         except Exception as raised:
             error = raised
@@ -498,11 +500,12 @@ class PipelineModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; drained, the newest weights.
 
-        Each once in one process; with two pipelines two processes hold each, with the same bits. A
-        process that has none to train gives one more of no elements, ``_placeholder``, so that the
-        same script can build its optimizer there. A list that a process may find empty otherwise
-        (say, no matrices there) has to be given to the optimizer as a group,
-        ``[{"params": list}]``: torch takes an empty group, but no empty list.
+        Each once in one process. With two pipelines two processes hold each, and all processes that
+        run a tied one's stages hold that, with the same bits. A process that has none to train
+        gives one more of no elements, ``_placeholder``, so that the same script can build its
+        optimizer there. A list that a process may find empty otherwise (say, no matrices there) has
+        to be given to the optimizer as a group, ``[{"params": list}]``: torch takes an empty group,
+        but no empty list.
         """
         yield from self._part.named_parameters(prefix, recurse, remove_duplicate)
         if not self._part.has_trainable:

@@ -32,9 +32,10 @@ class StageProgram:
             model's output.
         sends: consumer stage -> names of the values it gets from here; a value with several
             consumers appears in each.
-        parameters: qualified names of the parameters this stage uses, frozen ones too.
+        parameters: qualified names of the parameters this stage uses, frozen ones too. Several
+            stages may use one.
         unused_parameters: parameters that the captured mode uses nowhere, kept by this stage so
-            that every parameter has exactly one place.
+            that every parameter has a place.
         buffers: the same for buffers, used and unused.
         layers: indices of the layers in ``Captured.layers``.
         home: the device on which the model was captured.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ class StagePart:
     bucket_bytes: int  # of gradients that they add up at once
     first: int  # the one of them that gives the others its initial weights
     copies: _C.CopySum | None  # shared with the stage's copy in this process
+    tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
 
 
 class StageState:
@@ -49,9 +50,12 @@ class StageState:
     Args:
         model: the user's.
         root: the model that the stage is of: the user's, or the second pipeline's own.
+        taken: parameters of which an earlier stage in this process has the root's as its handles.
     """
 
-    def __init__(self, model: nn.Module, root: nn.Module, part: StagePart) -> None:
+    def __init__(
+        self, model: nn.Module, root: nn.Module, part: StagePart, taken: frozenset[str]
+    ) -> None:
         program, device = part.program, part.device
         self.index = part.index
         self.index_in_model = program.index
@@ -60,14 +64,19 @@ class StageState:
         self._model = model
         self._root = root
         self._first = part.first
+        self._tied = part.tied
+        self._taken = taken
         used = (*program.parameters, *program.unused_parameters)
-        named = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
-        for parameter in named.values():
-            if not parameter.requires_grad:
+        self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
+        for name, parameter in self.in_root.items():
+            if not parameter.requires_grad and name not in taken:
                 parameter.data = parameter.data.to(device)
-        self._named = list(named.items())
-        self.trainable = {name: p for name, p in named.items() if p.requires_grad}
-        self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        own = {  # on one device in the same memory, if frozen
+            name: nn.Parameter(p.detach().to(device), p.requires_grad) if name in taken else p
+            for name, p in self.in_root.items()
+        }
+        self.trainable = {name: p for name, p in own.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in own.items() if not p.requires_grad}
         self.handles = list(self.trainable.values())
         # The user's Parameters of these names, which an optimizer knows.
         self.originals = [model.get_parameter(name) for name in self.trainable]
@@ -108,22 +117,34 @@ class StageState:
         """The model's own Parameters that this stage holds, frozen ones too."""
         return [*self.handles, *self.frozen.values()]
 
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The model's stages that hold the parameter."""
+        return self._tied.get(name, (self.index_in_model,))
+
+    def counts(self, name: str) -> bool:
+        """Whether the parameter counts here: a tied one does on the first stage that holds it."""
+        return self.stages_of(name)[0] == self.index_in_model
+
     @property
     def num_elements(self) -> int:
-        """Elements of all parameters, frozen ones too."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Elements of all parameters that count here, frozen ones too."""
+        return sum(p.numel() for name, p in self.in_root.items() if self.counts(name))
 
     @property
     def num_frozen_elements(self) -> int:
-        """Elements of the frozen parameters."""
-        return sum(parameter.numel() for parameter in self.frozen.values())
+        """Elements of the frozen ones of them."""
+        return sum(p.numel() for name, p in self.frozen.items() if self.counts(name))
+
+    @property
+    def num_tied_elements(self) -> int:
+        """Elements of the parameters that count on an earlier stage."""
+        return sum(p.numel() for name, p in self.in_root.items() if not self.counts(name))
 
     @property
     def frozen_bytes(self) -> int:
-        """Of its own: a second pipeline's stage shares what is on the model's device."""
-        others = set()
-        if not self.is_shown:
-            others = {self._model.get_parameter(name).data_ptr() for name in self.frozen}
+        """Of its own: what is on one device exists once in a process."""
+        shared = self._taken.intersection(self.frozen) if self.is_shown else self.frozen
+        others = {self._model.get_parameter(name).data_ptr() for name in shared}
         return sum(p.nbytes for p in self.frozen.values() if p.data_ptr() not in others)
 
     @property
@@ -157,6 +178,17 @@ class StageState:
         for clone in self.clones:
             copy_training_flags(self._model, clone)
 
+    def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
+        """What the stage computes with in place of each of the root's Parameters."""
+        own = {**self.frozen, **dict(zip(self.trainable, self.slot_parameters[slot], strict=True))}
+        return {parameter: own[name] for name, parameter in self.in_root.items()}
+
+    def newest(self, name: str) -> torch.Tensor:
+        """The newest version's weight of that name, or the frozen one. Drained."""
+        if name in self.frozen:
+            return self.frozen[name].data
+        return self.engine.weight(self.engine.newest_slot, list(self.trainable).index(name))
+
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained."""
         slot = self.engine.newest_slot
@@ -167,7 +199,7 @@ class StageState:
 
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
-        for name, parameter in self._named:
+        for name, parameter in self.in_root.items():
             if parameter.requires_grad != (name in self.trainable):
                 raise ValueError(
                     f"parameter {name}: requires_grad is {parameter.requires_grad}, it was "
@@ -185,7 +217,8 @@ class StageState:
     def give_back(self) -> None:
         """Gives the handles memory of their own, with the newest weights."""
         for i, handle in enumerate(self.handles):
-            handle.data = self.engine.weight(self.engine.newest_slot, i).clone()
+            if handle is self.originals[i]:
+                handle.data = self.engine.weight(self.engine.newest_slot, i).clone()
 
     def storage_pointers(self) -> set[int]:
         """The storages of weights and buffers."""
@@ -251,11 +284,17 @@ class OtherStages:
 def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
     """Takes the model over: the states of the stages that this process runs."""
     states: list[StageState] = []
+    taken: dict[nn.Module, set[str]] = {}  # by root
     for pipeline in sorted({part.pipeline for part in parts}):
         mine = [part for part in parts if part.pipeline == pipeline]
         root = model if pipeline == 0 or mine[0].copies is None else _second_model(model)
-        of_pipeline = [StageState(model, root, part) for part in mine]
-        _make_clones(model, root, of_pipeline)
+        of_pipeline: list[StageState] = []
+        names = taken.setdefault(root, set())
+        for part in mine:
+            of_pipeline.append(StageState(model, root, part, frozenset(names)))
+            names.update(of_pipeline[-1].in_root)
+        for group in _without_common_parameters(of_pipeline):
+            _make_clones(model, root, group)
         states += of_pipeline
     take_over(states, {part.index: part.group for part in parts}.get)
     return states
@@ -281,15 +320,24 @@ def _second_model(model: nn.Module) -> nn.Module:
     return structural_clone(model, parameters, own_buffers=True)
 
 
+def _without_common_parameters(states: Sequence[StageState]) -> list[list[StageState]]:
+    """Groups of stages that one clone serves."""
+    groups: list[list[StageState]] = []
+    for state in states:
+        for group in groups:
+            if all(state.in_root.keys().isdisjoint(other.in_root) for other in group):
+                group.append(state)
+                break
+        else:
+            groups.append([state])
+    return groups
+
+
 def _make_clones(model: nn.Module, root: nn.Module, states: Sequence[StageState]) -> None:
     for slot in range(max(state.engine.num_slots for state in states)):
-        mapping = {
-            handle: parameter
-            for state in states
-            for handle, parameter in zip(
-                state.handles, state.slot_parameters[slot % state.engine.num_slots], strict=True
-            )
-        }
+        mapping: dict[nn.Parameter, nn.Parameter] = {}
+        for state in states:
+            mapping.update(state.in_slot(slot % state.engine.num_slots))
         clone = structural_clone(root, mapping)
         copy_training_flags(model, clone)
         for state in states:

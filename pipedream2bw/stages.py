@@ -22,6 +22,7 @@ from .modes import Mode
 from .module_hooks import LateHooks
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
+from .tied import Ties, find_ties
 from .wiring import Channels, RankGrid
 
 
@@ -86,6 +87,8 @@ class LocalStages:
         )
         has_copies = schedule.num_pipelines > 1 and not grid.in_processes
         sums = [_C.CopySum() if has_copies else None for _ in range(d)]
+        ties = find_ties(mode.programs)
+        tied = {name: tie.stages for tie in ties for name in tie.names}
         states = share_out(
             root,
             [
@@ -99,10 +102,12 @@ class LocalStages:
                     bucket_bytes=bucket_bytes,
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
+                    tied=tied,
                 )
                 for stage in grid.stages
             ],
         )
+        self._ties = Ties(ties, grid, states)
         kept = [*root.buffers(), *(tensor for state in states for tensor in state.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
@@ -224,7 +229,8 @@ class LocalStages:
         return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
 
     def restart_delay(self) -> None:
-        """After weights were loaded: both copies of a stage get them, older versions are gone."""
+        """After weights were loaded: all copies get them, older versions are gone."""
+        self._ties.take_over()
         if self._grid.num_pipelines > 1:
             take_over([stage.state for stage in self._stages], self._grid.replica_group)
         else:  # replicas may have loaded what is their own

@@ -70,6 +70,7 @@ class RankGrid:
         self._timeout = datetime.timedelta(seconds=timeout)
         self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
         self._own_replica: list[dist.ProcessGroup] = []  # none, or one
+        self._groups_of_stages: dict[tuple[int, ...], dist.ProcessGroup] = {}
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.in_processes = world > 1
         if not self.in_processes:
@@ -157,11 +158,31 @@ class RankGrid:
                         self._own_replica.append(made)
         return self._own_replica[0] if self._own_replica else None
 
+    def make_group(self, stages: tuple[int, ...]) -> None:
+        """Joins the processes of each replica that run these stages. Every process calls it."""
+        for shard, replica in itertools.product(range(self.num_shards), range(self.width)):
+            processes = {self.process_of(stage, replica, shard) for stage in stages}
+            if len(processes) > 1:
+                made = dist.new_group(sorted(processes), timeout=self._timeout)
+                if isinstance(made, dist.ProcessGroup):
+                    self._groups_of_stages[stages] = made
+
+    def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """What :meth:`make_group` made: this process's, if it runs one and others the others."""
+        return self._groups_of_stages.get(stages)
+
     def close(self) -> None:
         """Drops the groups."""
-        _destroy([*self._replica_groups.values(), *self._own_replica])
+        _destroy(
+            [
+                *self._replica_groups.values(),
+                *self._own_replica,
+                *self._groups_of_stages.values(),
+            ]
+        )
         self._replica_groups.clear()
         self._own_replica.clear()
+        self._groups_of_stages.clear()
 
 
 class Channels:

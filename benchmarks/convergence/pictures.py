@@ -26,7 +26,7 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     for task in dict.fromkeys(result["task"] for result in report["results"]):
         mine = [result for result in report["results"] if result["task"] == task]
         settings = list(dict.fromkeys((r["optimizer"], r["learning_rate"]) for r in mine))
-        figure = Figure(figsize=(4 * len(settings), 7), layout="constrained", dpi=90)
+        figure = Figure(figsize=(4 * len(settings), 7), layout="constrained", dpi=80)
         axes = figure.subplots(2, len(settings), squeeze=False, sharex=True)
         for column, setting in enumerate(settings):
             runs: Runs = {}
@@ -41,6 +41,13 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
             below.set_xlabel("batch")
             if task == "digits":
                 above.set_yscale("log")
+            # Who diverges leaves the picture.
+            most = 1.1 * max(of_seed[0] for of_seeds in runs.values() for of_seed in of_seeds)
+            for each, shown in ((above, runs), (below, from_first(runs))):
+                if each.get_ylim()[1] > most:
+                    losses = [x for seeds in shown.values() for seed in seeds for x in seed]
+                    least = min(x for x in losses if not math.isnan(x))
+                    each.set_ylim(least - 0.05 * most if each is below else 0.9 * least, most)
         axes[0][0].set_ylabel(f"training loss of the {task}")
         axes[1][0].set_ylabel("difference from synchronous")
         handles, labels = axes[0][0].get_legend_handles_labels()

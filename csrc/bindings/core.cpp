@@ -71,6 +71,12 @@ void bind_core(py::module_& module) {
       .def_property_readonly("total_microbatches", &Schedule::total_microbatches)
       .def("validate", [](const Schedule& self) { validate(self); })
       .def("check_global_updates", [](const Schedule& self) { check_global_updates(self); })
+      .def(
+          "check_joint_updates",
+          [](const Schedule& self, const std::vector<JointUpdate>& joint, const std::string& why) {
+            check_joint_updates(self, joint, why);
+          },
+          py::arg("joint"), py::arg("why"))
       .def("max_in_flight",
            [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
       .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })

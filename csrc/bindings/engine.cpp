@@ -170,6 +170,11 @@ void bind_optimizer(py::module_& module) {
 
 void bind_stage(py::module_& module) {
   py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
+  py::class_<TiedSum, std::shared_ptr<TiedSum>>(module, "TiedSum")
+      .def(py::init([](std::vector<int> processes, const std::string& group) {
+             return std::make_shared<TiedSum>(std::move(processes), resolve_group(group));
+           }),
+           py::arg("processes"), py::arg("group"));
   py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
@@ -185,6 +190,7 @@ void bind_stage(py::module_& module) {
       .def("gradient", &Stage::gradient, py::arg("parameter"))
       .def("has_gradient", &Stage::has_gradient, py::arg("parameter"))
       .def("slot_buffers", &Stage::slot_buffers, py::arg("slot"))
+      .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
       .def_property_readonly("newest_version",
                              [](const Stage& self) { return self.versions().newest(); })

@@ -7,6 +7,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
+#include <set>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace pd2 {
@@ -17,25 +21,31 @@ using enum ActionKind;
 // Which actions have been done, whenever that was: only the order matters.
 class Progress {
  public:
-  Progress(const Schedule& schedule, int num_batches)
+  Progress(const Schedule& schedule, const std::vector<JointUpdate>& joint, int num_batches)
       : schedule_(schedule),
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
         forwards_(schedule.num_stages * num_microbatches_),
         backwards_(forwards_.size()),
-        updates_(num_batches, 0) {}
+        updates_(schedule.num_stages, 0),
+        waits_for_(schedule.num_stages) {
+    for (const JointUpdate& stages : joint) {
+      for (const int stage : stages) {
+        waits_for_[stage].insert(stages.begin(), stages.end());
+      }
+    }
+  }
 
   bool can_run(const Step& step) const {
+    const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
     if (step.kind == kForward) {
-      const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
-      const int version = batch - schedule_.delay[step.stage];
-      const bool has_weights = version <= 0 || updates_[version - 1] == schedule_.num_stages;
-      return has_weights &&
+      return has_weights(step.stage, batch - schedule_.delay[step.stage]) &&
              (schedule_.is_first(step.stage) || forwards_[index(step.stage - 1, step.microbatch)]);
     }
     if (step.kind == kBackward || step.kind == kInputGrad) {
       return schedule_.is_last(step.stage) || backwards_[index(step.stage + 1, step.microbatch)];
     }
-    return true;
+    // One update of a stage after the other.
+    return step.kind != kUpdate || has_weights(step.stage, batch);
   }
 
   void run(const Step& step) {
@@ -44,11 +54,15 @@ class Progress {
     } else if (step.kind == kBackward || step.kind == kInputGrad) {
       backwards_[index(step.stage, step.microbatch)] = true;
     } else if (step.kind == kUpdate) {
-      ++updates_[batch_of(step.microbatch, schedule_.num_microbatches)];
+      ++updates_[step.stage];
     }
   }
 
  private:
+  bool has_weights(int stage, int version) const {
+    return std::ranges::all_of(waits_for_[stage],
+                               [&](int other) { return updates_[other] >= version; });
+  }
   std::size_t index(int stage, std::int64_t microbatch) const {
     return stage * num_microbatches_ + microbatch;
   }
@@ -56,14 +70,16 @@ class Progress {
   const Schedule& schedule_;
   const std::int64_t num_microbatches_;
   std::vector<bool> forwards_, backwards_;  // by stage and microbatch
-  std::vector<int> updates_;                // stages that have come to it, by batch
+  std::vector<int> updates_;                // by stage: to how many it has come
+  std::vector<std::set<int>> waits_for_;    // by stage
 };
 
 }  // namespace
 
-void check_global_updates(const Schedule& schedule) {
+void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate>& joint,
+                         std::string_view why) {
   const int num_batches = most_batches_behind(schedule) + 4;
-  Progress progress(schedule, num_batches);
+  Progress progress(schedule, joint, num_batches);
   std::vector<std::vector<Step>> steps;
   for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
     steps.push_back(unroll(schedule, rank, 0, num_batches));
@@ -88,10 +104,17 @@ void check_global_updates(const Schedule& schedule) {
                                 describe(schedule, steps[rank][next[rank]]));
     }
   }
-  PD2_CHECK(stuck.empty(), "schedule ", schedule.name,
-            ": clipping by norm needs every stage's gradients of batch t before any stage reads ",
-            "version t + 1: expected every rank to finish, found ", stuck.size(), " of ",
-            steps.size(), " waiting:", waiting, "\n", grid(schedule, stuck));
+  PD2_CHECK(stuck.empty(), "schedule ", schedule.name, ": ", why,
+            ": expected every rank to finish, found ", stuck.size(), " of ", steps.size(),
+            " waiting:", waiting, "\n", grid(schedule, stuck));
+}
+
+void check_global_updates(const Schedule& schedule) {
+  JointUpdate all(schedule.num_stages);
+  std::iota(all.begin(), all.end(), 0);
+  check_joint_updates(schedule, {all},
+                      "clipping by norm needs every stage's gradients of batch t before any stage "
+                      "reads version t + 1");
 }
 
 }  // namespace pd2

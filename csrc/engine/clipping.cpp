@@ -15,7 +15,7 @@ ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& par
   ParameterNorms found;
   std::vector<at::Tensor> norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (stage.has_gradient(i)) {
+    if (parameters[i] >= 0 && stage.has_gradient(i)) {
       found.parameters.push_back(parameters[i]);
       norms.push_back(at::linalg_vector_norm(stage.gradient(i), norm_type));
     }

@@ -18,8 +18,9 @@ class Stage;
 struct Clipping {
   std::shared_ptr<GradientNorm> norm;  // null: gradients are clipped by value
   double max_norm = std::numeric_limits<double>::infinity();
-  std::vector<std::int64_t> parameters;  // their numbers in the model
-  bool gives_norms = true;               // not if a copy of the stage does
+  // Their numbers in the model, -1: another stage holds it too and gives its norm.
+  std::vector<std::int64_t> parameters;
+  bool gives_norms = true;  // not if a copy of the stage does
   std::optional<double> max_value;
 
   void apply(Stage& stage, std::int64_t batch, const std::function<bool()>& is_stopped) const;

@@ -100,8 +100,9 @@ Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
   return submit([this, &worker = worker(stage), run, apply = std::move(apply)] {
     doing_ = {worker.stage(), ActionKind::kUpdate, run, options_.num_microbatches - 1, false};
     worker.updates().submit(run, apply);
-    if (runs_.empty()) {  // drained: the weights may be read
-      worker.updates().finish();
+    const auto is_due = [](const auto& each) { return each->updates().is_due(); };
+    if (runs_.empty() && std::ranges::none_of(workers_, is_due)) {  // drained: weights may be read
+      finish_updates();  // when all have begun, as some may wait for others of this rank
     }
   });
 }
@@ -296,10 +297,14 @@ void Executor::drain() {
   }
   run_actions(options_.actions.epilogue, runs_.rbegin()->first);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
+  finish_updates();
+  runs_.clear();
+}
+
+void Executor::finish_updates() {
   for (const auto& worker : workers_) {
     worker->updates().finish();
   }
-  runs_.clear();
 }
 
 void Executor::evaluate(const Run& run) {

@@ -100,6 +100,7 @@ class Executor {
   void begin_run(const Run& run);
   void run_actions(const std::vector<Action>& actions, std::int64_t last);
   void drain();
+  void finish_updates();
   void evaluate(const Run& run);
   // Without the stages of the other pipeline.
   std::vector<StageWorker*> evaluating() const;

@@ -44,7 +44,7 @@ at::Tensor FlatLayout::allocate(at::ScalarType dtype, std::int64_t extra) const 
 
 at::Tensor FlatLayout::view(const at::Tensor& flat, std::size_t parameter) const {
   const ParameterView& view = views_.at(parameter);
-  return flat.as_strided(view.sizes, view.strides, view.offset);
+  return flat.as_strided(view.sizes, view.strides, flat.storage_offset() + view.offset);
 }
 
 }  // namespace pd2

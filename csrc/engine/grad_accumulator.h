@@ -70,6 +70,10 @@ class GradAccumulator {
   const std::vector<bool>& has_gradient(std::size_t buffer) const {
     return buffers_[buffer].has_gradient;
   }
+  // The sum with other stages' gradients has one if any of them has.
+  void set_has_gradient(std::size_t buffer, std::size_t parameter, bool has_gradient) {
+    buffers_[buffer].has_gradient[parameter] = has_gradient;
+  }
   // Before and after the sum over replicas and copies: a parameter that got no gradient here counts
   // as zero if another one's got one.
   void fill_missing(std::size_t buffer);

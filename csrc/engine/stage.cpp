@@ -90,7 +90,7 @@ void Stage::arrange(bool reads_first, bool waits) {
     versions_ = WeightStore(num_slots, newest);
   }
   const bool had_two_gradients =
-      std::exchange(has_two_gradients_, waits && has_slack() && !rotates);
+      std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates);
   const int to = versions_.slot(newest);
   for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
     GradAccumulator& accumulator = *gradients_[buffer];
@@ -177,6 +177,36 @@ void Stage::finish_reduction() {
   }
 }
 
+void Stage::tie(std::shared_ptr<TiedSum> sum, std::size_t copy,
+                std::vector<std::size_t> parameters) {
+  ties_.push_back({std::move(sum), copy, std::move(parameters)});
+}
+
+void Stage::sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped) {
+  for (const Tie& tie : ties_) {
+    std::vector<TiedGradient> gradients;
+    for (const std::size_t parameter : tie.parameters) {
+      gradients.push_back({gradient(parameter), has_gradient(parameter)});
+    }
+    tie.sum->add(batch, tie.copy, gradients, is_stopped);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const Place& place = places_[tie.parameters[i]];
+      gradients_[place.buffer]->set_has_gradient(update_.gradients, place.index,
+                                                 gradients[i].exists);
+    }
+  }
+}
+
+void Stage::drop_connections() {
+  if (replicas_) {
+    replicas_->drop_connections();
+  }
+  copies_.sum.reset();
+  for (const Tie& tie : ties_) {
+    tie.sum->drop_connections();
+  }
+}
+
 void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
   optimizers_.clear();
   stepped_.assign(places_.size(), {});
@@ -251,7 +281,8 @@ at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) 
   }
   const Place& place = places_.at(parameter);
   const ParameterView& view = layouts_[place.buffer]->views()[place.index];
-  return flat.as_strided(view.sizes, view.strides, stepped.by->state_offset(stepped.index));
+  return flat.as_strided(view.sizes, view.strides,
+                         flat.storage_offset() + stepped.by->state_offset(stepped.index));
 }
 
 std::int64_t Stage::step_count(std::size_t parameter) const {

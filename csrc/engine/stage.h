@@ -6,11 +6,13 @@
 #include "engine/fused_optimizer.h"
 #include "engine/grad_accumulator.h"
 #include "engine/replica_sum.h"
+#include "engine/tied_sum.h"
 #include "engine/weight_store.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -66,6 +68,11 @@ class Stage {
   WeightStore& versions() { return versions_; }
   const WeightStore& versions() const { return versions_; }
 
+  // Other stages hold these parameters, too: with the stage's gradients theirs are added up. `copy`
+  // is the stage's number among those of `sum`. Before the first batch.
+  void tie(std::shared_ptr<TiedSum> sum, std::size_t copy, std::vector<std::size_t> parameters);
+  bool is_tied() const { return !ties_.empty(); }
+
   // The first gradients of the batch are about to come.
   void begin_batch(std::int64_t batch);
   // Those of any of its microbatches are, the first one's too.
@@ -83,7 +90,7 @@ class Stage {
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
-  // where the buffers cannot take turns.
+  // where the buffers cannot take turns. Those of a tied stage always do.
   void arrange(bool reads_first, bool waits);
 
   // The batch's gradients are complete: the version that it makes comes next.
@@ -100,13 +107,10 @@ class Stage {
   void finish_reduction();
   // Whether the host has to wait for the works, not the device: a thread adds them up.
   bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
-  // Lets go of the connections to the replicas, which ends their waiting for this one.
-  void drop_replicas() {
-    if (replicas_) {
-      replicas_->drop_connections();
-    }
-    copies_.sum.reset();
-  }
+  // After that, with the other stages that hold a parameter: waits for all of them.
+  void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
+  // Lets go of the connections to replicas and other stages, which ends their waiting for this one.
+  void drop_connections();
 
   // W(t+1) is begun in the slot which is returned: the fused optimizers' parameters are stepped,
   // the others copied, which whoever calls this steps.
@@ -165,6 +169,12 @@ class Stage {
   Update update_;
   std::unique_ptr<ReplicaSum> replicas_;  // if there are any
   CopySumEnd copies_;
+  struct Tie {
+    std::shared_ptr<TiedSum> sum;
+    std::size_t copy;
+    std::vector<std::size_t> parameters;
+  };
+  std::vector<Tie> ties_;
 };
 
 }  // namespace pd2

@@ -25,7 +25,7 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   finish();
   stage_.begin_update(batch);
   // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
-  if (!stage_.has_slack() && !clipping_) {
+  if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
     this->apply(gradients, apply);
     stage_.publish();
     return;
@@ -75,6 +75,7 @@ void StageUpdates::apply(const Complete& gradients, const Apply& apply) {
       }
     }
     stage_.finish_reduction();
+    stage_.sum_ties(gradients.batch, around_.is_stopped);
     if (clipping_) {
       clipping_->apply(stage_, gradients.run, around_.is_stopped);
     }

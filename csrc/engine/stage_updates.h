@@ -37,6 +37,8 @@ class StageUpdates {
   void reach(std::int64_t run, std::int64_t batch);
   // Of the batch whose last run it is. Begins the update now if the gradients are complete.
   void submit(std::int64_t run, Apply apply);
+  // Whether gradients are complete whose update has not been submitted.
+  bool is_due() const { return complete_.has_value(); }
   // The version that was being made, if any, can be read. Throws ChannelAborted when stopped.
   void finish();
 

@@ -69,7 +69,7 @@ void StageWorker::abort_channels() {
 
 void StageWorker::drop_connections() {
   wirings_.clear();
-  stage_->drop_replicas();
+  stage_->drop_connections();
   updates_->drop_connections();
 }
 

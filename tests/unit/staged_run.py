@@ -156,7 +156,7 @@ def check_split_equals_whole(
 
 
 def check_wiring(captured: Captured, programs: list[StageProgram]) -> None:
-    """What one stage sends is what the other receives; every parameter has one place."""
+    """What one stage sends is what the other receives; every parameter has a place."""
     for program in programs:
         for producer, names in program.receives.items():
             assert producer < program.index
@@ -166,8 +166,12 @@ def check_wiring(captured: Captured, programs: list[StageProgram]) -> None:
             assert set(names) <= set(program.outputs)
         taken = tuple(name for names in program.receives.values() for name in names)
         assert program.inputs == (captured.model_inputs if program.index == 0 else taken)
-    places = [name for p in programs for name in (*p.parameters, *p.unused_parameters)]
-    assert sorted(places) == sorted(captured.parameter_names)
+    for program in programs:
+        used = {name for layer in program.layers for name in captured.layer_parameters[layer]}
+        assert sorted(program.parameters) == sorted(used)
+    unused = [name for program in programs for name in program.unused_parameters]
+    used = {name for program in programs for name in program.parameters}
+    assert sorted([*used, *unused]) == sorted(captured.parameter_names)
     assert {name for p in programs for name in p.buffers} == set(captured.buffer_names)
 
 

@@ -51,6 +51,12 @@ def gpt2() -> nn.Module:
     )
 
 
+def tied_gpt2() -> nn.Module:
+    model = gpt2()
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
 def bert() -> nn.Module:
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(vocab_size=VOCABULARY, intermediate_size=32, **SMALL)
@@ -190,10 +196,9 @@ def test_both_lookups_of_t5s_shared_table_are_on_the_first_stage() -> None:
     assert any(name.startswith("decoder.block.0") for name in programs[1].parameters)
 
 
-def test_tied_embeddings_are_refused_by_name() -> None:
-    model = gpt2()
-    model.lm_head.weight = model.transformer.wte.weight
-    with pytest.raises(
-        ValueError, match=r"parameter 'transformer.wte.weight' is used in stages 0 and 1"
-    ):
-        cut(model, 2, kwargs=text(2), split=["transformer.h.1"])
+def test_tied_embeddings_are_on_the_first_and_on_the_last_stage() -> None:
+    _, programs = check_split_equals_whole(
+        tied_gpt2(), 3, kwargs=text(2), loss=lambda out: out.logits.square().mean(), exact=False
+    )
+    tied = ["transformer.wte.weight" in program.parameters for program in programs]
+    assert tied == [True, False, True]

@@ -231,6 +231,35 @@ def test_a_sequential_cut_inside_its_children_is_cut_so_in_the_other_mode() -> N
     assert boundaries == [program.layers.start for program in programs]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_tied_layers_stay_where_their_neighbours_are_in_the_other_mode(first: bool) -> None:
+    class Tied(nn.Module):
+        """A block of its own after every use of the common one, and noise in training."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.common = nn.Linear(16, 16)
+            self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+            self.head = nn.Linear(16, 16)
+            self.head.weight = self.common.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = self.common(x)
+                if self.training:
+                    x = x + torch.randn_like(x)
+                x = block(x)
+            return self.head(x)
+
+    model = Tied().train(first)
+    _, programs = cut(model, 4, X, split=["common_1", "common_2", "head"])
+    assert ["common.weight" in program.parameters for program in programs] == [True] * 4
+    other = captured(4, model.train(not first))
+    others = split_into_stages(other, place_like(other, programs))
+    for here, there in zip(programs, others, strict=True):
+        assert set(here.parameters) == set(there.parameters)
+
+
 def test_a_mode_in_which_a_stage_has_nothing_to_do() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:

@@ -47,6 +47,7 @@ def task_of(
 # In training mode where the configuration has no dropout: its random numbers are not comparable.
 TASKS = {
     "gpt2": task_of(zoo.gpt2, zoo.masked, training=False),
+    "gpt2, tied": task_of(zoo.tied_gpt2, zoo.masked, training=False),
     "bert": task_of(zoo.bert, zoo.masked, training=False),
     "llama": task_of(zoo.llama, zoo.text, training=True),
     "mixtral": task_of(zoo.mixtral, zoo.text, training=True),

@@ -8,6 +8,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <set>
+#include <vector>
 
 namespace pd2 {
 namespace {
@@ -33,6 +35,23 @@ TEST(FlatLayoutTest, ViewsShareTheBufferAndDoNotOverlap) {
   layout.view(flat, 1).fill_(2);
   EXPECT_EQ(flat.sum().item<float>(), 9);  // the padding stays zero
   EXPECT_EQ(layout.view(flat, 0).sum().item<float>(), 3);
+}
+
+TEST(FlatLayoutTest, LargeBuffersBeginAtPlacesOfTheirOwn) {
+  const FlatLayout layout({at::ones({3}), at::ones({1 << 20})});
+  std::set<std::uintptr_t> places;
+  std::vector<at::Tensor> buffers;
+  for (int i = 0; i < 8; ++i) {
+    const at::Tensor& flat = buffers.emplace_back(layout.allocate(at::kFloat));
+    places.insert(reinterpret_cast<std::uintptr_t>(flat.const_data_ptr()) % (256 << 10));
+    EXPECT_EQ(*places.begin() % 64, 0u);
+    EXPECT_EQ(flat.count_nonzero().item<std::int64_t>(), 0);
+    layout.view(flat, 0).fill_(1);
+    layout.view(flat, 1).fill_(2);
+    EXPECT_EQ(flat.narrow(0, 0, 3).sum().item<float>(), 3);
+    EXPECT_EQ(flat.narrow(0, 16, 1 << 20).sum().item<float>(), 2 << 20);
+  }
+  EXPECT_EQ(places.size(), 8u);
 }
 
 TEST(FlatLayoutTest, DenseStridesAreKept) {

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
@@ -62,6 +63,19 @@ TEST_F(StageTest, TheNextBatchsGradientsMayComeWhileTheStepIsUnderWay) {
     EXPECT_EQ(newest(), expected);
     stage_->versions().unpin(batch);
   }
+}
+
+TEST_F(StageTest, LargeWeightsHaveTheirOwnState) {
+  constexpr std::int64_t kNumel = 1 << 20;
+  Stage stage({at::ones({3}), at::ones({kNumel})}, {"small", "large"}, 2, nullptr, 0);
+  stage.set_optimizers({{OptimizerKind::kAdam, {0, 0}}});
+  for (std::size_t parameter = 0; parameter < 2; ++parameter) {
+    const at::Tensor weight = stage.weight(0, parameter);
+    stage.set_optimizer_state("exp_avg", parameter, at::full_like(weight, 1.0 + parameter));
+  }
+  EXPECT_EQ(stage.optimizer_state("exp_avg", 0).sum().item<float>(), 3);
+  EXPECT_EQ(stage.optimizer_state("exp_avg", 1).sum().item<float>(), 2 * kNumel);
+  EXPECT_EQ(stage.weight(0, 1).sum().item<float>(), kNumel);
 }
 
 TEST_F(StageTest, GradientsMayNotComeWhereWeightsAreRead) {

@@ -1,0 +1,144 @@
+"""Parameters that several stages hold (tied weights): which they are, and how copies stay equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+
+if TYPE_CHECKING:
+    from .stage import StageProgram
+    from .stage_state import StageState
+    from .wiring import RankGrid
+
+
+@dataclasses.dataclass(frozen=True)
+class Tie:
+    """Parameters that the same stages of the model hold, in ascending order; the first counts."""
+
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def find_ties(programs: Sequence[StageProgram]) -> list[Tie]:
+    """All parameters that layers of several stages use, frozen ones too."""
+    stages: dict[str, tuple[int, ...]] = {}
+    for program in programs:
+        for name in program.parameters:
+            stages[name] = (*stages.get(name, ()), program.index)
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, holders in stages.items():
+        if len(holders) > 1:
+            names.setdefault(holders, []).append(name)
+    return [Tie(holders, tuple(names[holders])) for holders in sorted(names)]
+
+
+def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> None:
+    """Raises ValueError if stages that wait for each other's gradients would wait for ever."""
+    copies = range(0, schedule.num_stages, schedule.depth)
+    joint = []
+    described = []
+    for tie in ties:
+        trained = [name for name in tie.names if model.get_parameter(name).requires_grad]
+        if trained:
+            joint.append([first + stage for first in copies for stage in tie.stages])
+            described.append(f"{trained[0]} (stages {', '.join(map(str, tie.stages))})")
+    if joint:
+        schedule.check_joint_updates(
+            joint,
+            f"tied parameters, {', '.join(described)}, need the gradients of batch t of all their "
+            "stages before any of these reads version t + 1; a split that puts all uses into one "
+            "stage does not",
+        )
+
+
+def check_aliases(root: nn.Module) -> None:
+    """Refuses two Parameters over the same memory, which the stages' copies would take apart.
+
+    Raises:
+        ValueError: names both and tells which is frozen.
+    """
+    placed = sorted(
+        (parameter.data_ptr(), number, name, parameter)
+        for number, (name, parameter) in enumerate(root.named_parameters())
+        if _is_dense(parameter.data) and parameter.data_ptr()
+    )
+    for (begin, _, one, first), (other_begin, _, other, second) in itertools.pairwise(placed):
+        if other_begin < begin + first.nbytes:
+            raise ValueError(
+                f"parameters {one} and {other} are two Parameters over the same memory, with "
+                f"requires_grad {first.requires_grad} and {second.requires_grad}: a tied weight "
+                "must be one Parameter, trained or frozen wherever it is used: assign the "
+                "Parameter itself (head.weight = embedding.weight)"
+            )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory, in whatever order, is its elements and no others."""
+    if type(tensor) is not torch.Tensor or not tensor.numel():
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
+
+
+class Ties:
+    """Keeps the copies of tied parameters bitwise equal.
+
+    Every update begins with the sum of the copies' gradients, in the order of the stages, and so
+    makes the same of all copies. Of two pipelines each has copies of its own, with sums that their
+    stages' copies have already added up. All processes make it, with the same ties.
+    """
+
+    def __init__(self, ties: Sequence[Tie], grid: RankGrid, states: Sequence[StageState]) -> None:
+        self._grid = grid
+        self._held: list[tuple[Tie, tuple[int, ...], list[StageState]]] = []
+        for first in range(0, grid.num_stages, grid.depth):
+            for tie in ties:
+                stages = tuple(first + stage for stage in tie.stages)
+                grid.make_group(stages)
+                here = [state for state in states if state.index in stages]
+                if here:
+                    self._held.append((tie, stages, here))
+                    self._add_up(tie, stages, here)
+        self.take_over()
+
+    def _add_up(self, tie: Tie, stages: tuple[int, ...], here: Sequence[StageState]) -> None:
+        names = [name for name in tie.names if name in here[0].trainable]
+        if not names:
+            return
+        group = self._grid.group_of(stages)
+        total = _C.TiedSum(
+            processes=[self._rank_in(group, stage) for stage in stages],
+            group="" if group is None else group.group_name,
+        )
+        for state in here:
+            position = {name: i for i, name in enumerate(state.trainable)}
+            state.engine.tie(total, stages.index(state.index), [position[name] for name in names])
+
+    def _rank_in(self, group: dist.ProcessGroup | None, stage: int) -> int:
+        return 0 if group is None else dist.get_group_rank(group, self._grid.process_of(stage))
+
+    def take_over(self) -> None:
+        """Gives all copies the values of the first stage's. All processes call it, drained."""
+        for tie, stages, (first, *others) in self._held:
+            group = self._grid.group_of(stages)
+            with torch.no_grad():
+                for name in tie.names:
+                    mine = first.newest(name)
+                    if group is not None:
+                        value = mine.contiguous()
+                        dist.broadcast(
+                            value, group=group, group_src=self._rank_in(group, stages[0])
+                        )
+                        mine.copy_(value)
+                    for other in others:
+                        other.newest(name).copy_(mine)
+            for state in (first, *others):
+                state.engine.restart_delay()
