@@ -11,6 +11,7 @@ check_loaded_torch()
 from .added_loss import add_loss, collect_losses
 from .draw import Picture, draw_timeline
 from .loss import Loss
+from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Event",
     "Loss",
+    "LossScale",
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",

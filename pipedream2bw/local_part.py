@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,8 +51,16 @@ class LocalPart:
     def state(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """The process's part of the ``state_dict``; its tensors are the live ones."""
         mine = self._names()
-        full = self._root.state_dict(keep_vars=keep_vars)
+        with self._masters_shown():
+            full = self._root.state_dict(keep_vars=keep_vars)
         return type(full)((prefix + name, full[name]) for name in full if name in mine)
+
+    @contextlib.contextmanager
+    def _masters_shown(self, *, change: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as shown:
+            for stage in self._stages:
+                shown.enter_context(stage.state.masters_shown(change=change))
+            yield
 
     def load(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
@@ -66,7 +75,9 @@ class LocalPart:
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
-        return type(root.load_state_dict(wanted, strict=False))(missing, unexpected)
+        with self._masters_shown(change=True):
+            result = root.load_state_dict(wanted, strict=False)
+        return type(result)(missing, unexpected)
 
     def describe(self, mode: Mode) -> list[str]:
         """A line for each stage of the model, with what this process holds of it."""

@@ -43,7 +43,7 @@ class StageStepper:
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self._positions]
         for i, handle in zip(self._positions, handles, strict=True):
-            handle.data = engine.weight(slot, i)
+            handle.data = engine.master(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
@@ -51,12 +51,23 @@ class StageStepper:
         finally:
             for handle in handles:
                 handle.grad = None
+        self._round(slot)
+
+    def _round(self, slot: int) -> None:
+        """Makes the weights in the slot those that the masters, if there are any, round to."""
+        engine = self._stage.engine
+        with torch.no_grad():
+            for i in self._positions:
+                weight, master = engine.weight(slot, i), engine.master(slot, i)
+                if weight.dtype != master.dtype:
+                    weight.copy_(master)
 
     def call(self, name: str) -> None:
         """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
         method = getattr(type(self._part), name, None)
         if method is not None:
             method(self._part)
+            self._round(self._stage.engine.newest_slot)
 
 
 class _Restriction:

@@ -26,6 +26,7 @@ from .memory import StageMemory
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
+from .precision import Precision
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
     check_example,
@@ -112,6 +113,23 @@ class PipelineModule(nn.Module):
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
+        precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
+            ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
+            BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained
+            has a float32 master, float32 gradients (added up over the microbatches) and moments,
+            and each version is the master's rounding (arXiv 1710.03740). ``loss_fn`` gets outputs
+            of the stages' dtype, and targets as they are. ``parameters()``,
+            ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters, so
+            that nothing is lost between. ``"fp32"``: everything is float32. None: the model's
+            own dtypes, stepped in them.
+        split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
+            not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
+            way between two bfloat16 has the weight of larger magnitude, not the even one; all else
+            is the same to the bit. ``parameters()`` are the bfloat16 weights then, and optimizers
+            must be SGD, Adam or AdamW.
+        autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
+            ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
+            of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -137,6 +155,9 @@ class PipelineModule(nn.Module):
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        precision: str | None = None,
+        split_master: bool = False,
+        autocast: torch.dtype | None = None,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -164,10 +185,11 @@ class PipelineModule(nn.Module):
             model_device = next((p.device for p in root.parameters()), model_device)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
+            self._precision = Precision(root, precision, split_master, autocast, model_device.type)
             self._modes = Modes(
                 root,
                 num_stages,
-                (tuple(example_args), dict(example_kwargs or {})),
+                self._precision.cast((tuple(example_args), dict(example_kwargs or {}))),
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
                 blocks,
@@ -193,6 +215,9 @@ class PipelineModule(nn.Module):
             "replicated": str(replicated),
             "compile": str(compile),
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
+            "precision": str(precision),
+            "split_master": str(split_master),
+            "autocast": str(autocast),
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -227,11 +252,13 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            self._modes.capture(root.training)
+            with self._precision.as_in_stages():
+                self._modes.capture(root.training)
         except Exception as raised:
             error = raised
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, self._modes.settings())
+        self._precision.take_over()
         self._stages = LocalStages(
             root,
             self._modes.first,
@@ -245,6 +272,7 @@ class PipelineModule(nn.Module):
             self._compile,
             self._recompute,
             bool(blocks),
+            self._precision,
             timeout,
         )
         self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
@@ -484,6 +512,7 @@ class PipelineModule(nn.Module):
         self.flush()
         for stage in self._stages.of_first_pipeline():
             stage.state.give_back()
+        self._precision.give_back()
         self.close()
         return self._held[0]
 
@@ -635,7 +664,10 @@ class PipelineModule(nn.Module):
             others = self._stages.others
             error: Exception | None = None
             try:
-                with others.in_place() if others else contextlib.nullcontext():
+                with (
+                    others.in_place() if others else contextlib.nullcontext(),
+                    self._precision.as_in_stages(),
+                ):
                     self._modes.capture(self.training)
             except Exception as raised:
                 error = raised

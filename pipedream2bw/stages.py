@@ -19,6 +19,7 @@ from .heap import return_freed_memory
 from .metrics import Metric
 from .modes import Mode
 from .module_hooks import LateHooks
+from .precision import Precision
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
 from .wiring import Channels, RankGrid
@@ -57,6 +58,7 @@ class LocalStages:
         compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
+        precision: Precision,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -95,6 +97,7 @@ class LocalStages:
                     group=grid.replica_group(stage),
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
+                    precision=precision,
                 )
                 for stage in grid.stages
             ],
@@ -112,6 +115,7 @@ class LocalStages:
                 state.storage_pointers,
                 state.replayed_places,
                 list(state.frozen.values()),
+                precision,
                 recompute=recompute[state.index % d],
             )
             for state in states

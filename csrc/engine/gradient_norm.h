@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/fault.h"
+#include "engine/loss_scale.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -36,10 +37,12 @@ struct ParameterNorms {
 class GradientNorm {
  public:
   // `num_stages`: of this process that give norms; `num_readers`: that wait for the total.
-  // `dtype`: of the gradients. Without a group all stages are in this process.
+  // `dtype`: of the gradients. Without a group all stages are in this process. `loss_scale`: is
+  // told of each batch whether its norm is finite, and so all of its gradients; may be null.
   GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                int num_readers, double norm_type, at::ScalarType dtype,
-               c10::intrusive_ptr<c10d::ProcessGroup> group);
+               c10::intrusive_ptr<c10d::ProcessGroup> group,
+               std::shared_ptr<LossScale> loss_scale = nullptr);
 
   double norm_type() const { return norm_type_; }
 
@@ -75,6 +78,7 @@ class GradientNorm {
   const double norm_type_;
   const at::ScalarType dtype_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<LossScale> loss_scale_;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

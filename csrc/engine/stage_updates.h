@@ -40,17 +40,21 @@ class StageUpdates {
 
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
+  // By which the losses of the batch's microbatches, which read `version`, are multiplied: so are
+  // its gradients, until its update.
+  float scale_losses(std::int64_t batch, std::int64_t version);
   // Waits for what is under way, which is_stopped() ends; no update begins after that.
   void end() { background_.reset(); }
   // After that, and of all stages that share the norm.
   void drop_connections();
 
  private:
-  void run(std::int64_t batch, const Apply& apply);
+  void run(std::int64_t batch, const Apply& apply, float loss_scale);
 
   Stage& stage_;
   const UpdateSurroundings around_;
   std::optional<Clipping> clipping_;
+  std::map<std::int64_t, float> loss_scales_;    // of batches that have not been updated
   std::map<std::int64_t, Apply> submitted_;      // gradients incomplete
   std::optional<std::int64_t> gradients_ready_;  // batch whose update has not been submitted
   bool is_under_way_ = false;
