@@ -236,8 +236,15 @@ class StageState:
 
     def _tensors(self) -> list[torch.Tensor]:
         """The newest weights and their masters, frozen ones and buffers."""
-        weights = self.engine.slot_buffers(self.engine.newest_slot) + self.engine.master_buffers()
-        return [*weights, *(parameter.data for parameter in self.frozen.values()), *self.buffers]
+        weights = self.engine.slot_buffers(self.engine.newest_slot)
+        # As bytes: gloo sends no int16, which split masters are.
+        masters = (buffer.view(torch.uint8) for buffer in self.engine.master_buffers())
+        return [
+            *weights,
+            *masters,
+            *(parameter.data for parameter in self.frozen.values()),
+            *self.buffers,
+        ]
 
     def take_over(self, first: StageState | None, group: dist.ProcessGroup | None) -> None:
         """Sets every version to what the first of those that hold the stage has.

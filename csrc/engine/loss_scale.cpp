@@ -38,7 +38,7 @@ std::int64_t LossScale::growth_tracker() const {
 
 void LossScale::set(std::int64_t version, float scale, std::int64_t growth_tracker) {
   const std::lock_guard lock(mutex_);
-  changes_.clear();
+  changes_.erase(changes_.lower_bound(version), changes_.end());
   changes_.emplace(version, scale);
   growth_tracker_ = growth_tracker;
 }

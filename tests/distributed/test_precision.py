@@ -59,13 +59,13 @@ def check(width: int, schedule: str, precision: str, **options: Any) -> None:
             opt.step()
             scales.append(opt.loss_scale if scaled else 1.0)
         state = copy_of(pipe.state_dict())
+        assert [float(scale) for scale in scales] == oracle.scales[1:]
         moments = copy.deepcopy(opt.state_dict())
         whole = pipe.full_state_dict()
         pipe.load_state_dict(model.state_dict())
         opt.load_state_dict(moments)
         for name, tensor in pipe.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[name]), name
-        assert [float(scale) for scale in scales] == oracle.scales[1:]
         ours = [float(loss) for loss in losses]
     if width == 1:
         assert str(ours) == str(want)
