@@ -78,7 +78,7 @@ class FusedStep:
 
     def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
-        self.stage = _C.Stage(weights, names, 2, "", None, 0)
+        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0)
         buffers = [self.stage.slot_buffers(slot)[0] for slot in range(3)]
         self.newest, self.gradient, self.other = buffers
         start, slices = self.newest.data_ptr(), []
@@ -113,7 +113,7 @@ class MixedStep:
     ) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
         dtypes = [torch.bfloat16] * len(weights)
-        self.stage = _C.Stage(weights, names, 2, "", None, 0, dtypes, split)
+        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0, dtypes, split)
         self.slots = [self.stage.slot_buffers(slot)[0] for slot in range(2)]
         (self.master,) = self.stage.master_buffers()
         self.gradient = torch.zeros(self.master.shape)

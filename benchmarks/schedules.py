@@ -1,14 +1,14 @@
 """Step time of every schedule that the engine runs, against what the simulator predicts.
 
-One process per rank, stages that sleep (F 10 ms, B 20 ms; where I and W are apart, 10 ms each),
+One process per rank, stages that sleep (F 20 ms, B 40 ms; where I and W are apart, 20 ms each),
 free messages and updates in the prediction. With several stages a rank every stage takes as long.
 Eight processes on two cores get in each other's way for about half a millisecond a microbatch,
 whatever it lasts: hence times of that length.
 
     python benchmarks/schedules.py [--only 2bw,1f1b] [--rounds 5] [--smoke] [--json PATH]
 
-All schedules of one number of ranks live in one set of processes and take turns there. Figures are
-the medians of measured over predicted.
+Every round trains a few batches under each schedule, one pipeline after the other. Figures are the
+medians of measured over predicted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from measuring.ranks import last_ranks_value, run_on_ranks
+from measuring.ranks import run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
-from measuring.trainers import (
-    MIN_STEPS,
-    Pipeline,
-    Trainer,
-    alternate_on_ranks,
-    steady_times,
-    steps_lasting,
-)
+from measuring.trainers import MIN_STEPS, Pipeline
 
 import pipedream2bw as pd2
 
-WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=10e-3, backward_seconds=20e-3)
+WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=20e-3, backward_seconds=40e-3)
 SMOKE_WORKLOAD = Workload("sleep", rows=1, hidden=16, forward_seconds=1e-3, backward_seconds=2e-3)
 NUM_RANKS = (4, 8)
 TOLERANCE = 0.05
@@ -95,48 +88,44 @@ def named_cases(p: int, names: Sequence[str]) -> list[Case]:
 
 
 def measure(
-    rank: int,
-    world_size: int,
-    workload: Workload,
-    rounds: int,
-    seconds: float,
-    names: Sequence[str],
+    rank: int, world_size: int, workload: Workload, rounds: int, names: Sequence[str]
 ) -> dict[str, list[float]] | None:
     """Runs on every rank; the last one returns the seconds per step of each round."""
-    trainers: dict[str, Trainer] = {}
-    steps: dict[str, int] = {}
-    for case in named_cases(world_size, names):
-        pipeline = Pipeline(
-            case.on(workload),
-            case.num_stages,
-            case.num_microbatches,
-            case.schedule,
-            stages_per_rank=case.stages_per_rank,
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for case in named_cases(world_size, names):
             # A batch of one microbatch is at the last stage only when d - 1 more have begun.
-            batches_late=world_size if case.num_microbatches == 1 else 1,
-            recompute=case.recompute,
-        )
-        # As many steps on every rank; a stage may be as many batches behind as there are stages.
-        warm = pipeline.train(MIN_STEPS + world_size)
-        count = last_ranks_value(steps_lasting(seconds, warm) if warm.losses else 0)
-        steps[case.label] = max(count, MIN_STEPS + world_size)
-        trainers[case.label] = pipeline
-    measured = steady_times(alternate_on_ranks(trainers, steps, rounds))
-    return measured if rank == world_size - 1 else None
+            batches_late = world_size if case.num_microbatches == 1 else 1
+            pipeline = Pipeline(
+                case.on(workload),
+                case.num_stages,
+                case.num_microbatches,
+                case.schedule,
+                stages_per_rank=case.stages_per_rank,
+                batches_late=batches_late,
+                recompute=case.recompute,
+            )
+            block = pipeline.train(MIN_STEPS + 4 * batches_late)
+            # One at a time: a pipeline that does nothing still has threads of gloo, each of which
+            # looks around a hundred times a second.
+            pipeline.close()
+            if rank == world_size - 1:
+                times.setdefault(case.label, []).append(block.steady_seconds_per_step)
+    return times or None
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=5)
     add_only(parser, list(dict.fromkeys(case.schedule for case in cases(NUM_RANKS[0]))))
     options = parser.parse_args()
-    rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.0)
+    rounds = 1 if options.smoke else options.rounds
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
     where = machine()
     print(describe(where), flush=True)
     figures: list[Figure] = []
     times: list[Figure] = []
     for p in (2,) if options.smoke else NUM_RANKS:
-        measured = run_on_ranks(p, measure, workload, rounds, seconds, options.only)[-1]
+        measured = run_on_ranks(p, measure, workload, rounds, options.only)[-1]
         assert measured is not None
         for case in named_cases(p, options.only):
             predicted = case.predicted(workload)

@@ -14,6 +14,7 @@ stages it is measured how long F, I, W and B take in either library. README.md t
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -293,11 +294,19 @@ def measure_latency(
     trainers.add_torch(PAIRS[0])  # for its losses
     trainers.forget(f"torch {PAIRS[0].torch_name}")
     work = setting.workload.forward_seconds + setting.workload.backward_seconds
-    for name in WITH_LATENCY:
-        trainers.add_ours(name, name)
-        with delayed_messages(setting.latency * work):
-            trainers.add_ours(name, f"{name} delayed")
-    return trainers.measure(rounds)
+    steady: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name in WITH_LATENCY:
+            for label, seconds_late in ((name, 0.0), (f"{name} delayed", setting.latency * work)):
+                # One at a time: a pipeline that does nothing still has threads of gloo, each of
+                # which looks around a hundred times a second.
+                trainers.trainers.clear()
+                with delayed_messages(seconds_late) if seconds_late else contextlib.nullcontext():
+                    trainers.add_ours(name, label)
+                measured = trainers.measure(1)
+                for of_label, seconds_per_step in measured.steady.items():
+                    steady.setdefault(of_label, []).extend(seconds_per_step)
+    return dataclasses.replace(measured, steady=steady)
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:

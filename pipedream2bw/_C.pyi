@@ -97,6 +97,7 @@ class Stage:
         names: Sequence[str],
         num_versions: int,
         replica_group: str,
+        bucket_bytes: int,
         copy_sum: CopySum | None,
         copy: int,
         dtypes: Sequence[torch.dtype] = (),
@@ -157,6 +158,7 @@ class GradientNorm:
         norm_type: float,
         is_double: bool,
         group: str,
+        shared: SharedBoard | None,
         loss_scale: LossScale | None,
     ) -> None: ...
     def expect(self, batch: int) -> NormSlot: ...

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _C
+from .control import make_board
 from .loss import LazyNumber
 from .loss_scale import LossScale
 
@@ -40,8 +41,9 @@ class Clipping:
                 f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "
                 "gradients are clipped by their norm or by value, not both"
             )
-        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
-            kind = type(self.loss_scale).__name__
+        scale: object = self.loss_scale
+        if scale is not None and not isinstance(scale, LossScale):
+            kind = type(scale).__name__
             raise TypeError(f"loss_scale: {kind} given, it must be a LossScale or None")
         delays = pipe._schedule.delay
         if self.loss_scale is not None and len(set(delays)) > 1:
@@ -80,15 +82,17 @@ class Clipping:
 
     def _norm(self, pipe: PipelineModule, scale: _C.LossScale | None) -> _C.GradientNorm:
         group = pipe._grid.group_of_replica()
+        num_parameters = len(_numbers(pipe))
         dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
         return _C.GradientNorm(
             fault=pipe._fault,
-            num_parameters=len(_numbers(pipe)),
+            num_parameters=num_parameters,
             num_stages=len(pipe._stages.of_first_pipeline()),
             num_readers=len(list(pipe._stages)),
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
+            shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
             loss_scale=scale,
         )
 

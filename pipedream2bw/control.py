@@ -83,7 +83,7 @@ class ControlPlane:
         self._watcher: threading.Thread | None = None
         if world > 1:
             self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
-            self.board = _make_board(self.group, timeout)
+            self.board = make_board(self.group, 3 + len(Announcement._fields), timeout)
             self._store = dist.distributed_c10d._get_default_store()
             self._watcher = threading.Thread(
                 target=_watch,
@@ -227,14 +227,13 @@ class ControlPlane:
             self.group = None
 
 
-def _make_board(group: dist.ProcessGroup, timeout: float) -> _C.SharedBoard | None:
-    """This rank's part of memory shared by all ranks, None if one of them cannot reach it.
+def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:
+    """This rank's part of memory shared by a group's ranks, None if one of them cannot reach it.
 
-    Every rank calls it.
+    Every rank of the group calls it.
     """
     board: _C.SharedBoard | None = None
     if group.rank() == 0:
-        row_size = 3 + len(Announcement._fields)
         board = _C.SharedBoard.create(group.size(), row_size, timeout)
     told: list[Any] = [board.address if board else ""]
     dist.broadcast_object_list(told, group=group, group_src=0)

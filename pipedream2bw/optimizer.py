@@ -96,7 +96,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         group_of: dict[int, tuple[str | None, int]] = {}
         for number, (kind, group) in enumerate(self._kinds_and_groups()):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
-        for state in self._states:
+        # In one order on all ranks: a stage may wait there for its copies.
+        for state in sorted(self._states, key=lambda state: state.index_in_model):
             state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
             state.show_newest()
             places = [group_of[id(original)] for original in state.originals]
@@ -274,7 +275,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._read_counters()
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
-        state = states[0] if len(states) == 1 else {"optimizers": states}
+        state: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
         if self._scale is not None:
             state["loss_scale"] = state_of(self._scale, self._pipe._updates)
         return state

@@ -29,6 +29,7 @@ from .modes import Mode, Modes
 from .precision import Precision
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
+    bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
@@ -113,6 +114,9 @@ class PipelineModule(nn.Module):
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
+        bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
+            up at once, beginning while the batch's last microbatch still gives others (arXiv
+            2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
         precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
             ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
             BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained
@@ -155,6 +159,7 @@ class PipelineModule(nn.Module):
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
         compile: bool | Mapping[str, Any] = False,
+        bucket_cap_mb: float = 25.0,
         precision: str | None = None,
         split_master: bool = False,
         autocast: torch.dtype | None = None,
@@ -173,6 +178,7 @@ class PipelineModule(nn.Module):
                 loss_reduction,
                 timeout,
                 replicated,
+                bucket_cap_mb,
             )
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
@@ -214,6 +220,7 @@ class PipelineModule(nn.Module):
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "compile": str(compile),
+            "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
             "precision": str(precision),
             "split_master": str(split_master),
@@ -272,6 +279,7 @@ class PipelineModule(nn.Module):
             self._compile,
             self._recompute,
             bool(blocks),
+            bucket_bytes(bucket_cap_mb),
             self._precision,
             timeout,
         )

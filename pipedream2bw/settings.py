@@ -25,6 +25,7 @@ def check_settings(
     loss_reduction: str,
     timeout: float,
     replicated: Sequence[str],
+    bucket_cap_mb: float,
 ) -> None:
     """Raises ValueError or TypeError that names the setting and its value."""
     check_whole_number("width", width)
@@ -36,6 +37,10 @@ def check_settings(
         raise TypeError(f"timeout: {timeout!r} given, it must be a number of seconds")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout: {timeout} seconds, it must be > 0 and finite")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+        raise TypeError(f"bucket_cap_mb: {bucket_cap_mb!r} given, it must be a number of MiB")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb: {bucket_cap_mb} MiB, it must be > 0")
     if isinstance(replicated, str):
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
@@ -126,3 +131,8 @@ def check_whole_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: {value!r} given, it must be an int")
     if value < 1:
         raise ValueError(f"{name}: {value}, it must be at least 1")
+
+
+def bucket_bytes(bucket_cap_mb: float) -> int:
+    """``bucket_cap_mb``, which may be infinite, in bytes."""
+    return int(min(bucket_cap_mb * 2**20, 2.0**62))

@@ -45,6 +45,7 @@ class StagePart:
     device: torch.device
     num_versions: int
     group: dist.ProcessGroup | None  # the processes that hold the stage
+    bucket_bytes: int  # of gradients that they add up at once
     first: int  # the one of them that gives the others its initial weights
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     precision: Precision
@@ -96,6 +97,7 @@ class StageState:
             names=list(self.trainable),
             num_versions=part.num_versions,
             replica_group="" if part.group is None else part.group.group_name,
+            bucket_bytes=part.bucket_bytes,
             copy_sum=part.copies,
             copy=part.pipeline,
             dtypes=[part.precision.of_parameter(name, p) for name, p in self.trainable.items()],

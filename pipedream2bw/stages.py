@@ -58,6 +58,7 @@ class LocalStages:
         compile_options: Mapping[str, Any],
         recompute: Sequence[bool],
         recomputes_blocks: bool,
+        bucket_bytes: int,
         precision: Precision,
         timeout: float,
     ) -> None:
@@ -95,6 +96,7 @@ class LocalStages:
                     device=devices[stage],
                     num_versions=schedule.num_versions[stage],
                     group=grid.replica_group(stage),
+                    bucket_bytes=bucket_bytes,
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
                     precision=precision,

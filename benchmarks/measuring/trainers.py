@@ -36,6 +36,7 @@ class Block:
     ended: float
     losses: list[float]
     read_at: list[float]
+    batches_late: int = 1
 
     @property
     def seconds_per_step(self) -> float:
@@ -44,8 +45,9 @@ class Block:
 
     @property
     def steady_seconds_per_step(self) -> float:
-        """Between two readings of a loss, after the filling and before the last step."""
-        first, last = FILLING_STEPS - 1, len(self.read_at) - 2
+        """Between two readings of a loss, after the filling and before the draining."""
+        first = FILLING_STEPS - 2 + self.batches_late
+        last = len(self.read_at) - 1 - self.batches_late
         return (self.read_at[last] - self.read_at[first]) / (last - first)
 
 
@@ -98,7 +100,7 @@ class Pipeline:
         self.target = target if self.pipe.is_last_stage else None
 
     def train(self, steps: int) -> Block:
-        block = Block(time.perf_counter(), 0.0, [], [])
+        block = Block(time.perf_counter(), 0.0, [], [], self.batches_late)
         unread: collections.deque[pd2.Loss] = collections.deque()
         for _ in range(steps):
             loss = self.pipe.train_step(*self.args, target=self.target)

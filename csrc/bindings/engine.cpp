@@ -195,16 +195,17 @@ void bind_stage(py::module_& module) {
   py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
-                       std::shared_ptr<CopySum> copy_sum, int copy,
+                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
                        std::vector<at::ScalarType> dtypes, bool split_master) {
              return std::make_shared<Stage>(parameters, std::move(names), num_versions,
-                                            resolve_group(replica_group),
+                                            resolve_group(replica_group), bucket_bytes,
                                             CopySumEnd{std::move(copy_sum), copy},
                                             StagePrecision{std::move(dtypes), split_master});
            }),
            py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
-           py::arg("replica_group"), py::arg("copy_sum").none(true), py::arg("copy"),
-           py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false)
+           py::arg("replica_group"), py::arg("bucket_bytes"), py::arg("copy_sum").none(true),
+           py::arg("copy"), py::arg("dtypes") = std::vector<at::ScalarType>(),
+           py::arg("split_master") = false)
       .def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
       .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
       .def("has_split_master", &Stage::has_split_master, py::arg("parameter"))
@@ -239,7 +240,8 @@ void bind_stage(py::module_& module) {
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
-      .def("arrange", &Stage::arrange, py::arg("reads_first"), py::arg("waits"))
+      .def("arrange", &Stage::arrange, py::arg("reads_first"), py::arg("waits"),
+           py::call_guard<py::gil_scoped_release>())
       .def("restart_delay", &Stage::restart_delay)
       .def("bytes", [](const Stage& self) {
         const StageBytes bytes = self.bytes();
@@ -362,14 +364,15 @@ void bind_norm(py::module_& module) {
   py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
       .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                        int num_readers, double norm_type, bool is_double, const std::string& group,
-                       std::shared_ptr<LossScale> loss_scale) {
+                       std::shared_ptr<SharedBoard> shared, std::shared_ptr<LossScale> loss_scale) {
              return std::make_shared<GradientNorm>(
                  std::move(fault), num_parameters, num_stages, num_readers, norm_type,
-                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(loss_scale));
+                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(shared),
+                 std::move(loss_scale));
            }),
            py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
            py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
-           py::arg("loss_scale").none(true))
+           py::arg("shared").none(true), py::arg("loss_scale").none(true))
       .def("expect", &GradientNorm::expect, py::arg("batch"))
       .def("done", [](const GradientNorm& self, const NormSlot& slot) { return self.done(slot); })
       .def("wait", [](const GradientNorm& self, const NormSlot& slot) {

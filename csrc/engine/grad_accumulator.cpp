@@ -84,6 +84,9 @@ void GradAccumulator::add(std::size_t parameter, const at::Tensor& gradient) {
     buffer.views[parameter].copy_(gradient);
     buffer.has_gradient[parameter] = true;
   }
+  if (on_added_) {
+    on_added_(parameter);
+  }
 }
 
 at::Tensor GradAccumulator::gradients(std::size_t buffer) const {

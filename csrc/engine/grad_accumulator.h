@@ -7,7 +7,10 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -54,6 +57,10 @@ class GradAccumulator {
   void hold(std::vector<HeldGradient>* where) { held_ = where; }
   void add(std::size_t parameter, const at::Tensor& gradient);
 
+  const FlatLayout& layout() const { return layout_; }
+  // Called with the parameter whenever a gradient has been added.
+  void on_added(std::function<void(std::size_t parameter)> then) { on_added_ = std::move(then); }
+
   // From now on gradients go to this buffer.
   void begin_batch(std::size_t buffer);
 
@@ -96,6 +103,7 @@ class GradAccumulator {
   std::vector<Buffer> buffers_;
   std::size_t current_ = 0;
   std::vector<HeldGradient>* held_ = nullptr;
+  std::function<void(std::size_t parameter)> on_added_;
 };
 
 }  // namespace pd2

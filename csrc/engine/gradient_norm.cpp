@@ -8,7 +8,10 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <span>
 #include <utility>
 
 namespace pd2 {
@@ -16,6 +19,7 @@ namespace pd2 {
 GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters,
                            int num_stages, int num_readers, double norm_type, at::ScalarType dtype,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           std::shared_ptr<SharedBoard> shared,
                            std::shared_ptr<LossScale> loss_scale)
     : fault_(std::move(fault)),
       num_parameters_(num_parameters),
@@ -24,6 +28,7 @@ GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parame
       norm_type_(norm_type),
       dtype_(dtype),
       group_(std::move(group)),
+      shared_(std::move(shared)),
       loss_scale_(std::move(loss_scale)) {
   PD2_ASSERT(num_stages >= 1 && num_readers >= num_stages, num_stages, " of ", num_readers);
 }
@@ -72,11 +77,7 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
     }
     all = mine.norms;
   }
-  if (group_) {
-    // Every parameter is one process's: the others add zeros, which changes no bit.
-    std::vector<at::Tensor> tensors{all};
-    wait_for_work(*group_->allreduce(tensors), is_stopped);
-  }
+  exchange(all, is_stopped);
   const at::Tensor total = total_of(all);
   {
     const std::lock_guard lock(mutex_);
@@ -90,6 +91,38 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
     }
   }
   changed_.notify_all();
+}
+
+// Every parameter is one process's: the others add zeros, which changes no bit.
+void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_stopped) {
+  if (!shared_) {
+    if (group_) {
+      std::vector<at::Tensor> tensors{norms};
+      wait_for_work(*group_->allreduce(tensors), is_stopped);
+    }
+    return;
+  }
+  const std::span<double> mine(norms.mutable_data_ptr<double>(), norms.numel());
+  std::vector<std::int64_t> row(mine.size());
+  std::ranges::transform(mine, row.begin(), std::bit_cast<std::int64_t, double>);
+  shared_->begin_exchange(row);
+  std::optional<std::vector<std::int64_t>> rows;
+  while (!(rows = shared_->finish_exchange(std::chrono::milliseconds(100)))) {
+    if (is_stopped()) {
+      throw ChannelAborted();
+    }
+  }
+  std::ranges::fill(mine, 0.0);
+  for (std::size_t i = 0; i < rows->size(); ++i) {
+    mine[i % mine.size()] += std::bit_cast<double>((*rows)[i]);
+  }
+}
+
+void GradientNorm::drop_connections() {
+  group_.reset();
+  if (shared_) {
+    shared_->leave();
+  }
 }
 
 at::Tensor GradientNorm::wait(std::int64_t batch, const std::function<bool()>& is_stopped) {

@@ -3,6 +3,7 @@
 
 #include "engine/fault.h"
 #include "engine/loss_scale.h"
+#include "transport/shared_board.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -37,12 +38,14 @@ struct ParameterNorms {
 class GradientNorm {
  public:
   // `num_stages`: of this process that give norms; `num_readers`: that wait for the total.
-  // `dtype`: of the gradients. Without a group all stages are in this process. `loss_scale`: is
-  // told of each batch whether its norm is finite, and so all of its gradients; may be null.
+  // `dtype`: of the gradients. Without a group all stages are in this process. `shared`: of the
+  // group's ranks, rows of 2 * num_parameters, for this object alone; null if they share no memory.
+  // `loss_scale`: is told of each batch whether its norm is finite, and so all of its gradients;
+  // may be null.
   GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                int num_readers, double norm_type, at::ScalarType dtype,
-               c10::intrusive_ptr<c10d::ProcessGroup> group,
-               std::shared_ptr<LossScale> loss_scale = nullptr);
+               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared,
+               std::shared_ptr<LossScale> loss_scale);
 
   double norm_type() const { return norm_type_; }
 
@@ -58,7 +61,7 @@ class GradientNorm {
   at::Tensor wait(std::int64_t batch, const std::function<bool()>& is_stopped);  // [] of `dtype`
 
   // Lets go of the connections to the other processes.
-  void drop_connections() { group_.reset(); }
+  void drop_connections();
 
  private:
   struct Batch {
@@ -69,6 +72,8 @@ class GradientNorm {
     std::shared_ptr<NormSlot> slot;
   };
   Batch& batch(std::int64_t number);
+  // Adds up what the processes have.
+  void exchange(at::Tensor& norms, const std::function<bool()>& is_stopped);
   at::Tensor total_of(const at::Tensor& norms) const;
 
   const std::shared_ptr<Fault> fault_;
@@ -78,6 +83,7 @@ class GradientNorm {
   const double norm_type_;
   const at::ScalarType dtype_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<SharedBoard> shared_;
   const std::shared_ptr<LossScale> loss_scale_;
 
   mutable std::mutex mutex_;

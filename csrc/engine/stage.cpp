@@ -20,14 +20,11 @@ void check_stepped(const FusedOptimizer* by, std::size_t parameter) {
 }  // namespace
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-             int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies,
-             const StagePrecision& precision)
-    : num_versions_(num_versions),
-      versions_(num_versions),
-      replicas_(std::move(replicas)),
-      copies_(std::move(copies)) {
-  PD2_ASSERT(!replicas_ || !copies_.sum, "copies in this process have no group");
-  const bool has_flags = replicas_ || copies_.sum;
+             int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas,
+             std::int64_t bucket_bytes, CopySumEnd copies, const StagePrecision& precision)
+    : num_versions_(num_versions), versions_(num_versions), copies_(std::move(copies)) {
+  PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
+  const bool has_flags = replicas || copies_.sum;
   PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
   // By the dtype of the weights and that of what is stepped.
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<std::size_t>> by_dtype;
@@ -84,6 +81,9 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     gradients_.push_back(
         std::make_unique<GradAccumulator>(layout, std::move(tensor_names), std::move(buffers)));
   }
+  if (replicas) {
+    replicas_ = std::make_unique<ReplicaSum>(std::move(replicas), bucket_bytes, gradients_);
+  }
   arrange(/*reads_first=*/true, /*waits=*/false);
 }
 
@@ -97,6 +97,9 @@ std::size_t Stage::gradient_buffer(std::int64_t batch) const {
 }
 
 void Stage::arrange(bool reads_first, bool waits) {
+  if (replicas_) {
+    replicas_->settle();
+  }
   const auto can_rotate = slots_.size() > static_cast<std::size_t>(num_versions_);
   const bool rotates = reads_first && can_rotate;
   // A batch may be complete whose update has not been asked for.
@@ -201,10 +204,19 @@ void Stage::begin_batch(std::int64_t batch) {
   }
 }
 
+void Stage::begin_microbatch(std::int64_t batch, bool is_last) {
+  if (replicas_) {
+    replicas_->begin_microbatch(gradient_buffer(batch), is_last);
+  }
+}
+
 void Stage::begin_update(std::int64_t batch) {
   const std::int64_t newest = versions_.newest();
   PD2_ASSERT(newest == batch, "batch ", batch, " updates version ", newest);
-  update_ = {versions_.slot(newest), versions_.begin_next(), gradient_buffer(batch)};
+  update_ = {versions_.slot(newest), versions_.begin_next(), gradient_buffer(batch), {}};
+  if (replicas_) {
+    update_.sum = replicas_->end_batch(update_.gradients);
+  }
 }
 
 void Stage::hold_gradients(std::vector<HeldGradient>* where) {
@@ -214,21 +226,20 @@ void Stage::hold_gradients(std::vector<HeldGradient>* where) {
 }
 
 std::vector<c10::intrusive_ptr<c10d::Work>> Stage::start_reduction() {
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  if (!replicas_ && !copies_.sum) {
-    return works;
+  if (replicas_) {
+    return std::exchange(update_.sum.works, {});
   }
-  for (std::size_t buffer = 0; buffer < gradients_.size(); ++buffer) {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (std::size_t buffer = 0; buffer < gradients_.size() && copies_.sum; ++buffer) {
     gradients_[buffer]->fill_missing(update_.gradients);
-    std::vector<at::Tensor> flat{gradients_[buffer]->flat(update_.gradients)};
-    works.push_back(replicas_ ? replicas_->allreduce(flat)
-                              : copies_.sum->add(copies_.copy, buffer, flat.front()));
+    works.push_back(
+        copies_.sum->add(copies_.copy, buffer, gradients_[buffer]->flat(update_.gradients)));
   }
   return works;
 }
 
 void Stage::finish_reduction() {
-  if (replicas_ || copies_.sum) {
+  if ((replicas_ && !update_.sum.is_settled) || copies_.sum) {
     for (auto& gradient : gradients_) {
       gradient->read_flags(update_.gradients);
     }
@@ -269,7 +280,8 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
 
 int Stage::write_next(std::span<const GroupOptions> groups) {
   PD2_ASSERT(stepped_.size() == places_.size(), "the stage has no optimizer");
-  const auto [from, to, gradients] = update_;
+  const int from = update_.from, to = update_.to;
+  const std::size_t gradients = update_.gradients;
   for (Fused& fused : optimizers_) {
     const std::vector<bool>& has_gradient = gradients_[fused.buffer]->has_gradient(gradients);
     std::vector<bool> of_members;
@@ -298,7 +310,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
 }
 
 void Stage::repeat_newest() {
-  const auto [from, to, gradients] = update_;
+  const int from = update_.from, to = update_.to;
   for (std::size_t buffer = 0; buffer < layouts_.size() && to != from; ++buffer) {
     slots_[to][buffer].copy_(slots_[from][buffer]);
   }

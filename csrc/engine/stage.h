@@ -5,6 +5,7 @@
 #include "engine/flat_buffer.h"
 #include "engine/fused_optimizer.h"
 #include "engine/grad_accumulator.h"
+#include "engine/replica_sum.h"
 #include "engine/weight_store.h"
 
 #include <ATen/core/Tensor.h>
@@ -52,11 +53,11 @@ struct StagePrecision {
 class Stage {
  public:
   // Copies the values of `parameters` (trainable, one device). Gradients are summed once per batch:
-  // over the `replicas` group of the processes that hold the stage, or with the stage's copy in
-  // this process.
+  // over the `replicas` group of the processes that hold the stage, in buckets of so many bytes, or
+  // with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
-        c10::intrusive_ptr<c10d::ProcessGroup> replicas, CopySumEnd copies = {},
-        const StagePrecision& precision = {});
+        c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
+        CopySumEnd copies = {}, const StagePrecision& precision = {});
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -88,6 +89,8 @@ class Stage {
 
   // The first gradients of the batch are about to come.
   void begin_batch(std::int64_t batch);
+  // Those of any of its microbatches are, the first one's too.
+  void begin_microbatch(std::int64_t batch, bool is_last);
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
 
@@ -112,15 +115,18 @@ class Stage {
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
   void scale_gradients(const at::Tensor& factor);  // [], on any device
-  // Starts one sum per dtype over replicas and copies, none without any. The gradients are theirs
-  // from the time all works have completed and finish_reduction() has been called.
+  // The sums over replicas, which have begun, or over copies, which this begins; none without any.
+  // The gradients are theirs from the time all works have completed and finish_reduction() has been
+  // called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
   void finish_reduction();
   // Whether the host has to wait for the works, not the device: a thread adds them up.
   bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
   // Lets go of the connections to the replicas, which ends their waiting for this one.
   void drop_replicas() {
-    replicas_.reset();
+    if (replicas_) {
+      replicas_->drop_connections();
+    }
     copies_.sum.reset();
   }
 
@@ -156,6 +162,7 @@ class Stage {
   struct Update {
     int from = 0, to = 0;
     std::size_t gradients = 0;
+    ReplicaSum::UnderWay sum = {};
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
   // A fused optimizer's part of one dtype's parameters.
@@ -181,7 +188,7 @@ class Stage {
   std::vector<Stepped> stepped_;  // by parameter
   WeightStore versions_;
   Update update_;
-  c10::intrusive_ptr<c10d::ProcessGroup> replicas_;
+  std::unique_ptr<ReplicaSum> replicas_;  // if there are any
   CopySumEnd copies_;
 };
 

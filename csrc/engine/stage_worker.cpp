@@ -276,13 +276,13 @@ bool StageWorker::skips_backward(ActionKind kind, std::int64_t batch, int microb
 }
 
 void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
-  if (microbatch > 0) {
-    return;
+  if (microbatch == 0) {
+    if (!stage_->overlaps()) {  // the one buffer is in use
+      updates_->finish();
+    }
+    stage_->begin_batch(batch);
   }
-  if (!stage_->overlaps()) {  // the one buffer is in use
-    updates_->finish();
-  }
-  stage_->begin_batch(batch);
+  stage_->begin_microbatch(batch, microbatch == options_.num_microbatches - 1);
 }
 
 void StageWorker::end_flight(std::int64_t batch, int microbatch) {

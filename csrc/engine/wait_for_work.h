@@ -6,20 +6,29 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
+#include <exception>
 #include <functional>
-#include <thread>
 
 namespace pd2 {
 
 // Looks now and then whether the pipeline has failed meanwhile, and throws ChannelAborted if so.
+// For works of the host, which stay as they are when a wait for them has run out of time.
 inline void wait_for_work(c10d::Work& work, const std::function<bool()>& is_stopped) {
-  while (!work.isCompleted()) {
-    if (is_stopped()) {
-      throw ChannelAborted();
+  while (true) {
+    // Asked before: a work that completes between a slice's end and the question has not failed.
+    const bool was_completed = work.isCompleted();
+    try {
+      work.wait(std::chrono::milliseconds(100));
+      return;
+    } catch (const std::exception&) {
+      if (was_completed) {
+        throw;
+      }
+      if (is_stopped()) {
+        throw ChannelAborted();
+      }
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  work.wait();
 }
 
 }  // namespace pd2

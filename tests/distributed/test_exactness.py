@@ -36,6 +36,10 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
 
 
+class OwnSGD(torch.optim.SGD):
+    """Not known to be SGD."""
+
+
 def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, lr=0.01)
 
@@ -206,14 +210,22 @@ def replicas_average(rank: int, world_size: int, width: int) -> None:
             task.batches([2 * m + uneven * (r + t) for t in range(5)], seed=10 + r)
             for r in range(width)
         ]
-        replicas_follow_the_mean(task, by_replica, make, d, m)
+        # Sums at the end; and begun one parameter after the other.
+        for bucket_cap_mb in (25.0, 1e-6) if name == "mlp" else (1e-6,):
+            replicas_follow_the_mean(task, by_replica, make, d, m, bucket_cap_mb=bucket_cap_mb)
     if d in TASKS["branch"].depths or d == 1:
         return
     batch_norm_statistics_stay_per_replica(width, d)
 
 
 def replicas_follow_the_mean(
-    task: Task, by_replica: list[list[Batch]], make: Make, d: int, m: int, schedule: str = "2bw"
+    task: Task,
+    by_replica: list[list[Batch]],
+    make: Make,
+    d: int,
+    m: int,
+    schedule: str = "2bw",
+    **options: Any,
 ) -> None:
     width = len(by_replica)
     model = whole(task.model())
@@ -222,13 +234,15 @@ def replicas_follow_the_mean(
     want = [oracle.train_replicas(batches) for batches in zip(*by_replica, strict=True)]
     own = torch.distributed.get_rank() // d
     # Initial weights come from replica 0: the others start from something else.
-    options: Any = {"model": task.model(seed=1 + own), "width": width, "schedule": schedule}
+    options |= {"model": task.model(seed=1 + own), "width": width, "schedule": schedule}
     with make_pipeline(task, d, m, by_replica[0][0], **options) as pipe:
         assert pipe.replica == own
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
         losses = []
-        for batch in by_replica[own]:
+        for number, batch in enumerate(by_replica[own]):
             losses.append(pipe.train_step(*batch.args, target=batch.target))
+            if make is sgd and number == 3:  # its step, elsewhere in memory: gradients move
+                opt = pd2.PipelineOptimizer(OwnSGD(pipe.parameters(), lr=opt.defaults["lr"]))
             opt.step()
         ours = torch.tensor([float(loss) for loss in losses])
         assert_close("losses", ours, torch.tensor([of_all[own] for of_all in want]))

@@ -15,7 +15,7 @@ class StageTest : public testing::Test {
  protected:
   void make(int num_versions, at::ScalarType dtype = at::kFloat) {
     stage_.emplace(std::vector<at::Tensor>{at::full({3}, 100, dtype)},
-                   std::vector<std::string>{"w"}, num_versions, nullptr);
+                   std::vector<std::string>{"w"}, num_versions, nullptr, 0);
     for (int slot = 0; slot < stage_->num_slots(); ++slot) {
       weights_.push_back(stage_->weight(slot, 0).detach().requires_grad_());
       stage_->attach(0, weights_.back());
