@@ -7,6 +7,7 @@
 #   make lint        clang-format, ruff, mypy
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make study       how 2BW and the remedies for its delay converge
 #   make clean       removes what was built; distclean the virtual environment too
 
 PYTHON ?= python3
@@ -15,6 +16,8 @@ VENV ?= .venv
 # example, TORCH='torch==2.13.0 --index-url <the index of your CUDA version>'.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Tests take turns on a stage's threads or wait for processes: a worker for each core, up to these.
+PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 
 BIN := $(abspath $(VENV))/bin
 STAMPS := $(VENV)/stamps
@@ -22,6 +25,7 @@ CONSTRAINTS := $(abspath $(VENV))/constraints.txt
 CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'))
 CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+STUDY := benchmarks/convergence
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The constraint keeps any extra's dependency from replacing the torch that the extension is built
@@ -32,7 +36,8 @@ INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation -e
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke clean distclean
+.PHONY: build demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke study clean \
+    distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -93,7 +98,8 @@ test-tsan: $(STAMPS)/test
 	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
 
 test-python: $(STAMPS)/test $(STAMPS)/extension
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
+	    $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)
@@ -135,7 +141,11 @@ bench: $(STAMPS)/test $(STAMPS)/extension
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
 
 bench-smoke: $(STAMPS)/test $(STAMPS)/extension
-	set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file --smoke; done
+	set -e; for file in $(BENCHMARKS) $(STUDY)/study.py; do echo "== $$file"; \
+	    $(BIN)/python $$file --smoke; done
+
+study: $(STAMPS)/test $(STAMPS)/extension
+	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py

@@ -20,9 +20,9 @@ and backward, messages, the allocator's waste. The user's batch exists before an
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
+from measuring.memory import resident_bytes
 from measuring.ranks import run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
@@ -58,14 +58,6 @@ class ProcessBytes:
     stages: list[StageBytes]
     report: int
     growth: int
-
-
-def resident_bytes(kind: str) -> int:
-    """``kind``: "VmRSS" (now) or "VmHWM" (the peak so far)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {kind} in /proc/self/status")
 
 
 def train(

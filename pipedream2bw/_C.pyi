@@ -253,6 +253,7 @@ class Executor:
         num_replicas: int,
         num_threads: int,
         seed: int,
+        warmup_batches: int,
         stages: Sequence[tuple[int, Stage, Forward, bool, bool]],
         fault: Fault,
         losses: LossBoard,
@@ -265,7 +266,15 @@ class Executor:
         outbound: Sequence[tuple[int, Sender, Receiver]],
     ) -> None: ...
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self,
+        run: int,
+        wiring: int,
+        layouts: Sequence[int],
+        rows: Sequence[int],
+        batch: int,
+        begins_batch: bool,
+        ends_batch: bool,
+        num_averaged: int,
     ) -> int: ...
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> int: ...
     def set_clipping(
@@ -278,11 +287,12 @@ class Executor:
         max_value: float | None,
         loss_scale: LossScale | None,
     ) -> None: ...
+    def version_of_batch(self, stage: int, batch: int) -> int: ...
     def submit_drain(self) -> int: ...
     def submit_update(
         self,
         stage: int,
-        batch: int,
+        run: int,
         groups: list[dict[str, Any]],
         step: Callable[[int], None] | None,
     ) -> int: ...

@@ -9,7 +9,9 @@ from ._build_check import check_loaded_torch
 check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
+from .deferred import deferred_init
 from .draw import Picture, draw_timeline
+from .local_shards import use_local_shards
 from .loss import Loss
 from .loss_scale import LossScale
 from .memory import StageMemory
@@ -17,15 +19,19 @@ from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
+from .staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .text_picture import draw_text
 from .timeline import Event, Timeline
 from .trace import read_events, write_events, write_trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "ErrorFeedback",
     "Event",
+    "LearningRateDiscount",
     "Loss",
     "LossScale",
+    "NesterovCorrection",
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
@@ -35,6 +41,7 @@ __all__ = [
     "Timeline",
     "add_loss",
     "collect_losses",
+    "deferred_init",
     "draw_text",
     "draw_timeline",
     "find_deadlock",
@@ -43,6 +50,7 @@ __all__ = [
     "read_events",
     "schedule_names",
     "simulate",
+    "use_local_shards",
     "write_events",
     "write_trace",
 ]

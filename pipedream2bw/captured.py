@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import CallLayout
 from .chain import call_chained
@@ -200,8 +201,14 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - known
     constants = {target: operator.attrgetter(target)(traced) for target in targets}
     owner = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()}
-    for value in constants.values():
-        if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.numel():
+    for target, value in constants.items():
+        if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
+            raise ValueError(
+                f"{target}: a tensor of shape {tuple(value.shape)} without values would be a "
+                "constant: the forward refers to it in another way than as an attribute of its "
+                "module (a closure, or an object or nested container that holds it)"
+            )
+        if isinstance(value, torch.Tensor) and value.numel():
             name = owner.get(value.untyped_storage().data_ptr())
             if name is not None:
                 raise ValueError(

@@ -53,6 +53,12 @@ class Clipping:
             )
         if self._needs_norm:
             pipe._schedule.check_global_updates()
+            if pipe._grid.num_shards > 1:
+                raise ValueError(
+                    f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "
+                    f"{pipe._grid.num_shards}, it must be 1: nothing tells which parameters are "
+                    "shards of one and which are equal on all; clip_grad_value works"
+                )
 
     @property
     def _needs_norm(self) -> bool:
@@ -65,7 +71,8 @@ class Clipping:
 
     def install(self, pipe: PipelineModule) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
         """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
-        scale = None if self.loss_scale is None else self.loss_scale.install(pipe._updates)
+        newest = pipe._accumulation.num_updates
+        scale = None if self.loss_scale is None else self.loss_scale.install(newest)
         norm = self._norm(pipe, scale) if self._needs_norm else None
         number_of = _numbers(pipe)
         for stage in pipe._stages:
@@ -106,10 +113,10 @@ def _numbers(pipe: PipelineModule) -> dict[str, int]:
 class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
-    def __init__(self, norm: _C.GradientNorm, batch: int) -> None:
+    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
+        super().__init__(pipeline, batch)
         self.norm = norm
         self.slot = norm.expect(batch)
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
@@ -119,6 +126,6 @@ class GradNorm(LazyNumber):
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before.
+            RuntimeError: the pipeline failed before; names the first cause.
         """
-        return self.norm.wait(self.slot)
+        return self._wait(lambda: self.norm.wait(self.slot))

@@ -47,6 +47,7 @@ class Announcement(NamedTuple):
     target_rows: int = -1
     signature: int = -1
     training: int = -1  # the module's mode, 0 or 1
+    ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
 
 
 _ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)

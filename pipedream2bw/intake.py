@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .accumulation import BatchPart
 from .added_loss import LossWeight
 from .capture import split_model_args
 from .control import Announcement
@@ -21,6 +23,7 @@ class Batch:
     """What this rank was given of a batch, checked, not yet split."""
 
     training: bool
+    part: BatchPart | None = None  # in training: of what the optimizer takes for one batch
     values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
     whole: list[bool] = dataclasses.field(default_factory=list)
     target: SplitTree | None = None  # last stage
@@ -67,7 +70,8 @@ class Intake:
             target_rows = -1 if batch.target.rows is None else batch.target.rows
             if rows >= 0 and target_rows >= 0 and rows != target_rows:
                 raise ValueError(_rows_differ(rows, target_rows))
-        return Announcement(rows, target_rows, number, int(mode_is_train))
+        ends_batch = -1 if batch.part is None else int(batch.part.ends)
+        return Announcement(rows, target_rows, number, int(mode_is_train), ends_batch)
 
     def _rows(self, batch: Batch, mode: Mode) -> int:
         captured = mode.captured
@@ -100,13 +104,14 @@ class Intake:
             listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
             raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
         grid = self._grid
-        for replica in range(grid.width if training else 0):
-            first = announced[grid.process_of(0, replica)]
-            for begin in range(0, grid.num_stages, grid.depth):
-                last = announced[grid.process_of(begin + grid.depth - 1, replica)]
+        for replica in range(grid.width):
+            first = announced[grid.process_of(0, replica, 0)]
+            begins = range(0, grid.num_stages, grid.depth) if training else (0,)
+            for shard, begin in itertools.product(range(grid.num_shards), begins):
+                last = announced[grid.process_of(begin + grid.depth - 1, replica, shard)]
                 if last.target_rows >= 0 and first.argument_rows != last.target_rows:
                     raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
-                self._check_same_batch(announced, replica, begin)
+                self._check_same_batch(announced, replica, shard, begin)
         mine = announced[grid.process_of(0)]
         count = self._num_microbatches
         if not training:
@@ -135,8 +140,10 @@ class Intake:
         inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
         if batch.training:
             rows = self.weighing_rows(sizes)
+            assert batch.part is not None
             inputs.loss_weights = [
-                LossWeight(rows, microbatch, grid.width) for microbatch in range(len(sizes))[mine]
+                LossWeight(rows, microbatch, grid.width, batch.part.num_averaged)
+                for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):
             inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]
@@ -146,21 +153,22 @@ class Intake:
         return inputs
 
     def _check_same_batch(
-        self, announced: Sequence[Announcement], replica: int, begin: int
+        self, announced: Sequence[Announcement], replica: int, shard: int, begin: int
     ) -> None:
-        """Raises ValueError unless both pipelines were given one batch."""
-        ranks = [self._grid.process_of(stage, replica) for stage in (0, begin)]
+        """Raises ValueError unless all first stages of the replica were given one batch."""
+        process_of = self._grid.process_of
+        ranks = [process_of(0, replica, 0), process_of(begin, replica, shard)]
         first, other = (announced[rank] for rank in ranks)
         if first.argument_rows != other.argument_rows:
             raise ValueError(
                 f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
-                f"{ranks[1]}: {other.argument_rows}: both pipelines' first stages are given the "
-                "same batch"
+                f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
+                "the same batch"
             )
         if first.signature != other.signature:
             raise ValueError(
                 f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
-                "differ: both pipelines' first stages are given the same batch"
+                "differ: all first stages of a replica are given the same batch"
             )
 
 

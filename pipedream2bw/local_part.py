@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from .checkpoint import Checkpoint
 from .memory import StageMemory
 from .modes import Mode
 from .stages import LocalStages
@@ -19,11 +20,20 @@ class LocalPart:
 
     Args:
         root: the model.
+        without_values: names of the parameters and buffers that are to be loaded.
         has_first_stage: extra state, which has no stage of its own, is with stage 0.
     """
 
-    def __init__(self, root: nn.Module, stages: LocalStages, *, has_first_stage: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        stages: LocalStages,
+        without_values: set[str],
+        *,
+        has_first_stage: bool,
+    ) -> None:
         self._root = root
+        self._without_values = without_values
         self._stages = stages
         self._has_first_stage = has_first_stage
 
@@ -62,22 +72,39 @@ class LocalPart:
                 shown.enter_context(stage.state.masters_shown(change=change))
             yield
 
-    def load(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
         root = self._root
         known = set(root.state_dict().keys())
         mine = self._names() & known
-        wanted = {name: value for name, value in state_dict.items() if name in mine}
-        missing = sorted(mine - wanted.keys())
-        unexpected = sorted(state_dict.keys() - known)
+        wanted = [name for name in checkpoint.names if name in mine]
+        parameters = dict(root.named_parameters(remove_duplicate=False))
+        given = {id(parameters[name]) for name in wanted if name in parameters}
+        # One entry is enough for a parameter that has several names.
+        missing = sorted(
+            name for name in mine.difference(wanted) if id(parameters.get(name)) not in given
+        )
+        unexpected = sorted(set(checkpoint.names) - known)
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
         with self._masters_shown(change=True):
-            result = root.load_state_dict(wanted, strict=False)
+            result = root.load_state_dict(checkpoint.take(wanted), strict=False)
+        self._without_values.difference_update(wanted)
+        self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)
+
+    def check_values(self) -> None:
+        """Raises ValueError if parameters that were on meta have not been loaded."""
+        if self._without_values:
+            first = ", ".join(sorted(self._without_values)[:5])
+            raise ValueError(
+                f"parameters and buffers without values: {len(self._without_values)} ({first}), "
+                "there must be none: the model was on meta. Load a checkpoint (load_checkpoint, "
+                "load_state_dict), or make the model by pipedream2bw.deferred_init()"
+            )
 
     def describe(self, mode: Mode) -> list[str]:
         """A line for each stage of the model, with what this process holds of it."""

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from . import _C
 
+if TYPE_CHECKING:
+    from .pipeline import PipelineModule
+
+_Read = TypeVar("_Read")
+
 
 class LazyNumber(abc.ABC):
-    """A number of a batch, which may not exist yet."""
+    """A number of a ``train_step``, which may not exist yet."""
 
-    batch: int
+    def __init__(self, pipeline: PipelineModule, batch: int) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self.batch = batch  # the train_step's number
+
+    def _wait(self, read: Callable[[], _Read]) -> _Read:
+        """What ``read`` gives; if the pipeline fails first, the first cause of any rank."""
+        try:
+            return read()
+        except RuntimeError:
+            pipeline = self._pipeline()
+            if pipeline is not None:
+                pipeline._check_open()
+            raise
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -42,18 +61,17 @@ class Loss(LazyNumber):
 
     def __init__(
         self,
+        pipeline: PipelineModule,
         board: _C.LossBoard,
         slot: _C.LossSlot,
         batch: int,
         names: Sequence[str],
-        on_failure: Callable[[], None],
     ) -> None:
+        super().__init__(pipeline, batch)
         self._board = board
-        self._on_failure = on_failure  # raises the first cause of any rank, if it is known
         self._slot = slot
         self._names = names  # of the metrics
         self._numbers: list[float] | None = None
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether the loss can be read without waiting for the pipeline."""
@@ -74,9 +92,5 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
-            try:
-                self._numbers = self._board.wait(self._slot)
-            except RuntimeError:
-                self._on_failure()
-                raise
+            self._numbers = self._wait(lambda: self._board.wait(self._slot))
         return self._numbers

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _C
 from .loss import LazyNumber
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineModule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +70,15 @@ class NewestScale(LazyNumber):
 
     def __init__(
         self,
+        pipeline: PipelineModule,
         scale: _C.LossScale,
-        batch: int,
+        version: int,
         update: tuple[_C.GradientNorm, _C.NormSlot] | None,
     ) -> None:
+        super().__init__(pipeline, pipeline._batch - 1)
         self._scale = scale
+        self._version = version
         self._update = update
-        self.batch = batch
 
     def done(self) -> bool:
         """Whether every stage has come to the update."""
@@ -86,8 +91,9 @@ class NewestScale(LazyNumber):
             RuntimeError: the pipeline failed before.
         """
         if self._update is not None:
-            self._update[0].wait(self._update[1])
-        return self._scale.of_version(self.batch + 1)
+            norm, slot = self._update
+            self._wait(lambda: norm.wait(slot))
+        return self._scale.of_version(self._version)
 
 
 def state_of(scale: _C.LossScale, version: int) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class StageMemory:
         masters: float32 weights that are stepped, with ``precision=``; with ``split_master`` what
             the rounding of the newest version took off.
         gradients: one buffer, float32 for half-precision parameters.
-        optimizer_state: of the fused optimizers; 0 before the first step.
+        optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
+            the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
         padding: what aligning every parameter to 64 bytes adds to the first four.
@@ -62,11 +63,12 @@ class StageMemory:
     def of(cls, state: StageState, executor: _C.Executor) -> StageMemory:
         """Reads a stage."""
         engine = state.engine.bytes()
+        kept = 0 if state.correction is None else state.correction.nbytes
         return cls(
             weights=engine["weights"],
             masters=engine["masters"],
             gradients=engine["gradients"],
-            optimizer_state=engine["optimizer_state"],
+            optimizer_state=engine["optimizer_state"] + kept,
             frozen_weights=state.frozen_bytes,
             buffers=sum(buffer.nbytes for buffer in state.buffers),
             padding=engine["padding"],

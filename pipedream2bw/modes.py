@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from .capture import Captured, capture
 from .captured import blocks_of_layers
+from .materialize import Example, for_capture
 from .stage import StageProgram, choose_boundaries, place_like, split_into_stages
 
 
@@ -36,7 +37,7 @@ class Modes:
         self,
         root: nn.Module,
         num_stages: int,
-        example: tuple[Sequence[Any], Mapping[str, Any]],
+        example: Example,
         split: str | Sequence[str],
         replicated: Sequence[str],
         recomputed_blocks: Sequence[str],
@@ -66,14 +67,15 @@ class Modes:
 
     def capture(self, training: bool) -> Mode:
         """Captures the model as its modules behave now, which is as ``training`` says."""
-        captured = capture(
-            self._root,
-            num_stages=self._num_stages,
-            example_args=self._example[0],
-            example_kwargs=self._example[1],
-            split=self._split,
-            replicated=self._replicated,
-        )
+        with for_capture(self._root, self._example) as (root, (args, kwargs)):
+            captured = capture(
+                root,
+                num_stages=self._num_stages,
+                example_args=args,
+                example_kwargs=kwargs,
+                split=self._split,
+                replicated=self._replicated,
+            )
         if self._by_training:
             boundaries = place_like(captured, self.first.programs)
         else:
@@ -85,6 +87,15 @@ class Modes:
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode
         return mode
+
+    def names_in(self, stages: Iterable[int]) -> list[str]:
+        """The parameters and buffers that these of the model's stages hold."""
+        programs = [self.first.programs[stage] for stage in stages]
+        return [
+            name
+            for program in programs
+            for name in (*program.parameters, *program.unused_parameters, *program.buffers)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """What the first capture found that must be the same on all ranks."""

@@ -17,6 +17,7 @@ from .fused import fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale, load_state, state_of
 from .optimizer_checks import agreed_pipeline_of
 from .own_step import StageStepper, changes, differ, options_of
+from .staleness import Remedies, Remedy, StepCorrection
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -47,10 +48,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
         loss_scale: multiplies losses before their backward; gradients are divided by it before they
             are clipped. All stages agree on what overflowed as they do on the norm. Not with
             schedules whose stages read different versions (``"pipedream"``).
+        staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
+            :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
+            of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
 
     Raises:
         ValueError: parameters that are of no open pipeline, of several, or of a stage that another
-            rank runs; not all trainable ones of the pipeline in exactly one group; none trainable.
+            rank runs; not all trainable ones of the pipeline in exactly one group; none trainable;
+            a remedy that does not suit the schedule's delays.
         TypeError: an optimizer that needs a closure (LBFGS) or sparse gradients (SparseAdam), or no
             torch optimizer.
     """
@@ -62,9 +67,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         clip_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
+        staleness: Remedy | Sequence[Remedy] = (),
     ) -> None:
         clipping = Clipping(max_grad_norm, norm_type, clip_grad_value, loss_scale)
-        self._pipe = agreed_pipeline_of(optimizers, clipping)
+        self._remedies = Remedies(staleness)
+        self._pipe = agreed_pipeline_of(optimizers, clipping, self._remedies)
+        self._delayed_batches = 0  # steps since the warm-up
         with self._pipe._failing_closes():
             self._pipe._drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = clipping.install(self._pipe)
@@ -100,6 +108,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for state in sorted(self._states, key=lambda state: state.index_in_model):
             state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
             state.show_newest()
+            rule = self._remedies.correction
+            state.correction = None if rule is None else StepCorrection(rule, state)
             places = [group_of[id(original)] for original in state.originals]
             state.engine.set_optimizers(
                 {
@@ -154,8 +164,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Registers the update of the last ``train_step``'s batch; returns at once.
 
         Raises:
-            ValueError: called twice, or before any ``train_step``; a group was added; another
-                PipelineOptimizer has taken over.
+            ValueError: called twice, or before the ``train_step`` that ends a batch; a group was
+                added; another PipelineOptimizer has taken over.
             TypeError: a closure was given.
         """
         if closure is not None:
@@ -177,21 +187,40 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
-        def submit(stage: Any, batch: int) -> int:
+        batch = self._pipe._accumulation.num_updates
+        is_delayed = batch >= self._pipe._warmup_batches
+
+        def submit(stage: Any, run: int) -> int:
             steppers = [
                 (self._steppers[number, stage.index], groups) for number, groups in changed.items()
             ]
-            steps = _steps(steppers) if steppers else None
-            ticket: int = stage.executor.submit_update(stage.index, batch, fused, steps)
+            divisor = self._divisor(stage.index) if is_delayed else 1.0
+            discounted = [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
+            correction = stage.state.correction
+            stale = stage.executor.version_of_batch(stage.index, batch) < batch
+            steps = (
+                _steps(steppers, divisor, correction, stale=stale)
+                if steppers or correction is not None
+                else None
+            )
+            ticket: int = stage.executor.submit_update(stage.index, run, discounted, steps)
             return ticket
 
         self._pipe._check_update_is_due()
         if self._norm is not None:
-            self._grad_norm = GradNorm(self._norm, self._pipe._batch - 1)
+            self._grad_norm = GradNorm(self._pipe, self._norm, self._pipe._batch - 1)
         self._pipe._submit_updates(submit)
         self._options = current
+        self._delayed_batches += is_delayed
         for optimizer in self._wrapped:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
+
+    def _divisor(self, stage: int) -> float:
+        """Of the learning rate of a step after the warm-up."""
+        discount = self._remedies.discount
+        if discount is None:
+            return 1.0
+        return discount.divisor(self._pipe._schedule.delay[stage], self._delayed_batches)
 
     @property
     def grad_norm(self) -> GradNorm:
@@ -217,7 +246,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             raise ValueError("loss_scale: None was given, it must be a LossScale")
         norm = self._grad_norm
         update = None if norm is None else (norm.norm, norm.slot)
-        return NewestScale(self._scale, self._pipe._updates - 1, update)
+        return NewestScale(self._pipe, self._scale, self._pipe._accumulation.num_updates, update)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and starts each batch's anew."""
@@ -257,7 +286,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
 
         Of several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
-        more entry, ``"loss_scale"``. Every rank calls it.
+        more entry, ``"loss_scale"``; with remedies for the delay ``"staleness"`` has their state.
+        Every rank calls it.
         """
         self._check_in_charge()
         self._pipe._flush_for(Operation.optimizer_state_dict)
@@ -275,10 +305,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._read_counters()
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
-        state: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
+        result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
         if self._scale is not None:
-            state["loss_scale"] = state_of(self._scale, self._pipe._updates)
-        return state
+            result["loss_scale"] = state_of(self._scale, self._pipe._accumulation.num_updates)
+        if self._remedies:
+            kept = [state.correction.state() for state in self._states if state.correction]
+            result["staleness"] = {
+                "delayed_batches": self._delayed_batches,
+                "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
+            }
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave. Drains. Every rank calls it.
@@ -308,9 +344,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for optimizer, theirs in zip(self._wrapped, states, strict=True):
                 optimizer.load_state_dict(theirs)
         if self._scale is not None and "loss_scale" in state_dict:
-            load_state(self._scale, self._pipe._updates, state_dict["loss_scale"])
+            version = self._pipe._accumulation.num_updates
+            load_state(self._scale, version, state_dict["loss_scale"])
         self._share()
         self._make_steppers()
+        # One that was saved without remedies lets them begin anew.
+        staleness = state_dict.get("staleness", {"delayed_batches": 0, "kept": {}})
+        self._delayed_batches = int(staleness["delayed_batches"])
+        for state in self._states:
+            if state.correction is not None:
+                state.correction.load(staleness["kept"])
         holder = {
             id(parameter): (kind, optimizer)
             for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
@@ -345,6 +388,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
 def _steps(
     steppers: Sequence[tuple[StageStepper, list[dict[str, Any]]]],
+    divisor: float,
+    correction: StepCorrection | None,
+    *,
+    stale: bool,
 ) -> Callable[[int], None]:
     """What a stage does in an update beside the fused pass."""
 
@@ -352,7 +399,9 @@ def _steps(
     def steps(slot: int) -> None:
         for stepper, groups in steppers:
             stepper.change(groups)
-            stepper.step(slot)
+            stepper.step(slot, divisor)
+        if correction is not None:
+            correction.apply(slot, stale=stale)
 
     return steps
 

@@ -12,10 +12,11 @@ from .clipping import Clipping
 from .control import Announcement, Operation
 from .fused import fused_kind
 from .pipeline import PipelineModule, open_pipelines
+from .staleness import Remedies
 
 
 def agreed_pipeline_of(
-    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping
+    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping, remedies: Remedies
 ) -> PipelineModule:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
     error: Exception | None = None
@@ -26,6 +27,7 @@ def agreed_pipeline_of(
         _check_parameters(pipe, optimizers)
         _check_masters(pipe, optimizers)
         clipping.check(pipe)
+        remedies.check(pipe, optimizers, scales_loss=clipping.loss_scale is not None)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_pipelines() if pipe is None else [pipe]
@@ -41,7 +43,8 @@ def agreed_pipeline_of(
     with pipe._failing_closes():
         pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        pipe._control.agree_on_objects(None, {"optimizer": kinds, **clipping.settings()})
+        settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}
+        pipe._control.agree_on_objects(None, settings)
     return pipe
 
 

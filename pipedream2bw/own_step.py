@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,21 +38,27 @@ class StageStepper:
         for group, options in zip(self._part.param_groups, groups, strict=True):
             group.update(options)
 
-    def step(self, slot: int) -> None:
-        """One step of the weights in a slot; called by the stage's executor thread."""
+    def step(self, slot: int, divisor: float) -> None:
+        """One step of the weights in a slot; called by the thread of the stage's updates.
+
+        Args:
+            divisor: of the learning rates.
+        """
         if self.is_empty:
             return
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self._positions]
+        outside = [handle.grad for handle in handles]
         for i, handle in zip(self._positions, handles, strict=True):
             handle.data = engine.master(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
-            type(self._part).step(self._part)
+            with _divided_lr(self._part.param_groups, divisor):
+                type(self._part).step(self._part)
         finally:
-            for handle in handles:
-                handle.grad = None
+            for handle, gradient in zip(handles, outside, strict=True):
+                handle.grad = gradient
         self._round(slot)
 
     def _round(self, slot: int) -> None:
@@ -68,6 +76,21 @@ class StageStepper:
         if method is not None:
             method(self._part)
             self._round(self._stage.engine.newest_slot)
+
+
+@contextlib.contextmanager
+def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
+    if divisor == 1:
+        yield
+        return
+    given = [group["lr"] for group in groups]
+    divided = [lr / divisor for lr in given]
+    for group, lr in zip(groups, divided, strict=True):
+        group["lr"] = lr
+    yield
+    for group, before, during in zip(groups, given, divided, strict=True):
+        if group["lr"] is during:  # else the optimizer has set it
+            group["lr"] = before
 
 
 class _Restriction:

@@ -14,15 +14,20 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
+from .accumulation import Accumulation, check_same_part
 from .capture import as_root
+from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .intake import Batch, Intake
 from .local_part import LocalPart
 from .loss import Loss
+from .materialize import check_loadable, home_of, materialize
 from .memory import StageMemory
+from .mesh import check_mesh, described, mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
@@ -33,6 +38,7 @@ from .settings import (
     check_example,
     check_parameters,
     check_settings,
+    check_warmup_batches,
     length_of,
     stage_devices,
     what_to_recompute,
@@ -80,7 +86,7 @@ class PipelineModule(nn.Module):
             ``output`` is what the model returns, of any structure. What arises in inner stages is
             returned by the model, or added by :func:`add_loss`.
         num_stages: the depth d; may be left out for a list of modules.
-        num_microbatches: m, per batch and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
+        num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
             ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
@@ -94,6 +100,12 @@ class PipelineModule(nn.Module):
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
+        mesh: which process is which, in place of ``width`` and adjacent ranks: of all processes,
+            with the dimensions "pp" (stages), and "dp" (replicas) where there are several. With
+            "tp" every stage of a replica is that many processes, each with the shard of it that the
+            model it was given holds: the stages' modules do the collectives among these, in
+            forward and backward, and hold plain tensors (no DTensor). All of them are given the
+            same batches.
         devices: in one process, the device of each stage; the model's own if None. A copy of a
             stage is on the device of the stage that shares its rank.
         replicated: names of arguments that every microbatch gets whole; other tensors are split
@@ -107,11 +119,21 @@ class PipelineModule(nn.Module):
             Hooks run twice, and so does Python code with effects of its own; where a schedule has I
             and W, those of named modules three times. Inside there may be no torch.utils.checkpoint
             around what draws random numbers, and no torch.Generator of the model's own.
+        accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
+            gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
+            batches, and each call gives its own loss. Replicas add up their gradients once per
+            batch, which is what DDP's ``no_sync`` is for; see :meth:`no_sync` for numbers of calls
+            that vary. Schedules drain no more and no less than without it.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
             a training batch, without gradients; a number, the mean over the microbatch's rows.
             Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
+            v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
+            schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
+            Batch n reads what batch n - 1 read, and so follows it without a drain. Weights that
+            are loaded begin no new warm-up.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
         bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
@@ -153,11 +175,14 @@ class PipelineModule(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         split: str | Sequence[str] = "auto",
         width: int = 1,
+        mesh: DeviceMesh | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
         recompute: bool | str | Sequence[bool] | Sequence[str] = False,
+        accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
+        warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
         bucket_cap_mb: float = 25.0,
         precision: str | None = None,
@@ -172,6 +197,7 @@ class PipelineModule(nn.Module):
         try:
             if num_stages is None:
                 num_stages = length_of(model)
+            width = check_mesh(mesh, width)
             check_settings(
                 width,
                 loss_fn,
@@ -180,6 +206,8 @@ class PipelineModule(nn.Module):
                 replicated,
                 bucket_cap_mb,
             )
+            self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
+            check_warmup_batches(warmup_batches)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
@@ -188,14 +216,16 @@ class PipelineModule(nn.Module):
             self._schedule = made
             root = as_root(model)
             check_parameters(root, loss_fn)
-            model_device = next((p.device for p in root.parameters()), model_device)
+            example = (tuple(example_args), dict(example_kwargs or {}))
+            check_loadable(root)
+            model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._precision = Precision(root, precision, split_master, autocast, model_device.type)
             self._modes = Modes(
                 root,
                 num_stages,
-                self._precision.cast((tuple(example_args), dict(example_kwargs or {}))),
+                self._precision.cast(example),
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
                 blocks,
@@ -203,6 +233,7 @@ class PipelineModule(nn.Module):
         except Exception as raised:
             error = raised
         self._timeout = timeout
+        self._mesh = mesh
         self._fault = _C.Fault()
         self._control = ControlPlane(
             join_world(model_device.type),
@@ -214,9 +245,11 @@ class PipelineModule(nn.Module):
             "num_stages": num_stages,
             "num_microbatches": num_microbatches,
             "width": width,
+            "mesh": described(mesh),
             "stages_per_rank": stages_per_rank,
             "split": str(split),
             "recompute": str(recompute),
+            "accumulate": accumulate,
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
             "compile": str(compile),
@@ -225,6 +258,7 @@ class PipelineModule(nn.Module):
             "precision": str(precision),
             "split_master": str(split_master),
             "autocast": str(autocast),
+            "warmup_batches": warmup_batches,
             "timeout": timeout,
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
@@ -237,9 +271,14 @@ class PipelineModule(nn.Module):
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
             self._grid = RankGrid(
-                self._schedule.placement, self._schedule.num_pipelines, width, timeout
+                self._schedule.placement,
+                self._schedule.num_pipelines,
+                width,
+                timeout,
+                mesh,
             )
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
+        self._device_type = model_device.type
         # A tuple, so that nn.Module does not register the model as a submodule.
         self._held = (model, root)
         self._intake = Intake(
@@ -249,9 +288,9 @@ class PipelineModule(nn.Module):
             losses_are_means=loss_reduction == "mean",
         )
         self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
-        self._batch = 0  # the next batch's number
+        self._batch = 0  # the next train_step's number
         self._evaluations = 0
-        self._updates = 0  # opt.step() calls so far
+        self._warmup_batches = warmup_batches
         self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
@@ -261,6 +300,7 @@ class PipelineModule(nn.Module):
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
             with self._precision.as_in_stages():
                 self._modes.capture(root.training)
+            without_values = materialize(root, self._modes.names_in(self.stages))
         except Exception as raised:
             error = raised
         with self._closing_control_on_error():
@@ -281,9 +321,12 @@ class PipelineModule(nn.Module):
             bool(blocks),
             bucket_bytes(bucket_cap_mb),
             self._precision,
+            warmup_batches,
             timeout,
         )
-        self._part = LocalPart(root, self._stages, has_first_stage=0 in self._grid.stages)
+        self._part = LocalPart(
+            root, self._stages, without_values, has_first_stage=0 in self._grid.stages
+        )
         self.training = root.training
         _open_pipelines.add(self)
 
@@ -302,12 +345,28 @@ class PipelineModule(nn.Module):
         return self._grid.width
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """The processes, with the dimensions "dp" and "pp" (or those of the mesh that was given).
+
+        Made when first asked for: every rank asks for it.
+
+        Raises:
+            RuntimeError: in one process, where there is none.
+        """
+        if self._mesh is None:
+            if not self._grid.in_processes:
+                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
+            self._check_open()
+            self._mesh = mesh_of(self._grid.places, self._device_type)
+        return self._mesh
+
+    @property
     def schedule(self) -> str:
         return self._schedule.name
 
     @property
     def rank(self) -> int:
-        """This process among all of the pipeline's: replica * ranks + the schedule's rank."""
+        """This process among all: without a mesh replica * ranks + the schedule's rank."""
         return self._grid.rank
 
     @property
@@ -355,11 +414,12 @@ class PipelineModule(nn.Module):
         its name is in ``replicated``. The microbatches are views of these tensors and are read
         after this call has returned: write to them only after the loss of the batch after the next
         (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
-        :class:`PipelineOptimizer` once after each.
+        :class:`PipelineOptimizer` once after each, or after ``accumulate`` of them.
 
         Raises:
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
-                rows, other arguments than the example's, a missing ``opt.step()``.
+                rows, other arguments than the example's, a missing ``opt.step()``, some ranks under
+                :meth:`no_sync` and others not.
             RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
         """
         self._check_open()
@@ -369,17 +429,37 @@ class PipelineModule(nn.Module):
             batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
             self._mode_of_last_batch = self.training
             slot = self._stages.losses.expect(self._batch)
+            assert batch.part is not None
             for stage in self._stages:
                 inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
                 stage.runner.runs[self._batch] = inputs
             self._stages.submit_batch(
-                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes)
+                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes), batch.part
             )
+            self._accumulation.take(batch.part)
             self._drained = False
-            raise_cause = _raiser_of_first_cause(self)
-            loss = Loss(self._stages.losses, slot, self._batch, list(self._metrics), raise_cause)
+            loss = Loss(self, self._stages.losses, slot, self._batch, list(self._metrics))
             self._batch += 1
             return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
+
+        As ``DistributedDataParallel.no_sync``: what they compute is added (not averaged) to the
+        gradient of the next ``train_step`` outside, and replicas add up theirs only then::
+
+            with pipe.no_sync():
+                pipe.train_step(*first, target=...)
+            pipe.train_step(*second, target=...)
+            opt.step()
+
+        For a mean over n calls divide the loss by n, in ``loss_fn``; ``accumulate=n`` does so by
+        itself. Every rank enters it, under any schedule.
+
+        Raises:
+            ValueError: ``accumulate`` is more than 1.
+        """
+        return self._accumulation.no_sync()
 
     def flush(self) -> None:
         """Drains the pipeline: every batch's backward is done when this returns.
@@ -473,7 +553,16 @@ class PipelineModule(nn.Module):
         return self._part.state(prefix, keep_vars)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains."""
+        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
+
+        Raises:
+            ValueError: with tensor-parallel stages, of which every process has a shard.
+        """
+        if self._grid.num_shards > 1:
+            raise ValueError(
+                f"full_state_dict(): 'tp' of the mesh: {self._grid.num_shards}, it must be 1: no "
+                "process knows how shards are put together; save state_dict() of every process"
+            )
         self._flush_for(Operation.full_state_dict)
         # Copies, as a view would be sent with the whole buffer that it is a part of.
         mine = {
@@ -492,15 +581,45 @@ class PipelineModule(nn.Module):
     ) -> Any:
         """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
 
-        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does.
+        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does, but takes
+        one entry for enough if a parameter has several names. Of a mapping that reads when it is
+        asked, a process asks for its part only.
         """
         if assign:
             raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
+        return self._load(lambda: Checkpoint.of(state_dict), strict)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Loads the unsplit model's ``state_dict`` from files, of which a process reads its part.
+
+        Every rank calls it. Drains, and sets every weight version, so the delay starts anew.
+
+        Args:
+            path: a file of safetensors or of ``torch.save``; the index (``.index.json``) of files
+                among which either is split, as Hugging Face writes it; a folder that holds one of
+                these under its usual name, or that ``torch.distributed.checkpoint`` has written.
+                Shapes must be the model's, dtypes are converted. Nested dictionaries are known by
+                the joined name, ``{"model": {"weight": ...}}`` by ``model.weight``.
+            prefix: only entries whose names begin with it are read, and known without it:
+                ``"model."``.
+            strict: as in ``nn.Module.load_state_dict``; of a parameter with several names one
+                entry is enough.
+
+        Raises:
+            ValueError: there is no such file, or none of these formats; on every rank.
+            RuntimeError: missing or unexpected entries, or other shapes; on every rank.
+            ImportError: safetensors is not installed (``pip install pipedream2bw[safetensors]``).
+        """
+        return self._load(lambda: open_checkpoint(path, prefix), strict)
+
+    def _load(self, opened: Callable[[], Checkpoint], strict: bool) -> Any:
         self._flush_for(Operation.load_state_dict)
         error: Exception | None = None
         result: Any = None
         try:
-            result = self._part.load(state_dict, strict)
+            result = self._part.load(opened(), strict)
         except Exception as raised:
             error = raised
         self._control.agree_on_objects(error, {})
@@ -544,7 +663,8 @@ class PipelineModule(nn.Module):
             self._flush_for(Operation.end_of_timeline)
         finally:
             self._stages.record(False)
-            timeline.add(self.replica, self._stages.take_records())
+            records = self._stages.take_records()
+            timeline.add(self.replica, records if self._grid.shard == 0 else [])
 
     def extra_repr(self) -> str:
         mode = self._modes.first
@@ -626,9 +746,10 @@ class PipelineModule(nn.Module):
         self._closed_because = reason
         _open_pipelines.discard(self)
         for stage in self._stages:
-            stage.state.remove_guards()
             stage.runner.forget()
         self._stages.end()
+        for stage in self._stages:  # no update is under way any more
+            stage.state.remove_guards()
 
     # ------------------------------------------------------------------ parts of the above
 
@@ -647,18 +768,17 @@ class PipelineModule(nn.Module):
         batch = Batch(training)
 
         def check() -> Announcement:
-            if training and self._updates != self._batch:
-                raise ValueError(
-                    f"opt.step(): {self._updates} calls for {self._batch} train_steps: one call of "
-                    "PipelineOptimizer.step() must follow each train_step"
-                )
+            if training:
+                batch.part = self._accumulation.next()
             first = self._modes.first
+            self._part.check_values()
             self._stages.check_before_batch(self._modes.get(self.training), training=training)
             return self._intake.take(batch, first, self.training, args, kwargs, target)
 
         operation = Operation.train_step if training else Operation.evaluation
         number = self._batch if training else self._evaluations
         announced = self._control.agree(operation, number, check)
+        check_same_part(announced)
         sizes, layouts = self._intake.microbatches(announced, training=training)
         return batch, self._mode_in_use(), sizes, layouts
 
@@ -698,27 +818,11 @@ class PipelineModule(nn.Module):
         with self._failing_closes():
             for stage in self._stages.in_update_order():
                 submit(stage, self._batch - 1)
-        self._updates += 1
+        self._accumulation.take_update()
 
     def _check_update_is_due(self) -> None:
         self._check_open()
-        if self._updates == self._batch:
-            raise ValueError(
-                f"opt.step(): {self._updates + 1} calls for {self._batch} train_steps: exactly one "
-                "call must follow each train_step"
-            )
-
-
-def _raiser_of_first_cause(pipeline: PipelineModule) -> Callable[[], None]:
-    """What a loss calls that will never exist; does not keep the pipeline alive."""
-    reference = weakref.ref(pipeline)
-
-    def raise_first_cause() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._check_open()
-
-    return raise_first_cause
+        self._accumulation.check_update()
 
 
 def open_pipelines() -> list[PipelineModule]:

@@ -42,18 +42,22 @@ class Precision:
         self.dtype = None if precision is None else _DTYPES[str(precision)]
         self.split_master = bool(split_master)
         self._autocast = autocast if isinstance(autocast, torch.dtype) else None
-        self._tensors = [] if self.dtype is None else list(_dtypes(root, self.dtype))
-        self._parameters = {
-            name: dtype for name, tensor, dtype in self._tensors if isinstance(tensor, nn.Parameter)
-        }
         self._root = root
+        self._parameters = {
+            name: dtype
+            for name, tensor, dtype in self._tensors()
+            if isinstance(tensor, nn.Parameter)
+        }
         self._before: dict[str, torch.dtype] = {}
-        for name, tensor, _ in self._tensors:
+        for name, tensor, _ in self._tensors():
             if tensor.requires_grad and tensor.dtype not in _DTYPES.values():
                 raise ValueError(
                     f"parameter {name}: {tensor.dtype}, precision: {precision!r}: what is trained "
                     "must be float32, bfloat16 or float16, as its master is float32"
                 )
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+        return [] if self.dtype is None else list(_dtypes(self._root, self.dtype))
 
     def of_parameter(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which stages compute with a parameter of the model."""
@@ -78,9 +82,10 @@ class Precision:
     @contextlib.contextmanager
     def as_in_stages(self) -> Iterator[None]:
         """The model with the dtypes that its stages will have, for a capture."""
-        before = [(tensor, tensor.data) for _, tensor, _ in self._tensors]
+        tensors = self._tensors()
+        before = [(tensor, tensor.data) for _, tensor, _ in tensors]
         try:
-            for _, tensor, dtype in self._tensors:
+            for _, tensor, dtype in tensors:
                 tensor.data = tensor.data.to(dtype)
             yield
         finally:
@@ -89,11 +94,10 @@ class Precision:
 
     def take_over(self) -> None:
         """Converts in place: what stages share with the model, and to float32 what is trained."""
-        for name, tensor, dtype in self._tensors:
+        for name, tensor, dtype in self._tensors():
             if not tensor.requires_grad:
                 self._before[name] = tensor.dtype
             tensor.data = tensor.data.to(torch.float32 if tensor.requires_grad else dtype)
-        self._tensors = [item for item in self._tensors if item[1].requires_grad]
 
     def give_back(self) -> None:
         """Gives what is not trained the dtypes that it had before."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _here = threading.local()
 
@@ -18,6 +20,13 @@ class SavedBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:
+        wraps_others = is_traceable_wrapper_subclass(tensor)
+        if wraps_others:  # a DTensor, which has no storage of its own
+            wrapper: Any = tensor
+            for name in wrapper.__tensor_flatten__()[0]:
+                if isinstance(getattr(wrapper, name), torch.Tensor):
+                    self._see(getattr(wrapper, name))
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._not_counted:
             self._storages[storage.data_ptr()] = storage.nbytes()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ._C import Schedule
+from .local_shards import is_dtensor
 
 
 def length_of(model: Any) -> int:
@@ -45,6 +46,14 @@ def check_settings(
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
 
+def check_warmup_batches(value: object) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless it is at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"warmup_batches: {value!r} given, it must be an int")
+    if value < 0:
+        raise ValueError(f"warmup_batches: {value}, it must be at least 0")
+
+
 def check_example(args: object, kwargs: object) -> None:
     """Raises TypeError unless these are a tuple of arguments and a mapping."""
     if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows
@@ -59,6 +68,11 @@ def check_example(args: object, kwargs: object) -> None:
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     for name, parameter in root.named_parameters():
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
+                "pipedream2bw.use_local_shards() first"
+            )
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
             raise ValueError(

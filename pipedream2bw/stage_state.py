@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,11 @@ from . import _C
 from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
 from .precision import Precision
+from .gradient_guards import ArrivalGuard, EngineGradient
 from .stage import StageProgram
 
-
-class _Guard:
-    """Raises when a gradient reaches a model's own Parameter, which no stage computes with."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        parameter.grad = None
-        raise RuntimeError(
-            f"parameter {self._name}: a gradient reached the model's own Parameter, not the "
-            "pipeline's copy, and would be lost. Something refers to it in another way than as an "
-            "attribute of its module: a closure, an object or nested container that holds it, or a "
-            "loss_fn that uses the model's parameters"
-        )
+if TYPE_CHECKING:
+    from .staleness import StepCorrection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +74,7 @@ class StageState:
         # The user's Parameters of these names, which an optimizer knows.
         self.originals = [model.get_parameter(name) for name in self.trainable]
         self._guards = [
-            handle.register_post_accumulate_grad_hook(_Guard(name))  # type: ignore[no-untyped-call]
+            handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
         ]
         self.buffer_names = program.buffers
@@ -111,6 +99,7 @@ class StageState:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
+        self.correction: StepCorrection | None = None  # of the optimizer's steps
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 
@@ -179,9 +168,11 @@ class StageState:
         bfloat16 weights.
         """
         slot = self.engine.newest_slot
-        for i, handle in enumerate(self.handles):
+        for i, (name, handle) in enumerate(self.trainable.items()):
             split = self.engine.has_split_master(i)
             handle.data = self.engine.weight(slot, i) if split else self.engine.master(slot, i)
+            if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
+                handle.grad = EngineGradient(name, handle)
 
     def stepped_dtypes(self) -> list[torch.dtype]:
         """What an optimizer steps the trainable parameters in."""
@@ -224,6 +215,8 @@ class StageState:
         """Lets the handles have gradients again, as their owner is no pipeline any more."""
         for guard in self._guards:
             guard.remove()
+        for handle in self.handles:
+            handle.grad = None
 
     def give_back(self) -> None:
         """Gives the handles memory of their own, with the newest weights."""
@@ -267,7 +260,7 @@ class StageState:
 
 
 class OtherStages:
-    """The parameters of stages that other processes run: their memory is given back.
+    """The parameters of stages that other processes run: their memory, if any, is given back.
 
     Shapes stay, as the model may be captured again in its other mode.
     """
@@ -276,6 +269,8 @@ class OtherStages:
         kept_storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
         self._released: list[tuple[torch.UntypedStorage, int]] = []
         for parameter in root.parameters():
+            if parameter.is_meta:
+                continue
             storage = parameter.untyped_storage()
             alone = storage.nbytes() == parameter.numel() * parameter.element_size()
             if alone and storage.nbytes() and storage.data_ptr() not in kept_storages:

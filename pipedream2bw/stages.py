@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .accumulation import BatchPart
 from .compiling import compiled
 from .control import ControlPlane
 from .heap import return_freed_memory
@@ -60,6 +61,7 @@ class LocalStages:
         recomputes_blocks: bool,
         bucket_bytes: int,
         precision: Precision,
+        warmup_batches: int,
         timeout: float,
     ) -> None:
         d = schedule.depth
@@ -137,6 +139,7 @@ class LocalStages:
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
                 seed=seed,
+                warmup_batches=warmup_batches,
                 stages=[
                     (
                         stage,
@@ -233,11 +236,14 @@ class LocalStages:
                 stage.state.engine.restart_delay()
 
     def submit_batch(
-        self, batch: int, wiring: int, layouts: Sequence[int], rows: Sequence[int]
+        self, run: int, wiring: int, layouts: Sequence[int], rows: Sequence[int], part: BatchPart
     ) -> None:
         """``rows``: of each microbatch, none if losses are sums."""
         self._tickets.append(
-            [executor.submit_batch(batch, wiring, layouts, rows) for executor in self._executors]
+            [
+                executor.submit_batch(run, wiring, layouts, rows, *part)
+                for executor in self._executors
+            ]
         )
 
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:

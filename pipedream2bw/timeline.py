@@ -25,7 +25,8 @@ class Event:
     or "R" for a forward that is run again before its backward; ``version`` is the weight version
     that they read and that U made; ``start`` and ``end`` are seconds of the machine's monotonic
     clock, which all its processes share, or of a simulation. An executed B that sends gradients
-    ends when it does. A U has the batch's last microbatch.
+    ends when it does. ``batch`` counts ``train_step`` calls, of which several may be one batch of
+    the optimizer's (``accumulate``); a U has the last one's number and microbatch.
     ``rank`` is the schedule's rank that has the stage; the stage's own number if not given.
     """
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
+from .mesh import Places, places_in
 
 Edge = tuple[int, int]
 """Producer stage, consumer stage."""
@@ -27,30 +30,43 @@ def join_world(device_type: str) -> int:
 class RankGrid:
     """Which process runs which stages of which replica.
 
-    With p ranks in the schedule, process replica * p + r runs the stages of rank r. A world of one
-    process runs all of them, each rank in a thread. Every process makes it, with the same
-    arguments.
+    With p ranks in the schedule, process replica * p + r runs the stages of rank r, where no mesh
+    says otherwise. A world of one process runs all of them, each rank in a thread. Every process
+    makes it, with the same arguments.
+
+    Where stages are tensor-parallel there is such a grid for each shard of them, apart from the
+    others: each process has the groups of its own shard, and all make those of all.
 
     Stages are the schedule's: with two pipelines each stage of the model has two.
 
     Args:
         placement: the schedule's rank of each stage.
         num_pipelines: the schedule's.
+        mesh: of all processes, see :func:`check_mesh`.
 
     Raises:
         ValueError: the world's size is not width * p, or width > 1 in one process.
     """
 
     def __init__(
-        self, placement: Sequence[int], num_pipelines: int, width: int, timeout: float
+        self,
+        placement: Sequence[int],
+        num_pipelines: int,
+        width: int,
+        timeout: float,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.num_stages = len(placement)
         self.num_pipelines = num_pipelines
         self.depth = len(placement) // num_pipelines
         self.width = width
         self.rank = 0
+        self.replica = 0
+        self.shard = 0
         self._placement = list(placement)
         self._num_ranks = p = max(placement) + 1
+        self._own_rank = 0
+        self.places: Places = [[[0] * p]]
         self._timeout = datetime.timedelta(seconds=timeout)
         self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
         self._own_replica: list[dist.ProcessGroup] = []  # none, or one
@@ -63,28 +79,33 @@ class RankGrid:
                     f"schedule and replica: run under torchrun --nproc-per-node {width * p}"
                 )
             return
-        if world != width * p:
+        if mesh is None and world != width * p:
             what = "stages" if p == self.num_stages else "ranks"
             raise ValueError(
                 f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
                 f"{what[:-1]} of every replica is one process"
             )
+        self.places = places_in(mesh, width, p)
         self.rank = dist.get_rank()
+        self.shard, self.replica, self._own_rank = next(
+            (shard, replica, rank)
+            for shard, replicas in enumerate(self.places)
+            for replica, ranks in enumerate(replicas)
+            for rank, process in enumerate(ranks)
+            if process == self.rank
+        )
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
             copies = placement[stage :: self.depth]
-            ranks = [rank for copy in copies for rank in range(copy, world, p)]
-            group = dist.new_group(sorted(ranks), timeout=self._timeout)
-            if isinstance(group, dist.ProcessGroup):
-                self._replica_groups[stage] = group
-
-    @property
-    def replica(self) -> int:
-        return self.rank // self._num_ranks if self.in_processes else 0
+            for replicas in self.places:
+                holders = sorted(ranks[copy] for ranks in replicas for copy in copies)
+                group = dist.new_group(holders, timeout=self._timeout)
+                if isinstance(group, dist.ProcessGroup):
+                    self._replica_groups[stage] = group
 
     @property
     def local_ranks(self) -> list[int]:
         """The schedule's ranks that this process runs."""
-        return [self.rank % self._num_ranks] if self.in_processes else list(range(self._num_ranks))
+        return [self._own_rank] if self.in_processes else list(range(self._num_ranks))
 
     @property
     def stages(self) -> list[int]:
@@ -108,12 +129,16 @@ class RankGrid:
         """The stages of one of the schedule's ranks."""
         return [stage for stage, placed in enumerate(self._placement) if placed == rank]
 
-    def process_of(self, stage: int, replica: int | None = None) -> int:
+    @property
+    def num_shards(self) -> int:
+        """Of each tensor-parallel stage."""
+        return len(self.places)
+
+    def process_of(self, stage: int, replica: int | None = None, shard: int | None = None) -> int:
         """The process that runs ``stage`` of a replica, by default of this process's own."""
-        if not self.in_processes:
-            return 0
+        shard = self.shard if shard is None else shard
         replica = self.replica if replica is None else replica
-        return replica * self._num_ranks + self._placement[stage]
+        return self.places[shard][replica][self._placement[stage]]
 
     def share_a_rank(self, stage: int, other: int) -> bool:
         return self._placement[stage] == self._placement[other]
@@ -125,13 +150,11 @@ class RankGrid:
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
         if self.in_processes and not self._own_replica:
-            p = self._num_ranks
-            for first in range(0, self.width * p, p):
-                made = dist.new_group(
-                    range(first, first + p), timeout=self._timeout, backend="gloo"
-                )
-                if isinstance(made, dist.ProcessGroup):
-                    self._own_replica.append(made)
+            for replicas in self.places:
+                for ranks in replicas:
+                    made = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
+                    if isinstance(made, dist.ProcessGroup):
+                        self._own_replica.append(made)
         return self._own_replica[0] if self._own_replica else None
 
     def close(self) -> None:
@@ -189,8 +212,8 @@ class Channels:
             channel = _C.LocalChannel(self._devices[destination])
             return channel, channel
         group: dist.ProcessGroup | None = None
-        for replica in range(grid.width):
-            ends = [grid.process_of(stage, replica) for stage in (source, destination)]
+        for shard, replica in itertools.product(range(grid.num_shards), range(grid.width)):
+            ends = [grid.process_of(stage, replica, shard) for stage in (source, destination)]
             made = dist.new_group(sorted(ends), timeout=self._timeout)
             if isinstance(made, dist.ProcessGroup):
                 self._groups.append(made)

@@ -3,9 +3,11 @@
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at W(max(t - delay, 0))
 
 A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. With
-PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. With two
+PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. In a warm-up
+of n batches g(t) is the gradient at W(t), afterwards at W(max(t - delay, n - 1)). With two
 pipelines (arXiv 2107.06925) each has half of the microbatches and g(t) is one's sum plus the
-other's. This file shares nothing with the package: it imports torch only.
+other's. Several train_steps may be one batch: g(t) is the mean of theirs, or their sum. This file
+shares nothing with the package: it imports torch only.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Oracle:
         loss_reduction: str = "mean",
         replicated: Sequence[str] = (),
         num_pipelines: int = 1,
+        warmup_batches: int = 0,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -56,6 +59,7 @@ class Oracle:
         self.loss_reduction = loss_reduction
         self.replicated = replicated
         self.num_pipelines = num_pipelines
+        self.warmup_left = warmup_batches
         self.restart_delay()
 
     def restart_delay(self) -> None:
@@ -67,7 +71,17 @@ class Oracle:
 
     def train_replicas(self, batches: Sequence[Batch]) -> list[float]:
         """One update from a batch of each replica; the replicas' losses."""
+        return self.train_together([batches])[0]
+
+    def train_together(
+        self, steps: Sequence[Sequence[Batch]], *, averages: bool = True
+    ) -> list[list[float]]:
+        """One update from several train_steps of each replica; the losses of each."""
+        averages = averages and self.loss_reduction == "mean" and len(steps) > 1
         newest = self._versions[-1]
+        if self.warmup_left > 0:
+            self.warmup_left -= 1
+            self._versions = [newest]
         self._show(
             [
                 self._versions[max(len(self._versions) - 1 - delay, 0)][i]
@@ -75,20 +89,23 @@ class Oracle:
             ]
         )
         self.optimizer.zero_grad(set_to_none=True)
-        losses = []
+        losses: list[list[float]] = []
         sums: list[list[torch.Tensor | None]] = [
             [None for _ in self.model.parameters()] for _ in range(self.num_pipelines)
         ]
-        for batch in batches:
-            total: torch.Tensor | None = None
-            for j, loss in enumerate(self._scaled_losses(batch)):
-                mine = sums[j * self.num_pipelines // self.num_microbatches]
-                self._set_gradients(mine)
-                (loss / len(batches) if len(batches) > 1 else loss).backward()
-                mine[:] = [parameter.grad for parameter in self.model.parameters()]
-                total = loss.detach() if total is None else total + loss.detach()
-            assert total is not None
-            losses.append(total.item())
+        for batches in steps:
+            losses.append([])
+            for batch in batches:
+                total: torch.Tensor | None = None
+                for j, loss in enumerate(self._scaled_losses(batch)):
+                    mine = sums[j * self.num_pipelines // self.num_microbatches]
+                    self._set_gradients(mine)
+                    share = loss / len(steps) if averages else loss
+                    (share / len(batches) if len(batches) > 1 else share).backward()
+                    mine[:] = [parameter.grad for parameter in self.model.parameters()]
+                    total = loss.detach() if total is None else total + loss.detach()
+                assert total is not None
+                losses[-1].append(total.item())
         self._set_gradients([_added(of_one) for of_one in zip(*sums, strict=True)])
         self._show(newest)
         self.optimizer.step()

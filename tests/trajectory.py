@@ -56,17 +56,20 @@ def by_pipeline(
     num_microbatches: int,
     make_optimizer: MakeOptimizer = sgd,
     between: Between = do_nothing,
+    *,
+    staleness: Any = (),
     **options: Any,
 ) -> Trajectory:
     pipe = make_pipeline(task, num_stages, num_microbatches, batches[0], **options)
     with pipe:
-        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()))
+        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
         losses = []
         for number, batch in enumerate(batches):
             between(number, pipe, optimizer)
             losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
-            optimizer.step()
-            optimizer.zero_grad()
+            if (number + 1) % options.get("accumulate", 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         state = copy_of(pipe.state_dict())
         return Trajectory([loss.item() for loss in losses], state)
 
@@ -81,9 +84,10 @@ def by_oracle(
     schedule: str = "2bw",
     model: nn.Module | None = None,
     delay_of: Mapping[str, int] | None = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> Trajectory:
-    """``delay_of``: under "pipedream", of each parameter."""
+    """``delay_of``: under "pipedream", of each parameter. ``accumulate`` divides the batches."""
     model = whole(task.model()) if model is None else model
     optimizer = make_optimizer(model.parameters())
     delay: int | list[int] = int("2bw" in schedule)
@@ -93,10 +97,12 @@ def by_oracle(
     if "chimera" in schedule:
         options["num_pipelines"] = 2
     oracle = Oracle(model, optimizer, num_microbatches, task.loss_fn, delay, **options)
-    losses = []
-    for number, batch in enumerate(batches):
-        between(number, oracle, optimizer)
-        losses.append(oracle.train_step(batch))
+    losses: list[float] = []
+    for first in range(0, len(batches), accumulate):
+        steps = batches[first : first + accumulate]
+        for number in range(first, first + accumulate):
+            between(number, oracle, optimizer)
+        losses += [loss for (loss,) in oracle.train_together([[batch] for batch in steps])]
     return Trajectory(losses, copy_of(model.state_dict()))
 
 
@@ -156,7 +162,11 @@ def check_task(
 ) -> None:
     """Trains by both, on batches of the given numbers of rows, and compares."""
     batches = task.batches(rows)
-    shared = {key: options[key] for key in ("loss_reduction", "replicated") if key in options}
+    shared = {
+        key: options[key]
+        for key in ("loss_reduction", "replicated", "accumulate", "warmup_batches")
+        if key in options
+    }
     if schedule == "pipedream":
         shared["delay_of"] = delays_under_pipedream(task, num_stages, batches[0])
     want = by_oracle(task, batches, num_microbatches, make_optimizer, schedule=schedule, **shared)

@@ -1,5 +1,7 @@
 // The engine, as Python sees it.
 #include "bindings/bindings.h"
+#include "bindings/groups.h"
+#include "bindings/interruptible_wait.h"
 #include "core/check.h"
 #include "engine/delayed_sender.h"
 #include "engine/executor.h"
@@ -12,9 +14,7 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,24 +24,6 @@
 
 namespace pd2 {
 namespace {
-
-using namespace std::chrono_literals;
-
-// Repeats a bounded wait until it succeeds, so that Ctrl-C ends it.
-template <typename WaitFor>
-void wait_interruptibly(WaitFor wait_for) {
-  while (true) {
-    {
-      const py::gil_scoped_release no_gil;
-      if (wait_for(100ms)) {
-        return;
-      }
-    }
-    if (PyErr_CheckSignals() != 0) {
-      throw py::error_already_set();
-    }
-  }
-}
 
 // For what ends a thread of its own, which may be waiting for the interpreter when Python drops the
 // last reference.
@@ -151,10 +133,6 @@ std::vector<GroupOptions> parse_groups(const py::list& groups) {
     parsed.push_back(options);
   }
   return parsed;
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> resolve_group(const std::string& name) {
-  return name.empty() ? nullptr : c10d::resolve_process_group(name);
 }
 
 }  // namespace
@@ -308,85 +286,12 @@ void bind_generator(py::module_& module) {
       .def("__exit__", [](Entered& self, const py::args&) { self.generator.reset(); });
 }
 
-void bind_losses(py::module_& module) {
-  py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
-      .def(py::init<>())
-      .def("raise_", &Fault::raise, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("cause", [](const Fault& self) -> py::object {
-        return self.raised() ? py::cast(self.cause()) : py::none();
-      });
-  py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
-  py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
-      .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
-                       std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
-                       int replica, int num_replicas, int num_pipelines, int num_numbers) {
-             return std::make_shared<LossBoard>(std::move(fault), resolve_group(group),
-                                                std::move(shared), ranks, replica, num_replicas,
-                                                num_pipelines, num_numbers);
-           }),
-           py::arg("fault"), py::arg("group"), py::arg("shared"), py::arg("ranks"),
-           py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"),
-           py::arg("num_numbers"))
-      .def("expect", &LossBoard::expect, py::arg("batch"))
-      .def("done", [](const LossBoard& self, const LossSlot& slot) { return self.done(slot); })
-      .def("wait",
-           [](const LossBoard& self, const LossSlot& slot) {
-             wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-             return slot.numbers;  // what is there no longer changes
-           })
-      .def(
-          "finish",
-          [](LossBoard& self, double timeout) {
-            const auto deadline =
-                std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
-            wait_interruptibly([&](auto slice) {
-              return self.finish_for(slice) || std::chrono::steady_clock::now() > deadline;
-            });
-          },
-          py::arg("timeout"))
-      .def("close", &LossBoard::close, py::call_guard<py::gil_scoped_release>());
-}
-
-void bind_norm(py::module_& module) {
-  py::class_<LossScale, std::shared_ptr<LossScale>>(module, "LossScale")
-      .def(py::init([](double init_scale, double growth_factor, double backoff_factor,
-                       std::int64_t growth_interval, std::int64_t version) {
-             return std::make_shared<LossScale>(
-                 LossScaleOptions{init_scale, growth_factor, backoff_factor, growth_interval},
-                 version);
-           }),
-           py::arg("init_scale"), py::arg("growth_factor"), py::arg("backoff_factor"),
-           py::arg("growth_interval"), py::arg("version"))
-      .def("of_version", &LossScale::of_version, py::arg("version"))
-      .def_property_readonly("growth_tracker", &LossScale::growth_tracker)
-      .def("set", &LossScale::set, py::arg("version"), py::arg("scale"), py::arg("growth_tracker"));
-  py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
-  py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
-      .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
-                       int num_readers, double norm_type, bool is_double, const std::string& group,
-                       std::shared_ptr<SharedBoard> shared, std::shared_ptr<LossScale> loss_scale) {
-             return std::make_shared<GradientNorm>(
-                 std::move(fault), num_parameters, num_stages, num_readers, norm_type,
-                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(shared),
-                 std::move(loss_scale));
-           }),
-           py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
-           py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
-           py::arg("shared").none(true), py::arg("loss_scale").none(true))
-      .def("expect", &GradientNorm::expect, py::arg("batch"))
-      .def("done", [](const GradientNorm& self, const NormSlot& slot) { return self.done(slot); })
-      .def("wait", [](const GradientNorm& self, const NormSlot& slot) {
-        wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-        return *slot.value;  // what is there no longer changes
-      });
-}
-
 void bind_executor(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init(
                [](const Schedule& schedule, int rank, int replica, int num_replicas,
-                  int num_threads, std::uint64_t seed,
+                  int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
                   std::vector<std::tuple<int, std::shared_ptr<Stage>, py::function, bool, bool>> stages,
                   std::shared_ptr<Fault> fault, std::shared_ptr<LossBoard> losses) {
                  std::vector<std::unique_ptr<StageWorker>> workers;
@@ -396,6 +301,7 @@ void bind_executor(py::module_& module) {
                    options.num_replicas = num_replicas;
                    options.num_microbatches = schedule.num_microbatches;
                    options.delay = schedule.delay.at(stage);
+                   options.warmup_batches = warmup_batches;
                    options.recompute = recompute;
                    options.recomputes_blocks = recomputes_blocks;
                    options.seed = mix_seed(seed, replica);
@@ -404,8 +310,8 @@ void bind_executor(py::module_& module) {
                    };
                    const int pipeline = schedule.pipeline(stage);
                    options.first_microbatch = pipeline * schedule.num_microbatches;
-                   options.on_loss = [losses, pipeline](std::int64_t batch, BatchLoss loss) {
-                     losses->publish(batch, std::move(loss), pipeline);
+                   options.on_loss = [losses, pipeline](std::int64_t run, BatchLoss loss) {
+                     losses->publish(run, std::move(loss), pipeline);
                    };
                    workers.push_back(
                        std::make_unique<StageWorker>(std::move(options), std::move(state)));
@@ -417,6 +323,7 @@ void bind_executor(py::module_& module) {
                  options.num_microbatches = schedule.num_microbatches;
                  options.num_pipelines = schedule.num_pipelines;
                  options.depth = schedule.depth();
+                 options.warmup_batches = warmup_batches;
                  options.actions = schedule.ranks.at(rank);
                  options.num_threads = num_threads;
                  options.describe = describe;
@@ -432,8 +339,8 @@ void bind_executor(py::module_& module) {
                      delete_without_gil<Executor>);
                }),
            py::arg("schedule"), py::arg("rank"), py::arg("replica"), py::arg("num_replicas"),
-           py::arg("num_threads"), py::arg("seed"), py::arg("stages"), py::arg("fault"),
-           py::arg("losses"))
+           py::arg("num_threads"), py::arg("seed"), py::arg("warmup_batches"), py::arg("stages"),
+           py::arg("fault"), py::arg("losses"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id,
@@ -453,11 +360,14 @@ void bind_executor(py::module_& module) {
           py::arg("stage"), py::arg("id"), py::arg("inbound"), py::arg("outbound"))
       .def(
           "submit_batch",
-          [](Executor& self, std::int64_t batch, int wiring, std::vector<LayoutId> layouts,
-             std::vector<std::int64_t> rows) {
-            return self.submit_batch({batch, wiring, std::move(layouts), std::move(rows)});
+          [](Executor& self, std::int64_t run, int wiring, std::vector<LayoutId> layouts,
+             std::vector<std::int64_t> rows, std::int64_t batch, bool begins_batch, bool ends_batch,
+             int num_averaged) {
+            return self.submit_batch({run, wiring, std::move(layouts), std::move(rows), batch,
+                                      begins_batch, ends_batch, num_averaged});
           },
-          py::arg("batch"), py::arg("wiring"), py::arg("layouts"), py::arg("rows"), no_gil)
+          py::arg("run"), py::arg("wiring"), py::arg("layouts"), py::arg("rows"), py::arg("batch"),
+          py::arg("begins_batch"), py::arg("ends_batch"), py::arg("num_averaged"), no_gil)
       .def(
           "submit_evaluation",
           [](Executor& self, std::int64_t run, int wiring, std::vector<LayoutId> layouts) {
@@ -478,13 +388,18 @@ void bind_executor(py::module_& module) {
           py::arg("stage"), py::arg("norm").none(true), py::arg("max_norm"),
           py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"),
           py::arg("loss_scale").none(true))
+      .def("version_of_batch",
+           [](const Executor& self, int stage, std::int64_t batch) {
+             return self.worker(stage).version_of_batch(batch);
+           },
+           py::arg("stage"), py::arg("batch"))
       .def("submit_drain", &Executor::submit_drain, no_gil)
       .def(
           "submit_update",
-          [](Executor& self, int stage, std::int64_t batch, const py::list& groups,
+          [](Executor& self, int stage, std::int64_t run, const py::list& groups,
              std::optional<py::function> step) {
             const auto held = step ? shared_python(std::move(*step)) : nullptr;
-            return self.submit_update(stage, batch,
+            return self.submit_update(stage, run,
                                       [parsed = parse_groups(groups), held](Stage& stage) {
                                         const int slot = stage.write_next(parsed);
                                         if (held) {
@@ -493,7 +408,7 @@ void bind_executor(py::module_& module) {
                                         }
                                       });
           },
-          py::arg("stage"), py::arg("batch"), py::arg("groups"), py::arg("step").none(true))
+          py::arg("stage"), py::arg("run"), py::arg("groups"), py::arg("step").none(true))
       .def(
           "wait",
           [](Executor& self, Executor::Ticket ticket) {
@@ -509,7 +424,7 @@ void bind_executor(py::module_& module) {
              py::list rows;
              for (const ExecutedAction& action : self.take_record()) {
                rows.append(py::make_tuple(
-                   action.stage, std::string(1, static_cast<char>(action.kind)), action.batch,
+                   action.stage, std::string(1, static_cast<char>(action.kind)), action.run,
                    action.microbatch, action.version, action.start, action.end));
              }
              return rows;

@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -17,6 +18,7 @@ Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWor
        {&options_.actions.prologue, &options_.actions.steady, &options_.actions.epilogue}) {
     for (const Action& action : *list) {
       worker(action.stage);
+      most_runs_before_ = std::max(most_runs_before_, runs_before(action));
     }
   }
   for (const auto& worker : workers_) {
@@ -27,8 +29,8 @@ Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWor
            return closed_ || fault_->raised();
          },
          [this] { begin_thread(); },
-         [this, stage = worker->stage()](std::int64_t batch) {
-           fail({stage, ActionKind::kUpdate, batch, options_.num_microbatches - 1, false});
+         [this, stage = worker->stage()](std::int64_t run) {
+           fail({stage, ActionKind::kUpdate, run, options_.num_microbatches - 1, false});
          }});
   }
   fault_->on_raise(this, [this] {
@@ -90,22 +92,15 @@ Executor::Ticket Executor::submit_batch(Run run) {
   for (const auto& worker : workers_) {
     worker->expect_values(run, options_.num_microbatches);
   }
-  return submit([this, run = std::move(run)] {
-    const bool continues = running_ && last_run_.wiring == run.wiring;
-    PD2_ASSERT(continues || is_empty(), "the wiring changed with microbatches in flight");
-    first_batch_ = continues ? first_batch_ : run.id;
-    last_run_ = run;
-    running_ = true;
-    run_actions(continues ? options_.actions.steady : options_.actions.prologue, run);
-  });
+  return submit([this, run = std::move(run)] { begin_run(run); });
 }
 
-Executor::Ticket Executor::submit_update(int stage, std::int64_t batch,
+Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
                                          std::function<void(Stage&)> apply) {
-  return submit([this, &worker = worker(stage), batch, apply = std::move(apply)] {
-    doing_ = {worker.stage(), ActionKind::kUpdate, batch, options_.num_microbatches - 1, false};
-    worker.updates().submit(batch, apply);
-    if (!running_) {  // drained: the weights may be read
+  return submit([this, &worker = worker(stage), run, apply = std::move(apply)] {
+    doing_ = {worker.stage(), ActionKind::kUpdate, run, options_.num_microbatches - 1, false};
+    worker.updates().submit(run, apply);
+    if (runs_.empty()) {  // drained: the weights may be read
       worker.updates().finish();
     }
   });
@@ -226,7 +221,7 @@ std::string Executor::where(const Doing& doing) const {
       stage_name(doing.stage % depth, options_.replica, options_.num_replicas),
       options_.num_pipelines > 1 ? " in pipeline " + std::to_string(pipeline) : "",
       doing.evaluating ? ", evaluation" : ", batch ",
-      doing.evaluating ? "" : std::to_string(doing.batch), ", microbatch ",
+      doing.evaluating ? "" : std::to_string(doing.run), ", microbatch ",
       pipeline * options_.num_microbatches + doing.microbatch, ", ", action);
 }
 
@@ -240,33 +235,54 @@ std::vector<StageWorker*> Executor::evaluating() const {
   return workers;
 }
 
-void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
+int Executor::runs_before(const Action& action) const {
+  // Microbatch numbers count from this run's first; negative ones are the previous runs'.
   const int m = options_.num_microbatches;
+  return action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
+}
+
+void Executor::begin_run(const Run& run) {
+  if (run.batch < options_.warmup_batches) {
+    drain();
+  }
+  const bool continues = !runs_.empty() && runs_.rbegin()->second.wiring == run.wiring;
+  PD2_ASSERT(continues || is_empty(), "the wiring changed with microbatches in flight");
+  if (!continues) {
+    runs_.clear();
+  }
+  runs_.emplace(run.id, run);
+  runs_.erase(runs_.begin(), runs_.lower_bound(run.id - most_runs_before_));
+  run_actions(continues ? options_.actions.steady : options_.actions.prologue, run.id);
+}
+
+void Executor::run_actions(const std::vector<Action>& actions, std::int64_t last) {
   for (const Action& action : actions) {
-    // Microbatch numbers count from this batch's first; negative ones are the previous batches'.
-    const int before = action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
-    const std::int64_t batch = run.id - before;
-    if (batch < first_batch_) {
+    const int before = runs_before(action);
+    const auto place = runs_.find(last - before);
+    if (place == runs_.end()) {
       continue;
     }
-    const int microbatch = action.microbatch + before * m;
-    doing_ = {action.stage, action.kind, batch, microbatch, false};
+    const Run& run = place->second;
+    const int microbatch = action.microbatch + before * options_.num_microbatches;
+    doing_ = {action.stage, action.kind, run.id, microbatch, false};
     StageWorker& worker = this->worker(action.stage);
     switch (action.kind) {
       case ActionKind::kForward:
         worker.forward(run, microbatch);
         break;
       case ActionKind::kBackward:
-        worker.backward(batch, microbatch);
+        worker.backward(run, microbatch);
         break;
       case ActionKind::kUpdate:
-        worker.updates().reach(batch);
+        if (run.ends_batch) {
+          worker.updates().reach(run.id, run.batch);
+        }
         break;
       case ActionKind::kInputGrad:
-        worker.input_grad(batch, microbatch);
+        worker.input_grad(run, microbatch);
         break;
       case ActionKind::kWeightGrad:
-        worker.weight_grad(batch, microbatch);
+        worker.weight_grad(run, microbatch);
         break;
       case ActionKind::kRecompute:
         PD2_ASSERT(false, "no schedule has ", to_string(action));
@@ -275,15 +291,15 @@ void Executor::run_actions(const std::vector<Action>& actions, const Run& run) {
 }
 
 void Executor::drain() {
-  if (!running_) {
+  if (runs_.empty()) {
     return;
   }
-  run_actions(options_.actions.epilogue, last_run_);
+  run_actions(options_.actions.epilogue, runs_.rbegin()->first);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
   for (const auto& worker : workers_) {
     worker->updates().finish();
   }
-  running_ = false;
+  runs_.clear();
 }
 
 void Executor::evaluate(const Run& run) {

@@ -11,6 +11,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +27,9 @@ struct ExecutorOptions {
   int num_microbatches = 1;  // of each pipeline
   int num_pipelines = 1;
   int depth = 0;  // stages of each pipeline
+  // The first batches, each of which begins with an empty pipeline and all updates made. As the
+  // workers have it.
+  std::int64_t warmup_batches = 0;
   RankActions actions;
   int num_threads = 0;  // intra-op threads of this executor's thread, 0: as they are
   // Runs the loop that it is given, in the executor's thread, with what the forwards need there.
@@ -34,13 +38,14 @@ struct ExecutorOptions {
   std::function<std::string(std::exception_ptr)> describe;
 };
 
-// Owns a thread that executes what is submitted, in order: training batches (the schedule's
-// prologue if the pipeline is empty, else its steady list), updates, drains (the epilogue),
-// evaluations. Knows no schedule's name and no Python. submit_* and wait_for may be called from one
-// other thread; a submission returns a ticket. The first failure ends the thread, drops what is in
-// flight and raises the fault.
+// Owns a thread that executes what is submitted, in order: training runs (the schedule's prologue
+// if the pipeline is empty, else its steady list), updates, drains (the epilogue), evaluations.
+// Knows no schedule's name and no Python. submit_* and wait_for may be called from one other
+// thread; a submission returns a ticket. The first failure ends the thread, drops what is in flight
+// and raises the fault.
 //
-// An update is executed at the schedule's U if it has been submitted by then, else when it is: the
+// A schedule's batch is a run here. The U of a run which does not end its batch is passed over.
+// Another one's update is executed there if it has been submitted by then, else when it is: the
 // user may drain between the backward and opt.step(). A batch's updates of several stages are
 // submitted in the schedule's order: replicas, some of which may be late, then reduce in one order.
 class Executor {
@@ -57,8 +62,8 @@ class Executor {
 
   using Ticket = std::int64_t;
   Ticket submit_batch(Run run);
-  // `apply` makes the stage's next version from the batch's gradients and publishes it.
-  Ticket submit_update(int stage, std::int64_t batch, std::function<void(Stage&)> apply);
+  // `apply` makes the stage's next version from the gradients of the batch whose last run it is.
+  Ticket submit_update(int stage, std::int64_t run, std::function<void(Stage&)> apply);
   Ticket submit_drain();
   // Forward only, no gradients, on the newest version. The pipeline must be drained. Of two
   // pipelines the first one does it.
@@ -83,14 +88,17 @@ class Executor {
   struct Doing {
     int stage = 0;
     ActionKind kind = ActionKind::kForward;
-    std::int64_t batch = 0;
+    std::int64_t run = 0;
     int microbatch = 0;
     bool evaluating = false;
   };
 
   Ticket submit(std::function<void()> command);
   void loop();
-  void run_actions(const std::vector<Action>& actions, const Run& run);
+  // In how many runs before the one that is being run the action's microbatch is.
+  int runs_before(const Action& action) const;
+  void begin_run(const Run& run);
+  void run_actions(const std::vector<Action>& actions, std::int64_t last);
   void drain();
   void evaluate(const Run& run);
   // Without the stages of the other pipeline.
@@ -108,9 +116,10 @@ class Executor {
   const std::shared_ptr<Fault> fault_;
 
   // Touched by the executor's thread alone.
-  bool running_ = false;  // microbatches may be in flight: the next batch continues with `steady`
-  Run last_run_;
-  std::int64_t first_batch_ = 0;  // since the pipeline was empty: what precedes it is done
+  // Since the pipeline was empty, as far as `steady` and `epilogue` go back: what is not there is
+  // done. If there is one, microbatches may be in flight, and the next run continues with `steady`.
+  std::map<std::int64_t, Run> runs_;
+  int most_runs_before_ = 0;
   Doing doing_;
 
   mutable std::mutex mutex_;

@@ -82,7 +82,7 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
   {
     const std::lock_guard lock(mutex_);
     if (loss_scale_) {  // before anybody learns the total
-      loss_scale_->decide(batch + 1, !std::isfinite(total.item<double>()));
+      loss_scale_->decide(!std::isfinite(total.item<double>()));
     }
     Batch& mine = this->batch(batch);
     mine.total = total;

@@ -6,7 +6,9 @@
 namespace pd2 {
 
 LossScale::LossScale(const LossScaleOptions& options, std::int64_t version)
-    : options_(options), changes_{{version, static_cast<float>(options.init_scale)}} {}
+    : options_(options),
+      changes_{{version, static_cast<float>(options.init_scale)}},
+      newest_(version) {}
 
 float LossScale::of_version(std::int64_t version) const {
   const std::lock_guard lock(mutex_);
@@ -14,8 +16,9 @@ float LossScale::of_version(std::int64_t version) const {
   return (after == changes_.begin() ? after : std::prev(after))->second;
 }
 
-void LossScale::decide(std::int64_t version, bool overflow) {
+void LossScale::decide(bool overflow) {
   const std::lock_guard lock(mutex_);
+  ++newest_;
   const float newest = changes_.rbegin()->second;
   float scale = newest;
   if (overflow) {
@@ -27,7 +30,7 @@ void LossScale::decide(std::int64_t version, bool overflow) {
     scale = std::isfinite(grown) ? grown : newest;
   }
   if (scale != newest) {
-    changes_.emplace(version, scale);
+    changes_.emplace(newest_, scale);
   }
 }
 
@@ -40,6 +43,7 @@ void LossScale::set(std::int64_t version, float scale, std::int64_t growth_track
   const std::lock_guard lock(mutex_);
   changes_.erase(changes_.lower_bound(version), changes_.end());
   changes_.emplace(version, scale);
+  newest_ = version;
   growth_tracker_ = growth_tracker;
 }
 

@@ -26,8 +26,8 @@ class LossScale {
   LossScale(const LossScaleOptions& options, std::int64_t version);
 
   float of_version(std::int64_t version) const;
-  // Decides the scale of `version`, which comes after those that have been decided.
-  void decide(std::int64_t version, bool overflow);
+  // Decides the scale of the next version.
+  void decide(bool overflow);
   // Updates without overflow since the scale last changed.
   std::int64_t growth_tracker() const;
   // Goes on from `version`, the newest there is, as if with this scale and tracker.
@@ -37,6 +37,7 @@ class LossScale {
   const LossScaleOptions options_;
   mutable std::mutex mutex_;
   std::map<std::int64_t, float> changes_;  // by the first version that has it
+  std::int64_t newest_;                    // that has been decided
   std::int64_t growth_tracker_ = 0;
 };
 

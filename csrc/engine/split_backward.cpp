@@ -47,15 +47,15 @@ bool has_hooks(Node& node) {
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-void execute(const edge_list& roots, const variable_list& gradients, bool keep_graph) {
+}  // namespace
+
+void run_autograd(const edge_list& roots, const variable_list& gradients, bool keep_graph) {
   if (roots.empty()) {
     return;
   }
   torch::autograd::Engine::get_default_engine().execute(
       roots, gradients, keep_graph, /*create_graph=*/false, /*accumulate_grad=*/true);
 }
-
-}  // namespace
 
 // What reaches an operator, after all hooks.
 class SplitBackward::Capture : public torch::autograd::FunctionPreHook {
@@ -122,7 +122,7 @@ void SplitBackward::run_input_half(const edge_list& roots, const variable_list& 
   const Graph graph(roots);
   std::unordered_set<const Node*> kept;  // what the second half runs
   defer(graph, kept);
-  execute(roots, gradients, /*keep_graph=*/true);
+  run_autograd(roots, gradients, /*keep_graph=*/true);
 
   for (const Deferred& deferred : deferred_) {
     deferred.node->pre_hooks().clear();
@@ -188,7 +188,7 @@ void SplitBackward::run_weight_half() {
     }
     add_root(deferred.node, *deferred.gradient);
   }
-  execute(roots, gradients, /*keep_graph=*/false);
+  run_autograd(roots, gradients, /*keep_graph=*/false);
   deferred_.clear();
 }
 

@@ -11,6 +11,10 @@
 
 namespace pd2 {
 
+// One call of autograd's engine, which accumulates the weights' gradients; nothing without roots.
+void run_autograd(const torch::autograd::edge_list& roots,
+                  const torch::autograd::variable_list& gradients, bool keep_graph);
+
 // Together the halves add to the weights' gradients the bits that one backward adds.
 //
 // The first cuts the edges that lead from linear layers, convolutions and embeddings to their

@@ -15,42 +15,42 @@ StageUpdates::StageUpdates(Stage& stage, UpdateSurroundings surroundings)
       around_(std::move(surroundings)),
       background_(std::make_unique<Background>(around_.begin_thread)) {}
 
-void StageUpdates::reach(std::int64_t batch) {
-  const auto submitted = submitted_.find(batch);
+void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
+  const Complete gradients{run, batch};
+  const auto submitted = submitted_.find(run);
   if (submitted == submitted_.end()) {
-    gradients_ready_ = batch;
+    complete_ = gradients;
     return;
   }
   Apply apply = std::move(submitted->second);
   submitted_.erase(submitted);
-  const auto scaled = loss_scales_.find(batch);
+  const auto scaled = loss_scales_.find(run);
   const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
-  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(batch));
+  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
   finish();
   stage_.begin_update(batch);
   // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
   if (!stage_.has_slack() && !clipping_) {
-    run(batch, apply, loss_scale);
+    this->apply(gradients, apply, loss_scale);
     stage_.publish();
     return;
   }
   is_under_way_ = true;
-  background_->start([this, batch, apply = std::move(apply), loss_scale] {
+  background_->start([this, gradients, apply = std::move(apply), loss_scale] {
     try {
-      run(batch, apply, loss_scale);
+      this->apply(gradients, apply, loss_scale);
     } catch (const ChannelAborted&) {
       // Somebody else's failure, or the end.
     } catch (...) {
-      around_.failed(batch);
+      around_.failed(gradients.run);
     }
   });
 }
 
-void StageUpdates::submit(std::int64_t batch, Apply apply) {
-  submitted_.emplace(batch, std::move(apply));
-  if (gradients_ready_ == batch) {
-    gradients_ready_.reset();
-    reach(batch);
+void StageUpdates::submit(std::int64_t run, Apply apply) {
+  submitted_.emplace(run, std::move(apply));
+  if (complete_ && complete_->run == run) {
+    reach(run, std::exchange(complete_, std::nullopt)->batch);
   }
 }
 
@@ -70,8 +70,8 @@ void StageUpdates::finish() {
   stage_.publish();
 }
 
-void StageUpdates::run(std::int64_t batch, const Apply& apply, float loss_scale) {
-  around_.record(batch, [&] {
+void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
+  around_.record(gradients.run, gradients.batch + 1, [&] {
     for (const auto& work : stage_.start_reduction()) {
       if (stage_.reduces_on_host()) {
         wait_for_work(*work, around_.is_stopped);
@@ -83,7 +83,7 @@ void StageUpdates::run(std::int64_t batch, const Apply& apply, float loss_scale)
     if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
       stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
     }
-    if (!clipping_ || clipping_->apply(stage_, batch, around_.is_stopped)) {
+    if (!clipping_ || clipping_->apply(stage_, gradients.run, around_.is_stopped)) {
       apply(stage_);
     } else {
       stage_.repeat_newest();
@@ -91,8 +91,8 @@ void StageUpdates::run(std::int64_t batch, const Apply& apply, float loss_scale)
   });
 }
 
-float StageUpdates::scale_losses(std::int64_t batch, std::int64_t version) {
-  const auto [place, is_first] = loss_scales_.try_emplace(batch, 1.0F);
+float StageUpdates::scale_losses(std::int64_t run, std::int64_t version) {
+  const auto [place, is_first] = loss_scales_.try_emplace(run, 1.0F);
   if (is_first && clipping_ && clipping_->loss_scale) {
     place->second = clipping_->loss_scale->of_version(version);
   }

@@ -8,7 +8,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -19,13 +18,14 @@ namespace pd2 {
 
 void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
   around_ = std::move(surroundings);
-  const auto record = [this](std::int64_t batch, const std::function<void()>& update) {
+  const auto record = [this](std::int64_t run, std::int64_t version,
+                             const std::function<void()>& update) {
     const double start = now();
     {
-      const ActionRange range = this->range(ActionKind::kUpdate, batch, 0, batch + 1);
+      const ActionRange range = this->range(ActionKind::kUpdate, run, 0, version);
       update();
     }
-    log(ActionKind::kUpdate, batch, options_.num_microbatches - 1, batch + 1, start, now());
+    log(ActionKind::kUpdate, run, options_.num_microbatches - 1, version, start, now());
   };
   const auto begin_thread = [this] {
     name_this_thread("pd2 update " + std::to_string(options_.stage));
@@ -33,6 +33,11 @@ void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
   };
   updates_ = std::make_unique<StageUpdates>(
       *stage_, UpdateSurroundings{begin_thread, around_.is_stopped, record, around_.update_failed});
+}
+
+std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
+  return std::max(stage_->versions().version_of_batch(batch, options_.delay),
+                  std::min(batch, options_.warmup_batches - 1));
 }
 
 void StageWorker::set_wiring(int id, Wiring wiring) {
@@ -150,8 +155,11 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   }
   if (loss.requires_grad()) {
     // The mean over replicas: each adds its gradients with weight 1/w.
-    in_flight.loss_seed =
-        loss_.weighted(at::full_like(loss, 1.0 / options_.num_replicas), microbatch);
+    at::Tensor seed = at::full_like(loss, 1.0 / options_.num_replicas);
+    if (run.num_averaged > 1) {
+      seed = seed / static_cast<std::int64_t>(run.num_averaged);
+    }
+    in_flight.loss_seed = loss_.weighted(seed, microbatch);
     if (in_flight.loss_scale != 1) {
       in_flight.loss_seed = in_flight.loss_seed * in_flight.loss_scale;
     }
@@ -169,7 +177,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   InFlight in_flight;
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
-  in_flight.version = stage_->versions().version_of_batch(run.id, options_.delay);
+  in_flight.version = version_of_batch(run.batch);
   ForwardCall call = receive_values(run, microbatch);
   if (in_flight.version > stage_->versions().newest()) {
     updates_->finish();
@@ -248,72 +256,69 @@ void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
   most_bytes_in_flight_ = std::max(most_bytes_in_flight_.load(), bytes_in_flight_);
 }
 
-void StageWorker::recompute(std::int64_t batch, int microbatch, InFlight& in_flight) {
+void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_flight) {
   const double start = now();
-  const ActionRange range =
-      this->range(ActionKind::kRecompute, batch, microbatch, in_flight.version);
+  const ActionRange range = this->range(ActionKind::kRecompute, run, microbatch, in_flight.version);
   ForwardCall call = std::exchange(in_flight.call, {});
   add_sinks(call, in_flight);
   const ForwardResult result = call_forward(std::move(call));
   keep_edges(result, in_flight);
   count_bytes(in_flight, result.bytes_kept);
-  log(ActionKind::kRecompute, batch, microbatch, in_flight.version, start, now());
+  log(ActionKind::kRecompute, run, microbatch, in_flight.version, start, now());
 }
 
-StageWorker::InFlight& StageWorker::in_flight(std::int64_t batch, int microbatch) {
-  const auto place = in_flight_.find({batch, microbatch});
+StageWorker::InFlight& StageWorker::in_flight(std::int64_t run, int microbatch) {
+  const auto place = in_flight_.find({run, microbatch});
   PD2_ASSERT(place != in_flight_.end(), "backward of a microbatch that is not in flight");
   return place->second;
 }
 
-bool StageWorker::skips_backward(ActionKind kind, std::int64_t batch, int microbatch) {
-  if (in_flight_.contains({batch, microbatch})) {
+bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch) {
+  if (in_flight_.contains({run.id, microbatch})) {
     return false;
   }
-  const std::int64_t version = stage_->versions().version_of_batch(batch, options_.delay);
-  log(kind, batch, microbatch, version, now(), now());
+  log(kind, run.id, microbatch, version_of_batch(run.batch), now(), now());
   return true;
 }
 
-void StageWorker::begin_gradients(std::int64_t batch, int microbatch) {
-  if (microbatch == 0) {
+void StageWorker::begin_gradients(const Run& run, int microbatch) {
+  if (microbatch == 0 && run.begins_batch) {
     if (!stage_->overlaps()) {  // the one buffer is in use
       updates_->finish();
     }
-    stage_->begin_batch(batch);
+    stage_->begin_batch(run.batch);
   }
-  stage_->begin_microbatch(batch, microbatch == options_.num_microbatches - 1);
+  const bool is_last = run.ends_batch && microbatch == options_.num_microbatches - 1;
+  stage_->begin_microbatch(run.batch, is_last);
 }
 
-void StageWorker::end_flight(std::int64_t batch, int microbatch) {
-  const auto place = in_flight_.find({batch, microbatch});
+void StageWorker::end_flight(std::int64_t run, int microbatch) {
+  const auto place = in_flight_.find({run, microbatch});
   stage_->versions().unpin(place->second.version);
   bytes_in_flight_ -= place->second.bytes;
   in_flight_.erase(place);
 }
 
-void StageWorker::backward(std::int64_t batch, int microbatch) {
-  begin_gradients(batch, microbatch);
-  if (skips_backward(ActionKind::kBackward, batch, microbatch)) {
+void StageWorker::backward(const Run& run, int microbatch) {
+  begin_gradients(run, microbatch);
+  if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
-  run_backward(ActionKind::kBackward, batch, microbatch,
+  run_backward(ActionKind::kBackward, run.id, microbatch,
                [](const auto& roots, const auto& gradients) {
-                 torch::autograd::Engine::get_default_engine().execute(
-                     roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
-                     /*accumulate_grad=*/true);
+                 run_autograd(roots, gradients, /*keep_graph=*/false);
                });
-  end_flight(batch, microbatch);
+  end_flight(run.id, microbatch);
 }
 
-void StageWorker::input_grad(std::int64_t batch, int microbatch) {
-  if (skips_backward(ActionKind::kInputGrad, batch, microbatch)) {
+void StageWorker::input_grad(const Run& run, int microbatch) {
+  if (skips_backward(ActionKind::kInputGrad, run, microbatch)) {
     return;
   }
-  InFlight& in_flight = this->in_flight(batch, microbatch);
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->hold_gradients(&in_flight.held);
-  run_backward(ActionKind::kInputGrad, batch, microbatch,
+  run_backward(ActionKind::kInputGrad, run.id, microbatch,
                [&](const auto& roots, const auto& gradients) {
                  in_flight.split->run_input_half(roots, gradients);
                });
@@ -323,15 +328,15 @@ void StageWorker::input_grad(std::int64_t batch, int microbatch) {
   in_flight.loss = {};
 }
 
-void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
-  begin_gradients(batch, microbatch);
-  if (skips_backward(ActionKind::kWeightGrad, batch, microbatch)) {
+void StageWorker::weight_grad(const Run& run, int microbatch) {
+  begin_gradients(run, microbatch);
+  if (skips_backward(ActionKind::kWeightGrad, run, microbatch)) {
     return;
   }
-  InFlight& in_flight = this->in_flight(batch, microbatch);
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
   const double start = now();
   const ActionRange range =
-      this->range(ActionKind::kWeightGrad, batch, microbatch, in_flight.version);
+      this->range(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
     in_flight.split->run_weight_half();
@@ -339,15 +344,15 @@ void StageWorker::weight_grad(std::int64_t batch, int microbatch) {
   for (const HeldGradient& held : in_flight.held) {
     held.accumulator->add(held.parameter, held.gradient);
   }
-  log(ActionKind::kWeightGrad, batch, microbatch, in_flight.version, start, now());
-  end_flight(batch, microbatch);
+  log(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version, start, now());
+  end_flight(run.id, microbatch);
 }
 
-void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbatch,
+void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch,
                                const Backward& execute) {
-  InFlight& in_flight = this->in_flight(batch, microbatch);
+  InFlight& in_flight = this->in_flight(run, microbatch);
   if (options_.recompute) {
-    recompute(batch, microbatch, in_flight);  // before waiting for the gradients
+    recompute(run, microbatch, in_flight);  // before waiting for the gradients
   }
   const Wiring& wiring = wirings_.at(in_flight.wiring);
   torch::autograd::edge_list roots;
@@ -366,7 +371,7 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
     }
   }
   const double start = now();
-  const ActionRange range = this->range(kind, batch, microbatch, in_flight.version);
+  const ActionRange range = this->range(kind, run, microbatch, in_flight.version);
   if (in_flight.loss.is_valid()) {
     roots.push_back(in_flight.loss);
     gradients.push_back(in_flight.loss_seed);
@@ -392,11 +397,9 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t batch, int microbat
   }
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
-    if (!roots.empty()) {
-      execute(roots, gradients);
-    }
+    execute(roots, gradients);
   }
-  log(kind, batch, microbatch, in_flight.version, start, sent_at.value_or(now()));
+  log(kind, run, microbatch, in_flight.version, start, sent_at.value_or(now()));
   for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
     if (in_flight.sinks[e] && !sent[e]) {
       send(e);
@@ -413,15 +416,15 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
   send_values(run, microbatch, result, nullptr);
 }
 
-ActionRange StageWorker::range(ActionKind kind, std::int64_t batch, int microbatch,
+ActionRange StageWorker::range(ActionKind kind, std::int64_t run, int microbatch,
                                std::int64_t version) const {
-  return {options_.stage, kind, batch, options_.first_microbatch + microbatch, version};
+  return {options_.stage, kind, run, options_.first_microbatch + microbatch, version};
 }
 
-void StageWorker::log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version,
+void StageWorker::log(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version,
                       double start, double end) {
   around_.log(
-      {options_.stage, kind, batch, options_.first_microbatch + microbatch, version, start, end});
+      {options_.stage, kind, run, options_.first_microbatch + microbatch, version, start, end});
 }
 
 std::int64_t StageWorker::message_buffer_bytes() const {

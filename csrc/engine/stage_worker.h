@@ -66,13 +66,18 @@ struct ForwardResult {
 };
 using Forward = std::function<ForwardResult(ForwardCall)>;
 
-// A pass of `layouts.size()` microbatches through the stage.
+// A pass of `layouts.size()` microbatches through the stage. One training run, or several in a row,
+// are a batch, whose gradients are added up for one update.
 struct Run {
   std::int64_t id = 0;
   int wiring = 0;
   std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
   // By microbatch, weighs the losses' means; empty if losses are sums.
   std::vector<std::int64_t> rows;
+  std::int64_t batch = 0;  // updates before it
+  bool begins_batch = true;
+  bool ends_batch = true;
+  int num_averaged = 1;  // the batch's gradient is the mean of as many runs'
 };
 
 // An executed action, for logs and timelines. Times are seconds of the steady clock, which all
@@ -82,7 +87,7 @@ struct Run {
 struct ExecutedAction {
   int stage;
   ActionKind kind;
-  std::int64_t batch;
+  std::int64_t run;  // of an update the batch's last
   int microbatch;
   std::int64_t version;  // read by F and B, written by U
   double start;
@@ -96,14 +101,16 @@ struct StageWorkerOptions {
   // The number in the batch of the stage's first microbatch: with two pipelines each has a part.
   int first_microbatch = 0;
   int delay = 0;
+  // The first batches that have no delay, whatever `delay` is.
+  std::int64_t warmup_batches = 0;
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
   bool recomputes_blocks = false;  // parts of the forward do so by themselves
   std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
   Forward forward;
-  // Gets a batch's loss when its last microbatch has been forwarded; must not take long.
-  std::function<void(std::int64_t batch, BatchLoss loss)> on_loss;
+  // Gets a run's loss when its last microbatch has been forwarded; must not take long.
+  std::function<void(std::int64_t run, BatchLoss loss)> on_loss;
 };
 
 // What its executor gives it.
@@ -111,7 +118,7 @@ struct WorkerSurroundings {
   std::function<void(const ExecutedAction&)> log;
   std::function<bool()> is_stopped;    // then nobody waits any longer
   std::function<void()> begin_thread;  // called in a thread that works beside the executor's
-  std::function<void(std::int64_t batch)> update_failed;  // called while the exception is handled
+  std::function<void(std::int64_t run)> update_failed;  // called while the exception is handled
 };
 
 // Used by one executor's thread, but for what says otherwise.
@@ -124,6 +131,9 @@ class StageWorker {
 
   int stage() const { return options_.stage; }
   int first_microbatch() const { return options_.first_microbatch; }
+  // The version that the batch's microbatches read: v(t) = t in the warm-up of n batches, then
+  // max(t - delay, n - 1), so that batch n need not wait for the update of the one before.
+  std::int64_t version_of_batch(std::int64_t batch) const;
   // Before the thread begins.
   void set_surroundings(WorkerSurroundings surroundings);
 
@@ -138,10 +148,10 @@ class StageWorker {
   void drop_connections();
 
   void forward(const Run& run, int microbatch);
-  void backward(std::int64_t batch, int microbatch);
+  void backward(const Run& run, int microbatch);
   // The two halves of a backward.
-  void input_grad(std::int64_t batch, int microbatch);
-  void weight_grad(std::int64_t batch, int microbatch);
+  void input_grad(const Run& run, int microbatch);
+  void weight_grad(const Run& run, int microbatch);
   // Of the schedule's U, and of what opt.step() asks for.
   StageUpdates& updates() { return *updates_; }
   // Forward only, no gradients, on the newest version.
@@ -185,26 +195,25 @@ class StageWorker {
   static void add_sinks(ForwardCall& call, InFlight& in_flight);
   void keep_edges(const ForwardResult& result, InFlight& in_flight);
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
-  void recompute(std::int64_t batch, int microbatch, InFlight& in_flight);
+  void recompute(std::int64_t run, int microbatch, InFlight& in_flight);
   ForwardResult call_forward(ForwardCall call) const;
   // In the backward of what was or will be run again, while the result lives.
   std::unique_ptr<PrivateGenerator> forbid_drawing() const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
-  InFlight& in_flight(std::int64_t batch, int microbatch);
+  InFlight& in_flight(std::int64_t run, int microbatch);
   // Whether a gradient will come back, or begins here. Where none does and none is waited for by
   // those before (frozen parameters, and only such before), a microbatch keeps nothing: it is never
   // in flight and its backward does nothing.
   static bool is_differentiable(const ForwardResult& result);
-  bool skips_backward(ActionKind kind, std::int64_t batch, int microbatch);
+  bool skips_backward(ActionKind kind, const Run& run, int microbatch);
   // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it
   // received.
-  void run_backward(ActionKind kind, std::int64_t batch, int microbatch, const Backward& execute);
-  void begin_gradients(std::int64_t batch, int microbatch);
-  void end_flight(std::int64_t batch, int microbatch);
+  void run_backward(ActionKind kind, std::int64_t run, int microbatch, const Backward& execute);
+  void begin_gradients(const Run& run, int microbatch);
+  void end_flight(std::int64_t run, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
-  ActionRange range(ActionKind kind, std::int64_t batch, int microbatch,
-                    std::int64_t version) const;
-  void log(ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version, double start,
+  ActionRange range(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version) const;
+  void log(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version, double start,
            double end);
 
   const StageWorkerOptions options_;
@@ -214,8 +223,8 @@ class StageWorker {
   mutable std::mutex wirings_mutex_;  // of the map; its entries stay as they are
   std::map<int, Wiring> wirings_;
 
-  std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by batch and microbatch
-  BatchLoss loss_;  // of the batch's microbatches so far
+  std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch
+  BatchLoss loss_;                                              // of the run's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;

@@ -74,6 +74,11 @@ class RankError(AssertionError):
         self.results = list(results)
 
 
+def in_turn(rank: int, world_size: int, *functions: Callable[[int, int], Any]) -> list[Any]:
+    """What each gives; for ``run_ranks``, as starting processes takes longer than many a test."""
+    return [function(rank, world_size) for function in functions]
+
+
 def run_ranks(
     target: Callable[..., Any] | str | Path,
     world_size: int,

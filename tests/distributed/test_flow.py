@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import in_turn, run_ranks
 from tests.flow_models import CARRYING, adding, any_length, nested, raising
 from tests.models import TASKS, Task, whole
 from tests.oracle import Oracle
@@ -114,20 +114,12 @@ def compiled_stages(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_what_flows_in_processes_equals_the_definition(num_stages: int) -> None:
-    run_ranks(everything_flows, num_stages, timeout=280)
-
-
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_metrics_reach_every_rank_with_the_loss(num_stages: int) -> None:
-    results = run_ranks(metrics_reach_every_rank, num_stages, timeout=120)
-    assert all(result.value == results[0].value for result in results)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_replicas_average_added_losses(num_ranks: int) -> None:
-    run_ranks(replicas_average_added_losses, num_ranks, timeout=120)
+def test_what_flows_in_processes_equals_the_definition(num_ranks: int) -> None:
+    """With metrics on every rank, and with replicas that average added losses."""
+    checks = [everything_flows, metrics_reach_every_rank, replicas_average_added_losses]
+    results = run_ranks(in_turn, num_ranks, args=checks, timeout=280)
+    assert all(result.value[1] == results[0].value[1] for result in results)
 
 
 @pytest.mark.slow

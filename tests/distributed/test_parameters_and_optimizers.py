@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import in_turn, run_ranks
 from tests.models import TASKS, WIDTH, Task, whole
 from tests.odd_optimizers import CountsInGroup, Together
 from tests.oracle import Oracle
@@ -225,30 +226,14 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("width", "num_stages"), [(1, 2), (1, 4), (2, 1), (2, 2)])
-def test_parameters_of_every_kind(width: int, num_stages: int) -> None:
-    run_ranks(every_kind, width * num_stages, args=[width], timeout=280)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_ranks_that_train_nothing(num_stages: int) -> None:
-    run_ranks(frozen, num_stages, timeout=280)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("width", "num_stages"), [(1, 2), (1, 4), (2, 1), (2, 2)])
-def test_any_optimizers_where_ranks_have_no_parameter_of_a_group(
-    width: int, num_stages: int
-) -> None:
-    run_ranks(any_optimizers, width * num_stages, args=[width], timeout=280)
-
-
-@pytest.mark.slow
-def test_wrong_parameters_are_refused_on_every_rank() -> None:
-    for result in run_ranks(mistakes, 2, timeout=150):
+def test_parameters_of_every_kind_and_any_optimizers(width: int, num_stages: int) -> None:
+    """Also where ranks have no parameter of a group, or train nothing, and after mistakes."""
+    checks: list[Any] = [partial(each, width=width) for each in (every_kind, any_optimizers)]
+    checks += [frozen] if width == 1 else []
+    checks += [mistakes] if (width, num_stages) == (1, 2) else []
+    results = run_ranks(in_turn, width * num_stages, args=checks, timeout=280)
+    for result in results if mistakes in checks else []:
         for name, (kind, text) in MISTAKES.items():
-            raised, said = result.value[name]
+            raised, said = result.value[-1][name]
             assert raised in kind.split("|"), (name, result.rank, raised, said)
             assert text in said, (name, result.rank, said)

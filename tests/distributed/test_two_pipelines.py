@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import in_turn, run_ranks
 from tests.distributed.test_exactness import adamw, check, replicas_follow_the_mean, rmsprop
 from tests.models import TASKS
 from tests.trajectory import by_oracle, copy_of, make_pipeline, sgd
@@ -209,22 +209,13 @@ def _raise_in_second_batch(num_microbatches: int) -> Any:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_two_pipelines_in_processes_equal_the_definition(num_stages: int) -> None:
-    run_ranks(train_everything, num_stages, timeout=180)
-
-
-@pytest.mark.slow
-def test_replicas_of_two_pipelines_average() -> None:
-    run_ranks(replicas_average, 4, timeout=150)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_a_failure_in_one_pipeline_ends_all_ranks(num_stages: int) -> None:
-    results = run_ranks(fails, num_stages, timeout=120)
-    for result in results:
-        assert result.value["kind"] == "RuntimeError", result
+    """With replicas that average, too; and a failure in one pipeline ends all ranks."""
+    checks = [train_everything, *([replicas_average] if num_stages == 4 else []), fails]
+    for result in run_ranks(in_turn, num_stages, args=checks, timeout=180):
+        failure = result.value[-1]
+        assert failure["kind"] == "RuntimeError", result
         last = num_stages - 1
         place = f"stage {last} in pipeline 1, batch 1, microbatch {num_stages // 2}, forward"
-        assert place in result.value["text"], result
-        assert "ZeroDivisionError: on purpose" in result.value["text"]
-        assert result.value["seconds"] < SOON
+        assert place in failure["text"], result
+        assert "ZeroDivisionError: on purpose" in failure["text"]
+        assert failure["seconds"] < SOON

@@ -125,12 +125,6 @@ def test_a_wrong_setting_is_named_with_the_rule(
         (lambda: "a model", {"num_stages": 2}, TypeError, r"must be an nn.Module"),
         (lambda: [nn.Linear(4, 4), 3], {}, TypeError, r"must be an nn.Module"),
         (
-            lambda: [nn.Linear(4, 4), nn.Linear(4, 4, device="meta")],
-            {},
-            ValueError,
-            r"'1.weight' is on meta, '0.weight' is on cpu",
-        ),
-        (
             lambda: [nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64)],
             {},
             ValueError,

@@ -119,3 +119,10 @@ def test_a_batch_size_that_the_forward_depends_on_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"export: "):
         capture(Fixed(), num_stages=2, example_args=X)
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    # "meta" stands for a second device; a pipeline captures what is there over stand-ins.
+    model = [nn.Linear(4, 4), nn.Linear(4, 4, device="meta")]
+    with pytest.raises(ValueError, match=r"'1.weight' is on meta, '0.weight' is on cpu"):
+        capture(model, num_stages=2, example_args=(torch.zeros(1, 4),))

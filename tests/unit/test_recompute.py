@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipedream2bw as pd2
-from tests.models import TASKS, WIDTH
-from tests.oracle import Batch, run_oracle
+from tests.flow_models import random_batch
+from tests.models import TASKS, WIDTH, Task
 from tests.recompute_models import Attention, Counts, WritesInput, homogeneous, total
-from tests.trajectory import check_task
+from tests.trajectory import assert_same, by_oracle, by_pipeline, check_task
 
 SCHEDULES = {"2bw": 1, "2bw_split": 1, "1f1b": 1, "zero_bubble": 1, "interleaved_2bw": 2}
 
@@ -25,7 +26,7 @@ SCHEDULES = {"2bw": 1, "2bw_split": 1, "1f1b": 1, "zero_bubble": 1, "interleaved
 def test_recomputed_training_equals_the_definition(name: str, schedule: str) -> None:
     v = SCHEDULES[schedule]
     depths = [d for d in TASKS[name].depths if d % v == 0]
-    for d in depths:
+    for d in depths[-2:]:  # every depth: test_exactness
         options: dict[str, Any] = {"schedule": schedule, "stages_per_rank": v}
         check_task(TASKS[name], d, 2 * d, rows=[4 * d] * 4, recompute=True, **options)
 
@@ -95,37 +96,12 @@ def test_random_numbers_depend_on_the_seed_alone() -> None:
 
 def test_inputs_that_are_written_and_buffers_that_change_are_kept() -> None:
     def make() -> list[nn.Module]:
-        torch.manual_seed(0)
         return [nn.Sequential(WritesInput(), Counts()), nn.Sequential(Counts(), nn.Tanh())]
 
-    batches = [Batch((torch.randn(8, WIDTH),), torch.randn(8, WIDTH)) for _ in range(4)]
-    whole = nn.Sequential(*make())
-    want = run_oracle(
-        whole,
-        torch.optim.SGD(whole.parameters(), lr=0.1),
-        [Batch((batch.args[0].clone(),), batch.target) for batch in batches],
-        4,
-        F.mse_loss,
-        delay=1,
-    )
-    with pd2.PipelineModule(
-        make(),
-        F.mse_loss,
-        num_microbatches=4,
-        example_args=(torch.randn(2, WIDTH),),
-        recompute=True,
-        timeout=60.0,
-    ) as pipe:
-        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        losses = []
-        for batch in batches:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            optimizer.step()
-        assert [loss.item() for loss in losses] == want
-        for ours, theirs in zip(
-            pipe.state_dict().values(), whole.state_dict().values(), strict=True
-        ):
-            assert torch.equal(ours, theirs)
+    task = Task(make, random_batch)
+    batches = task.batches([8] * 4)
+    want = by_oracle(task, copy.deepcopy(batches), 4)  # which writes to its inputs
+    assert_same(by_pipeline(task, batches, 2, 4, recompute=True), want)
 
 
 class Sleeps(nn.Module):

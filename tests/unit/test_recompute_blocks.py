@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pipedream2bw as pd2
 from pipedream2bw.capture import as_root
-from tests.models import TASKS, WIDTH
-from tests.oracle import Batch, run_oracle
+from tests.flow_models import random_batch
+from tests.models import TASKS, WIDTH, Task
 from tests.recompute_models import (
     Attention,
     Nested,
@@ -24,6 +23,10 @@ from tests.recompute_models import (
     total,
 )
 from tests.trajectory import check_task
+
+
+def gentle_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def blocks_of(name: str) -> list[str]:
@@ -84,34 +87,14 @@ def test_backwards_inside_backwards_and_blocks_with_state(
 ) -> None:
     if make is Nested and recompute == ["1.parts"]:
         recompute = ["1", "2"]
-    model = [nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)]
-    if recompute == ["1.parts"]:
-        root: Any = OneAfterTheOther(model)
-        options: dict[str, Any] = {"split": ["1", "2"], "num_stages": 3}
-    else:
-        root, options = model, {}
-    whole = copy.deepcopy(nn.Sequential(*model))
-    batches = [Batch((torch.randn(12, WIDTH),), torch.randn(12, WIDTH)) for _ in range(4)]
-    sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
-    want = run_oracle(whole, sgd, batches, 4, F.mse_loss, delay=int("2bw" in schedule))
-    with pd2.PipelineModule(
-        root,
-        F.mse_loss,
-        num_microbatches=4,
-        schedule=schedule,
-        example_args=(torch.randn(2, WIDTH),),
-        recompute=recompute,
-        timeout=60.0,
-        **options,
-    ) as pipe:
-        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        losses = []
-        for batch in batches:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            optimizer.step()
-        assert [loss.item() for loss in losses] == want
-        for name, theirs in whole.state_dict().items():
-            assert torch.equal(pipe.state_dict()[name], theirs), name
+    is_traced = recompute == ["1.parts"]
+
+    def build() -> Any:
+        model = [nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)]
+        return OneAfterTheOther(model) if is_traced else model
+
+    task = Task(build, random_batch, cuts=("0", "1", "2") if is_traced else ())
+    check_task(task, 3, 4, [12] * 4, gentle_sgd, schedule=schedule, recompute=recompute)
 
 
 def test_a_blocks_random_numbers_leave_the_users_alone() -> None:

@@ -59,6 +59,34 @@ TEST(ExecutorTest, DrainingAnywhereChangesNothing) {
   }
 }
 
+TEST(ExecutorTest, SeveralRunsAreOneBatch) {
+  for (const char* name : {"2bw", "2bw_eager", "2bw_split", "1f1b", "gpipe", "zero_bubble_2p",
+                           "chimera", "pipedream"}) {
+    SCOPED_TRACE(name);
+    const bool is_pipedream = std::string(name) == "pipedream";
+    const Schedule schedule = make_schedule(name, is_pipedream ? 4 : 2, is_pipedream ? 1 : 4);
+    for (const testing::Drains drains :
+         {testing::Drains{}, testing::Drains{.before_step = 0b11011010110}}) {
+      expect_trajectory(schedule, drains, /*num_runs=*/11, /*runs_per_batch=*/3);
+    }
+  }
+}
+
+TEST(ExecutorTest, WarmupBatchesHaveNoDelay) {
+  for (const int warmup : {1, 2, 4, 7, 9}) {
+    for (const testing::Drains drains :
+         {testing::Drains{}, {.before_step = 0b0010110}, {.after_step = 0b0101100}}) {
+      SCOPED_TRACE(warmup);
+      expect_trajectory(make_schedule("2bw", 3, 4), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("2bw", 3, 4), drains, 12, 2, warmup);
+      expect_trajectory(make_schedule("2bw_eager", 3, 5), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("pipedream", 4, 1), drains, 9, 1, warmup);
+      expect_trajectory(make_schedule("1f1b", 3, 4), drains, 9, 1, warmup);
+    }
+  }
+}
+
 TEST(ExecutorTest, ALogNamesTheVersionThatEachMicrobatchRead) {
   ScalarPipeline pipeline(make_schedule("2bw", 2, 2), {1, 1});
   for (int t = 0; t < 4; ++t) {
@@ -71,8 +99,8 @@ TEST(ExecutorTest, ALogNamesTheVersionThatEachMicrobatchRead) {
     EXPECT_EQ(record.size(), 4u * (2 + 2 + 1));
     for (const ExecutedAction& action : record) {
       const std::int64_t version = action.kind == ActionKind::kUpdate
-                                       ? action.batch + 1
-                                       : std::max<std::int64_t>(action.batch - 1, 0);
+                                       ? action.run + 1
+                                       : std::max<std::int64_t>(action.run - 1, 0);
       EXPECT_EQ(action.version, version);
       EXPECT_LE(action.start, action.end);
     }

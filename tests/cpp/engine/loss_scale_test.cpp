@@ -16,10 +16,10 @@ LossScaleOptions options(std::int64_t growth_interval = 2) {
 
 TEST(LossScale, BelongsToAVersion) {
   LossScale scale(options(), 5);
-  scale.decide(6, /*overflow=*/true);
-  scale.decide(7, false);
-  scale.decide(8, false);
-  scale.decide(9, false);
+  scale.decide(/*overflow=*/true);
+  scale.decide(false);
+  scale.decide(false);
+  scale.decide(false);
   // Also while later ones have been decided.
   EXPECT_EQ(scale.of_version(5), 1024);
   EXPECT_EQ(scale.of_version(6), 512);
@@ -32,32 +32,32 @@ TEST(LossScale, BelongsToAVersion) {
 TEST(LossScale, AnOverflowBeginsTheCountAnew) {
   LossScale scale(options(3), 0);
   for (int version = 1; version <= 2; ++version) {
-    scale.decide(version, false);
+    scale.decide(false);
   }
   EXPECT_EQ(scale.growth_tracker(), 2);
-  scale.decide(3, true);
+  scale.decide(true);
   EXPECT_EQ(scale.growth_tracker(), 0);
   for (int version = 4; version <= 5; ++version) {
-    scale.decide(version, false);
+    scale.decide(false);
   }
   EXPECT_EQ(scale.of_version(5), 512);
-  scale.decide(6, false);
+  scale.decide(false);
   EXPECT_EQ(scale.of_version(6), 1024);
 }
 
 TEST(LossScale, NeverGrowsToInfinity) {
   LossScale scale(options(1), 0);
   scale.set(4, std::numeric_limits<float>::max(), 0);
-  scale.decide(5, false);
+  scale.decide(false);
   EXPECT_EQ(scale.of_version(5), std::numeric_limits<float>::max());
 }
 
 TEST(LossScale, GoesOnFromWhatWasLoaded) {
   LossScale scale(options(), 0);
-  scale.decide(1, true);
+  scale.decide(true);
   scale.set(1, 64, 1);
   EXPECT_EQ(scale.of_version(1), 64);
-  scale.decide(2, false);
+  scale.decide(false);
   EXPECT_EQ(scale.of_version(2), 128);
 }
 

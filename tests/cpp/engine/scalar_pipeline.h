@@ -23,13 +23,14 @@ namespace pd2::testing {
 
 using namespace std::chrono_literals;
 
-// A pipeline of stages that multiply by one scalar weight, without Python. Microbatch j of batch t
-// enters as (t + 1) * (j + 1); the loss is the product over m. Of two pipelines the second one has
+// A pipeline of stages that multiply by one scalar weight, without Python. Microbatch j of run k
+// enters as (k + 1) * (j + 1); the loss is the product over m. Of two pipelines the second one has
 // the second half of the microbatches, and copies of the weights.
 class ScalarPipeline {
  public:
-  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights)
-      : schedule_(schedule), fault_(std::make_shared<Fault>()) {
+  ScalarPipeline(const Schedule& schedule, const std::vector<double>& weights,
+                 int runs_per_batch = 1, int warmup_batches = 0)
+      : schedule_(schedule), runs_per_batch_(runs_per_batch), fault_(std::make_shared<Fault>()) {
     const int d = schedule.depth();
     std::vector<std::shared_ptr<CopySum>> sums(d);
     for (auto& sum : sums) {
@@ -56,11 +57,12 @@ class ScalarPipeline {
       options.stage = i;
       options.num_microbatches = schedule.num_microbatches;
       options.delay = schedule.delay[i];
+      options.warmup_batches = warmup_batches;
       options.first_microbatch = schedule.number_in_batch(i, 0);
       options.forward = [this, slots, i](ForwardCall call) { return forward(slots, i, call); };
-      options.on_loss = [this](std::int64_t batch, BatchLoss loss) {
+      options.on_loss = [this](std::int64_t run, BatchLoss loss) {
         const std::lock_guard lock(losses_mutex_);
-        losses[batch] += loss.sum().item<double>();
+        losses[run] += loss.sum().item<double>();
       };
       auto worker = std::make_unique<StageWorker>(std::move(options), stage);
       Wiring wiring;
@@ -80,6 +82,7 @@ class ScalarPipeline {
       options.num_microbatches = schedule.num_microbatches;
       options.num_pipelines = schedule.num_pipelines;
       options.depth = d;
+      options.warmup_batches = warmup_batches;
       options.actions = schedule.ranks[rank];
       options.describe = [](std::exception_ptr error) -> std::string {
         try {
@@ -94,8 +97,8 @@ class ScalarPipeline {
     }
   }
 
-  // Waits first, as a caller does who keeps no more batches waiting than the schedule needs.
-  void train(std::int64_t batch) {
+  // Waits first, as a caller does who keeps no more runs waiting than the schedule needs.
+  void train(std::int64_t run) {
     const auto unfinished = static_cast<std::size_t>(std::max(most_batches_behind(schedule_), 1));
     while (tickets_.size() > unfinished) {
       wait_for(tickets_.front());
@@ -104,15 +107,23 @@ class ScalarPipeline {
     const std::vector<LayoutId> layouts(schedule_.total_microbatches(), 0);
     tickets_.emplace_back();
     for (auto& executor : executors) {
-      tickets_.back().push_back(executor->submit_batch({batch, 0, layouts, {}}));
+      tickets_.back().push_back(executor->submit_batch({.id = run,
+                                                        .layouts = layouts,
+                                                        .rows = {},
+                                                        .batch = run / runs_per_batch_,
+                                                        .begins_batch = run % runs_per_batch_ == 0,
+                                                        .ends_batch = ends_batch(run),
+                                                        .num_averaged = runs_per_batch_}));
     }
   }
-  void step(std::int64_t batch, double lr) {
+  bool ends_batch(std::int64_t run) const { return (run + 1) % runs_per_batch_ == 0; }
+  // After the batch's last run.
+  void step(std::int64_t run, double lr) {
     GroupOptions group;
     group.sgd.lr = lr;
     for (int rank = 0; rank < static_cast<int>(executors.size()); ++rank) {
       for (const int i : update_order(schedule_, rank)) {
-        executors[rank]->submit_update(i, batch, [group](Stage& stage) {
+        executors[rank]->submit_update(i, run, [group](Stage& stage) {
           stage.write_next({&group, 1});
         });
       }
@@ -135,8 +146,8 @@ class ScalarPipeline {
 
   std::vector<std::shared_ptr<Stage>> stages;
   std::vector<std::unique_ptr<Executor>> executors;
-  std::map<std::int64_t, double> losses;  // by batch
-  std::int64_t fail_at = -1;              // batch whose microbatch 1 fails on stage 1
+  std::map<std::int64_t, double> losses;  // by run
+  std::int64_t fail_at = -1;              // run whose microbatch 1 fails on stage 1
 
  private:
   void wait_for(const std::vector<Executor::Ticket>& tickets) {
@@ -167,62 +178,75 @@ class ScalarPipeline {
   }
 
   const Schedule schedule_;
+  const int runs_per_batch_;
   std::shared_ptr<Fault> fault_;
   std::mutex losses_mutex_;
-  std::deque<std::vector<Executor::Ticket>> tickets_;  // of the batches since the drain, by rank
+  std::deque<std::vector<Executor::Ticket>> tickets_;  // of the runs since the drain, by rank
 };
 
-// After which batches the pipeline is drained: bit t stands for batch t.
+// After which runs the pipeline is drained: bit k stands for run k.
 struct Drains {
   unsigned before_step = 0;  // between the backward and the step
   unsigned after_step = 0;
 };
 
 // The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
-// every stage has its delay.
-inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_batches = 7) {
+// every stage has its delay; in the warm-up at W(t), which the delay then counts from. A batch's
+// gradient is the mean of its runs'.
+inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_runs = 7,
+                              int runs_per_batch = 1, int warmup_batches = 0) {
   const int d = schedule.depth(), m = schedule.total_microbatches();
   std::vector<double> initial;
   for (int i = 0; i < d; ++i) {
     initial.push_back(1 + 0.25 * i);
   }
-  ScalarPipeline pipeline(schedule, initial);
+  ScalarPipeline pipeline(schedule, initial, runs_per_batch, warmup_batches);
   std::vector<std::vector<double>> versions{initial};
   std::vector<double> losses;
   constexpr double kLr = 1e-4;
-  for (int t = 0; t < num_batches; ++t) {
-    const auto read = [&](int i) { return versions[std::max(t - schedule.delay[i], 0)][i]; };
+  std::vector<double> gradients(d);
+  for (int k = 0; k < num_runs; ++k) {
+    const int t = k / runs_per_batch;
+    const int last_without_delay = std::min(t, std::max(warmup_batches - 1, 0));
+    const auto read = [&](int i) {
+      return versions[std::max(t - schedule.delay[i], last_without_delay)][i];
+    };
     double inputs = 0;
     for (int j = 0; j < m; ++j) {
-      inputs += (t + 1.0) * (j + 1.0) / m;
+      inputs += (k + 1.0) * (j + 1.0) / m;
     }
     losses.push_back(inputs);
-    std::vector<double> next = versions.back();
     for (int i = 0; i < d; ++i) {
       losses.back() *= read(i);
-      double gradient = inputs;
-      for (int k = 0; k < d; ++k) {
-        gradient *= k == i ? 1 : read(k);
+      double gradient = inputs / runs_per_batch;
+      for (int other = 0; other < d; ++other) {
+        gradient *= other == i ? 1 : read(other);
       }
-      next[i] -= kLr * gradient;
+      gradients[i] += gradient;
     }
-    versions.push_back(next);
-    pipeline.train(t);
-    if (drains.before_step >> t & 1) {
+    pipeline.train(k);
+    if (drains.before_step >> k & 1) {
       pipeline.drain();
     }
-    pipeline.step(t, kLr);
-    if (drains.after_step >> t & 1) {
+    if (pipeline.ends_batch(k)) {
+      versions.push_back(versions.back());
+      for (int i = 0; i < d; ++i) {
+        versions.back()[i] -= kLr * std::exchange(gradients[i], 0);
+      }
+      pipeline.step(k, kLr);
+    }
+    if (drains.after_step >> k & 1) {
       pipeline.drain();
     }
   }
   pipeline.drain();
   ASSERT_EQ(pipeline.losses.size(), losses.size());
-  for (int t = 0; t < num_batches; ++t) {
-    EXPECT_NEAR(pipeline.losses[t], losses[t], 1e-9 * std::abs(losses[t])) << "batch " << t;
+  for (int k = 0; k < num_runs; ++k) {
+    EXPECT_NEAR(pipeline.losses[k], losses[k], 1e-9 * std::abs(losses[k])) << "run " << k;
   }
-  const bool is_filled = drains.before_step == 0 && drains.after_step == 0 &&
-                         num_batches >= most_batches_behind(schedule) + 2;
+  const bool is_filled =
+      drains.before_step == 0 && drains.after_step == 0 &&
+      num_runs >= runs_per_batch * warmup_batches + most_batches_behind(schedule) + 2;
   for (int i = 0; i < schedule.num_stages; ++i) {
     const double weight = versions.back()[i % d];
     EXPECT_EQ(pipeline.newest(i), pipeline.newest(schedule.twin(i).value_or(i)));

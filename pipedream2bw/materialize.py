@@ -1,0 +1,132 @@
+"""Models with parameters on meta: captured without values, made where their stage is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .clone import structural_clone
+from .deferred import Recipe, attributes_of
+from .replacing import replace_tensors
+
+Example = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether a parameter or buffer has no memory."""
+    return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
+
+
+def home_of(root: nn.Module, example: Example) -> torch.device:
+    """Where the model is; one on meta is to be where its arguments are."""
+    if is_on_meta(root):
+        tensors = [item for item in pytree.tree_leaves(example) if isinstance(item, torch.Tensor)]
+    else:
+        tensors = list(root.parameters())
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, Example]]:
+    """The model and example to capture: those themselves, or where there is meta, stand-ins.
+
+    Stand-ins are on the CPU, in memory which is not touched and so takes none up: a capture reads
+    no parameter.
+    """
+    if not is_on_meta(root):
+        yield root, example
+        return
+    tensors = {
+        tensor: torch.empty_like(tensor, device="cpu")
+        for tensor in (*root.parameters(), *root.buffers())
+        if tensor.device.type != "cpu"
+    }
+    parameters = {
+        old: nn.Parameter(new, old.requires_grad)
+        for old, new in tensors.items()
+        if isinstance(old, nn.Parameter)
+    }
+    clone = structural_clone(root, parameters)
+    for module in clone.modules():
+        module._buffers = {
+            name: buffer if buffer is None else tensors.get(buffer, buffer)
+            for name, buffer in module._buffers.items()
+        }
+    try:
+        yield clone, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example)
+    finally:
+        for tensor in tensors.values():
+            tensor.untyped_storage().resize_(0)
+
+
+def check_loadable(root: nn.Module) -> None:
+    """Raises ValueError if a tensor is on meta whose values no checkpoint can have."""
+    registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    in_checkpoints = {id(tensor) for tensor in root.state_dict(keep_vars=True).values()}
+    how = "make the model by pipedream2bw.deferred_init(), which knows how tensors are initialised"
+    for name, buffer in root.named_buffers():
+        if buffer.is_meta and id(buffer) not in in_checkpoints:
+            raise ValueError(
+                f"buffer {name}: on meta and not persistent, it must be one of the two at most, "
+                f"since no checkpoint has its values: {how}"
+            )
+
+    for name, module in root.named_modules():
+
+        def refuse(tensor: torch.Tensor, name: str = name) -> torch.Tensor:
+            if tensor.is_meta and id(tensor) not in registered:
+                raise ValueError(
+                    f"module {name!r}: a tensor of shape {tuple(tensor.shape)} on meta is neither "
+                    f"parameter nor buffer, so no checkpoint has its values: {how}"
+                )
+            return tensor
+
+        replace_tensors([module], refuse)
+
+
+def materialize(root: nn.Module, names: Collection[str]) -> set[str]:
+    """Gives the named parameters and buffers memory on the CPU, and values where these are known.
+
+    Returns the names of those that have no values and are to be loaded. Where :func:`deferred_init`
+    made the model, all have values.
+
+    Raises:
+        ValueError: a parameter was changed since.
+    """
+    named = dict(root.named_parameters()) | dict(root.named_buffers())
+    hollow = {name: named[name] for name in names if named[name].is_meta}
+    without_values = set()
+    made: dict[int, torch.Tensor] = {}
+    by_tape: dict[int, list[tuple[torch.Tensor, Recipe]]] = {}
+    for name, tensor in hollow.items():
+        recipe = Recipe.of(tensor)
+        if recipe is None:
+            made[id(tensor)] = torch.empty_like(tensor, device="cpu")
+            without_values.add(name)
+        else:
+            recipe.check(name, tensor)
+            by_tape.setdefault(id(recipe.tape), []).append((tensor, recipe))
+    for members in by_tape.values():
+        values = members[0][1].tape.make([recipe.geometry for _, recipe in members])
+        for (tensor, _), value in zip(members, values, strict=True):
+            made[id(tensor)] = value.to(tensor.dtype)
+
+    def new_of(tensor: torch.Tensor) -> torch.Tensor:
+        value = made.get(id(tensor))
+        if value is None or not isinstance(tensor, nn.Parameter):
+            return tensor if value is None else value
+        if not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+            vars(value).update(attributes_of(tensor))
+            made[id(tensor)] = value
+        return value
+
+    replace_tensors(root.modules(), new_of)
+    for parameter in root.parameters():
+        Recipe.forget(parameter)  # those of other processes' stages are not needed any more
+    return without_values

@@ -1,0 +1,251 @@
+"""A DeviceMesh says which process is which replica, stage and shard of a tensor-parallel stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import pipedream2bw as pd2
+from tests.models import TASKS, WIDTH, Task
+from tests.oracle import Oracle
+from tests.trajectory import assert_close, copy_of, make_pipeline, sgd
+
+from .launch import run_ranks
+
+draw = TASKS["mlp"].draw
+M = 4
+
+
+class Copied(torch.autograd.Function):
+    """Equal on all shards; so is its gradient, once it is added up (arXiv 1909.08053, f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Added(torch.autograd.Function):
+    """The sum over the shards (arXiv 1909.08053, g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Two linear layers, the first one split by columns and the second one by rows."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        shards, shard = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        self.mesh = mesh
+        self.norm = nn.LayerNorm(WIDTH)
+        up, up_bias, down = (
+            torch.randn(2 * WIDTH, WIDTH),
+            torch.randn(2 * WIDTH),
+            torch.randn(WIDTH, 2 * WIDTH),
+        )
+        self.up = nn.Parameter(up.chunk(shards)[shard].clone())
+        self.up_bias = nn.Parameter(up_bias.chunk(shards)[shard].clone())
+        self.down = nn.Parameter(down.chunk(shards, 1)[shard].clone() / WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        if self.mesh is not None:
+            y = Copied.apply(y, self.mesh.get_group())
+        y = F.linear(F.linear(y, self.up, self.up_bias).tanh(), self.down)
+        if self.mesh is not None:
+            y = Added.apply(y, self.mesh.get_group())
+        return x + y + self.bias
+
+
+class Parallelized(nn.Module):
+    """The same by torch's own tensor parallelism."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        whole = Block(None)
+        self.norm, self.bias = whole.norm, whole.bias
+        self.first = nn.utils.skip_init(nn.Linear, WIDTH, 2 * WIDTH)
+        self.second = nn.utils.skip_init(nn.Linear, 2 * WIDTH, WIDTH, bias=False)
+        with torch.no_grad():
+            self.first.weight.copy_(whole.up)
+            self.first.bias.copy_(whole.up_bias)
+            self.second.weight.copy_(whole.down)
+        parallelize_module(self, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(self.norm(x)).tanh()) + self.bias
+
+
+NAMES = {
+    "first.parametrizations.weight.original": "up",
+    "first.parametrizations.bias.original": "up_bias",
+    "second.parametrizations.weight.original": "down",
+}
+
+
+def shard_of(whole: torch.Tensor, name: str, mesh: DeviceMesh) -> torch.Tensor:
+    dimension = {"up": 0, "up_bias": 0, "down": 1}.get(name.rpartition(".")[2])
+    if dimension is None:
+        return whole
+    return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()]
+
+
+def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -> None:
+    names = mesh.mesh_dim_names or ()
+    size = {name: mesh.size(i) for i, name in enumerate(names)}
+    at = {name: mesh.get_local_rank(name) for name in names}
+    tp = mesh["tp"] if "tp" in names else None
+    d, width = size["pp"], size.get("dp", 1)
+    task = Task(lambda: nn.Sequential(*(Block(None) for _ in range(4))), draw)
+    torch.manual_seed(1)
+    model = pd2.use_local_shards(nn.Sequential(*(block(tp) for _ in range(4))))
+    by_replica = [task.batches([8] * 4, seed=seed) for seed in range(width)]
+    whole = task.model()
+    oracle = Oracle(whole, sgd(whole.parameters()), M, task.loss_fn, delay=int("2bw" in schedule))
+    replica = at.get("dp", 0)
+    want = [oracle.train_replicas(each)[replica] for each in zip(*by_replica, strict=True)]
+    pipe = make_pipeline(
+        task, d, M, by_replica[0][0], model=model, mesh=mesh, schedule=schedule, **options
+    )
+    assert (pipe.width, pipe.replica, pipe.stages) == (width, replica, [at["pp"]])
+    assert pipe.mesh is mesh
+    with pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        losses = []
+        for batch in by_replica[replica]:
+            # Only who needs them.
+            args = batch.args if pipe.is_first_stage else ()
+            losses.append(
+                pipe.train_step(*args, target=batch.target if pipe.is_last_stage else None)
+            )
+            opt.step()
+        state = copy_of(pipe.state_dict())
+        ours = [float(loss) for loss in losses]
+        pipe.eval()
+        example = by_replica[replica][0].args
+        output = pipe(*example)
+        assert (output is not None) == pipe.gives_output
+        if output is not None:
+            assert_close("output", output, whole(*example).detach())
+    assert_close("losses", torch.tensor(ours), torch.tensor(want))
+    assert state
+    for local_name, tensor in state.items():
+        layer, _, rest = local_name.partition(".")
+        name = f"{layer}.{NAMES.get(rest, rest)}"
+        theirs = whole.state_dict()[name]
+        assert_close(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
+
+
+def attempt(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def on(ranks: Any, *names: str) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names or None)
+
+
+def meshes(rank: int, world: int) -> dict[str, tuple[str, str]]:
+    torch.set_num_threads(1)
+    # Neither the ranks nor the dimensions are in the usual order. (In a mesh whose ranks do not
+    # ascend torch's get_local_rank() is another place than the mesh says.)
+    check(on([[0, 2], [1, 3]], "dp", "pp"), "2bw")
+    tensor_parallel = on([[0, 1], [2, 3]], "tp", "pp")
+    for schedule, options in (("2bw", {}), ("1f1b", {"recompute": True}), ("2bw_split", {})):
+        check(tensor_parallel, schedule, **options)
+    check(on([[[0], [2]], [[1], [3]]], "dp", "tp", "pp"), "gpipe")
+    for schedule in ("2bw", "2bw_split"):
+        check(tensor_parallel, schedule, Parallelized)
+    batch = draw(8)
+    plain = Task(lambda: nn.Sequential(*(Block(None) for _ in range(4))), draw)
+
+    def make(mesh: Any, d: int = 2, **options: Any) -> pd2.PipelineModule:
+        return make_pipeline(plain, d, M, batch, mesh=mesh, **options)
+
+    wrong: dict[str, Any] = {
+        "none": "dp, pp",
+        "unnamed": on([[0, 1], [2, 3]]),
+        "unknown": on([[0, 1], [2, 3]], "cp", "pp"),
+        "outside": on([[0, 1]], "dp", "pp"),
+        "depth": on([[0, 1, 2, 3]], "dp", "pp"),
+    }
+    dtensors = nn.Sequential(Parallelized(tensor_parallel["tp"]), Block(None))
+    outcomes = {"dtensor": attempt(lambda: make(tensor_parallel, model=dtensors))}
+    outcomes |= {name: attempt(lambda: make(mesh)) for name, mesh in wrong.items()}  # noqa: B023
+    usual = on([[0, 1], [2, 3]], "dp", "pp")
+    outcomes["width"] = attempt(lambda: make(usual, width=4))
+    other = on([[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]], "dp", "pp")
+    outcomes["other"] = attempt(lambda: make(other))
+    with make(tensor_parallel) as pipe:
+        own = list(pipe.parameters())
+        outcomes["norm"] = attempt(lambda: pd2.PipelineOptimizer(sgd(own), max_grad_norm=1.0))
+        outcomes["whole"] = attempt(pipe.full_state_dict)
+        pd2.PipelineOptimizer(sgd(own))
+        rows = 8 if rank != 2 else 6  # on rank 2 is another shard of stage 0
+        outcomes["rows"] = attempt(
+            lambda: pipe.train_step(*draw(rows).args, target=draw(rows).target)
+        )
+    with make_pipeline(plain, 2, M, batch, width=2) as pipe:
+        assert pipe.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert pipe.mesh.mesh_dim_names == ("dp", "pp")
+        assert pipe.mesh.get_local_rank("pp") == pipe.stages[0]
+        with pipe.timeline() as events:
+            pass
+        assert events.gather() == []
+    return outcomes
+
+
+OUTCOMES: dict[str, tuple[str, Sequence[str]]] = {
+    "dtensor": ("ValueError", ["0.first.weight: a DTensor", "use_local_shards"]),
+    "none": ("TypeError", ["mesh: str given, it must be a DeviceMesh"]),
+    "unnamed": ("ValueError", ["its dimensions are without names", "'pp'"]),
+    "unknown": ("ValueError", ["('cp', 'pp')", "'pp'"]),
+    "outside": ("ValueError", ["ranks [0, 1], world size: 4"]),
+    "depth": ("ValueError", ["'pp' of the mesh: 4, ranks of the schedule: 2"]),
+    "width": ("ValueError", ["width: 4, 'dp' of the mesh: 2"]),
+    "other": ("ValueError", ["mesh must be the same on every rank"]),
+    "norm": ("ValueError", ["max_grad_norm: 1.0, 'tp' of the mesh: 2"]),
+    "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
+    "rows": ("ValueError", ["rows of the arguments"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_mesh_of_replicas_stages_and_shards() -> None:
+    for result in run_ranks(meshes, 4, timeout=280):
+        for name, (kind, texts) in OUTCOMES.items():
+            raised, said = result.value[name]
+            assert raised == kind, (name, result.rank, raised, said)
+            assert all(text in said for text in texts), (name, result.rank, said)
