@@ -15,8 +15,8 @@ from torch import nn
 from . import _C
 from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
-from .precision import Precision
 from .gradient_guards import ArrivalGuard, EngineGradient
+from .precision import Precision
 from .stage import StageProgram
 
 if TYPE_CHECKING:
