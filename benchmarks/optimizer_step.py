@@ -1,4 +1,4 @@
-"""Time of one AdamW step: the fused pass of a stage against torch's fused in-place one.
+"""Time of one AdamW step: the fused pass of a stage against torch's fused in-place one, and a copy.
 
 Under 2BW a step must leave the old weights alone, so torch's optimizer would have to copy them
 first. Here the new ones are written over the gradients, in buffers that take turns. Measured, on
@@ -7,6 +7,10 @@ one thread, in alternation:
     in place      torch.optim.AdamW(fused=True)
     copied        the same and torch._foreach_copy_ of all weights
     pipedream2bw  reads W(t), writes W(t+1) over the gradients, in a stage's flat buffers
+
+In mixed precision a step reads and writes 30 bytes per parameter: float32 master and moments, which
+it changes (24), the float32 gradient (4) and the bfloat16 weights of the next version (2); with a
+split master 28. Measured beside each, in alternation, a plain copy that reads and writes as many.
 
     python benchmarks/optimizer_step.py [--rounds 15] [--smoke] [--json PATH]
 """
@@ -26,7 +30,19 @@ OURS = "pipedream2bw, over the gradients"
 IN_PLACE = "torch, fused, in place"
 COPIED = "torch, fused, weights copied"
 MAX_RATIOS = {IN_PLACE: 1.03, COPIED: 0.78}
+MIXED_BYTES = {"bfloat16 and master": 30, "bfloat16 and split master": 28}
+MIN_BANDWIDTH = 0.9  # of the copy's, per byte read or written
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+ADAMW = [
+    {
+        "lr": LR,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "eps": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "decoupled_weight_decay": True,
+    }
+]
 
 
 class StockStep:
@@ -74,16 +90,7 @@ class FusedStep:
         self.given = self.gradient.clone()
         self.optimizer = _C.FusedOptimizer("adam", slices, self.newest)
         self.has_gradient = [True] * len(slices)
-        self.groups = [
-            {
-                "lr": LR,
-                "beta1": BETAS[0],
-                "beta2": BETAS[1],
-                "eps": EPS,
-                "weight_decay": WEIGHT_DECAY,
-                "decoupled_weight_decay": True,
-            }
-        ]
+        self.groups = ADAMW
 
     def __call__(self) -> None:
         new = self.gradient
@@ -96,6 +103,46 @@ class FusedStep:
 
     def weights(self) -> list[torch.Tensor]:
         return [self.newest[offset : offset + numel] for offset, numel, _ in self.slices]
+
+
+class MixedStep:
+    """The same with bfloat16 versions and float32 masters; the gradients stay where they are."""
+
+    def __init__(
+        self, weights: list[torch.Tensor], gradients: list[torch.Tensor], *, split: bool
+    ) -> None:
+        names = [f"parameter{i}" for i in range(len(weights))]
+        dtypes = [torch.bfloat16] * len(weights)
+        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0, dtypes, split)
+        self.slots = [self.stage.slot_buffers(slot)[0] for slot in range(2)]
+        (self.master,) = self.stage.master_buffers()
+        self.gradient = torch.zeros(self.master.shape)
+        start, slices = self.slots[0].data_ptr(), []
+        for i, gradient in enumerate(gradients):
+            offset = (self.stage.weight(0, i).data_ptr() - start) // 2
+            slices.append((offset, gradient.numel(), 0))
+            self.gradient[offset : offset + gradient.numel()] = gradient
+        self.optimizer = _C.FusedOptimizer("adam", slices, self.gradient)
+        self.has_gradient = [True] * len(slices)
+        self.groups = ADAMW
+
+    def __call__(self) -> None:
+        newest, other = self.slots
+        self.optimizer.step(
+            newest, self.gradient, other, self.groups, self.has_gradient, self.master
+        )
+        self.slots.reverse()
+
+
+class Copy:
+    """Reads and writes ``num_bytes``."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.source = torch.ones(num_bytes // 8)
+        self.target = torch.zeros(num_bytes // 8)
+
+    def __call__(self) -> None:
+        self.target.copy_(self.source)
 
 
 def relative_distance(actual: list[torch.Tensor], expected: list[torch.nn.Parameter]) -> float:
@@ -152,6 +199,17 @@ def main() -> None:
         )
         for name, limit in MAX_RATIOS.items()
     ]
+    for name, bytes_each in MIXED_BYTES.items():
+        mixed = MixedStep(weights, gradients, split="split" in name)
+        copy = f"a copy, {bytes_each} bytes per parameter"
+        taken = measure({name: mixed, copy: Copy(bytes_each * num_parameters)}, rounds)
+        times += [
+            Figure(kind, "milliseconds", [1e3 * value for value in values])
+            for kind, values in taken.items()
+        ]
+        ratios = [theirs / mine for mine, theirs in zip(taken[name], taken[copy], strict=True)]
+        figures.append(Figure(name, "bandwidth over the copy's", ratios, at_least=MIN_BANDWIDTH))
+        del mixed
     print_table(times, judged=False)
     print_table(figures, judged=not options.smoke)
     write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)

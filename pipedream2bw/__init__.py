@@ -13,6 +13,7 @@ from .deferred import deferred_init
 from .draw import Picture, draw_timeline
 from .local_shards import use_local_shards
 from .loss import Loss
+from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
@@ -29,6 +30,7 @@ __all__ = [
     "Event",
     "LearningRateDiscount",
     "Loss",
+    "LossScale",
     "NesterovCorrection",
     "Picture",
     "PipelineModule",

@@ -27,23 +27,25 @@ class LossWeight:
         microbatch: its number in the batch.
         num_replicas: gradients are averaged over as many.
         num_averaged: and over as many train_steps.
+        scale: by which losses are multiplied (see :class:`LossScale`).
     """
 
     rows: tuple[int, ...]
     microbatch: int
     num_replicas: int
     num_averaged: int = 1
+    scale: float = 1.0
 
     def seed(self, value: torch.Tensor) -> torch.Tensor:
         """The gradient of ``value``, with the bits that the engine's seed of the loss has."""
         seed = torch.full_like(value, 1.0 / self.num_replicas)
         if self.num_averaged > 1:
             seed = seed / self.num_averaged
-        if not self.rows:
-            return seed
-        if self.rows[0] == self.rows[-1]:  # only the last microbatches may be smaller
-            return seed / len(self.rows)
-        return seed * (self.rows[self.microbatch] / sum(self.rows))
+        if self.rows and self.rows[0] == self.rows[-1]:  # only the last ones may be smaller
+            seed = seed / len(self.rows)
+        elif self.rows:
+            seed = seed * (self.rows[self.microbatch] / sum(self.rows))
+        return seed if self.scale == 1.0 else seed * self.scale
 
 
 class _Surroundings(threading.local):

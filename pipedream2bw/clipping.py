@@ -11,6 +11,7 @@ import torch
 from . import _C
 from .control import make_board
 from .loss import LazyNumber
+from .loss_scale import LossScale
 
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
@@ -23,6 +24,7 @@ class Clipping:
     max_grad_norm: float | None = None
     norm_type: float = 2.0
     clip_grad_value: float | None = None
+    loss_scale: LossScale | None = None
 
     def check(self, pipe: PipelineModule) -> None:
         """Raises ValueError or TypeError, naming the rule and the value."""
@@ -39,7 +41,17 @@ class Clipping:
                 f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "
                 "gradients are clipped by their norm or by value, not both"
             )
-        if self.max_grad_norm is not None:
+        scale: object = self.loss_scale
+        if scale is not None and not isinstance(scale, LossScale):
+            kind = type(scale).__name__
+            raise TypeError(f"loss_scale: {kind} given, it must be a LossScale or None")
+        delays = pipe._schedule.delay
+        if self.loss_scale is not None and len(set(delays)) > 1:
+            raise ValueError(
+                f"loss_scale: schedule {pipe.schedule!r} reads versions that are {delays} behind: "
+                "all stages must read one, whose scale the loss is multiplied by"
+            )
+        if self._needs_norm:
             pipe._schedule.check_global_updates()
             if pipe._grid.num_shards > 1:
                 raise ValueError(
@@ -48,13 +60,20 @@ class Clipping:
                     "shards of one and which are equal on all; clip_grad_value works"
                 )
 
+    @property
+    def _needs_norm(self) -> bool:
+        # It tells whether any gradient anywhere has overflowed.
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
     def settings(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
         return dataclasses.asdict(self)
 
-    def install(self, pipe: PipelineModule) -> _C.GradientNorm | None:
-        """Makes the pipeline's updates clip, or not clip. Every rank calls it; drained."""
-        norm = None if self.max_grad_norm is None else self._norm(pipe)
+    def install(self, pipe: PipelineModule) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
+        """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
+        newest = pipe._accumulation.num_updates
+        scale = None if self.loss_scale is None else self.loss_scale.install(newest)
+        norm = self._norm(pipe, scale) if self._needs_norm else None
         number_of = _numbers(pipe)
         for stage in pipe._stages:
             stage.executor.set_clipping(
@@ -67,10 +86,11 @@ class Clipping:
                 ],
                 gives_norms=pipe._grid.pipeline(stage.index) == 0,
                 max_value=self.clip_grad_value,
+                loss_scale=scale,
             )
-        return norm
+        return norm, scale
 
-    def _norm(self, pipe: PipelineModule) -> _C.GradientNorm:
+    def _norm(self, pipe: PipelineModule, scale: _C.LossScale | None) -> _C.GradientNorm:
         group = pipe._grid.group_of_replica()
         num_parameters = len(_numbers(pipe))
         dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
@@ -83,6 +103,7 @@ class Clipping:
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
             shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
+            loss_scale=scale,
         )
 
 
@@ -97,12 +118,12 @@ class GradNorm(LazyNumber):
 
     def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
         super().__init__(pipeline, batch)
-        self._norm = norm
-        self._slot = norm.expect(batch)
+        self.norm = norm
+        self.slot = norm.expect(batch)
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
-        return self._norm.done(self._slot)
+        return self.norm.done(self.slot)
 
     def item(self) -> float:
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
@@ -110,4 +131,4 @@ class GradNorm(LazyNumber):
         Raises:
             RuntimeError: the pipeline failed before; names the first cause.
         """
-        return self._wait(lambda: self._norm.wait(self._slot))
+        return self._wait(lambda: self.norm.wait(self.slot))

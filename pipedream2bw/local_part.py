@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,16 @@ class LocalPart:
     def state(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """The process's part of the ``state_dict``; its tensors are the live ones."""
         mine = self._names()
-        full = self._root.state_dict(keep_vars=keep_vars)
+        with self._masters_shown():
+            full = self._root.state_dict(keep_vars=keep_vars)
         return type(full)((prefix + name, full[name]) for name in full if name in mine)
+
+    @contextlib.contextmanager
+    def _masters_shown(self, *, change: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as shown:
+            for stage in self._stages:
+                shown.enter_context(stage.state.masters_shown(change=change))
+            yield
 
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
@@ -81,7 +90,8 @@ class LocalPart:
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
-        result = root.load_state_dict(checkpoint.take(wanted), strict=False)
+        with self._masters_shown(change=True):
+            result = root.load_state_dict(checkpoint.take(wanted), strict=False)
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)

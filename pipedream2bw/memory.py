@@ -18,12 +18,14 @@ class StageMemory:
     Attributes:
         weights: all versions of the trainable parameters: number of versions * elements * size.
             A parameter that several stages hold takes memory, and counts, on each of them.
+        masters: float32 weights that are stepped, with ``precision=``; with ``split_master`` what
+            the rounding of the newest version took off.
         gradients: one buffer, float32 for half-precision parameters.
         optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
             the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
-        padding: what aligning every parameter to 64 bytes adds to the first three.
+        padding: what aligning every parameter to 64 bytes adds to the first four.
         activations: the most bytes that microbatches in flight held for their backward at once.
         message_buffers: what messages to and from other processes take up now.
         most_in_flight: the most microbatches that were between forward and backward at once.
@@ -32,6 +34,7 @@ class StageMemory:
     """
 
     weights: int
+    masters: int
     gradients: int
     optimizer_state: int
     frozen_weights: int
@@ -47,6 +50,7 @@ class StageMemory:
         """All bytes."""
         return (
             self.weights
+            + self.masters
             + self.gradients
             + self.optimizer_state
             + self.frozen_weights
@@ -63,6 +67,7 @@ class StageMemory:
         kept = 0 if state.correction is None else state.correction.nbytes
         return cls(
             weights=engine["weights"],
+            masters=engine["masters"],
             gradients=engine["gradients"],
             optimizer_state=engine["optimizer_state"] + kept,
             frozen_weights=state.frozen_bytes,

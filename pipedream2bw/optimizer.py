@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch
 from .clipping import Clipping, GradNorm
 from .control import Operation
 from .fused import fused_kind, fused_options, read_state, write_state
+from .loss_scale import LossScale, NewestScale, load_state, state_of
 from .optimizer_checks import agreed_pipeline_of
 from .own_step import StageStepper, changes, differ, options_of
 from .staleness import Remedies, Remedy, StepCorrection
@@ -44,6 +46,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         norm_type: of that norm; may be ``inf``.
         clip_grad_value: instead, every element is clamped to this distance from 0, as
             ``torch.nn.utils.clip_grad_value_`` does.
+        loss_scale: multiplies losses before their backward; gradients are divided by it before they
+            are clipped. All stages agree on what overflowed as they do on the norm. Not with
+            schedules whose stages read different versions (``"pipedream"``).
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
             of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
@@ -62,15 +67,17 @@ class PipelineOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         clip_grad_value: float | None = None,
+        loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
     ) -> None:
-        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value)
+        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value, loss_scale)
         self._remedies = Remedies(staleness)
         self._pipe = agreed_pipeline_of(optimizers, clipping, self._remedies)
         self._delayed_batches = 0  # steps since the warm-up
         with self._pipe._failing_closes():
             self._pipe._drain()  # updates that were registered are the former optimizer's
-            self._norm = clipping.install(self._pipe)
+            self._norm, self._scale = clipping.install(self._pipe)
+        self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
         # Not the wrapped ones' groups, to which it would add defaults.
         super().__init__([{"params": []}], {})
@@ -78,7 +85,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.defaults = _common_defaults(optimizers)
         self._states = [stage.state for stage in self._pipe._stages]
         dtypes = {
-            id(original): original.dtype for state in self._states for original in state.originals
+            id(original): dtype
+            for state in self._states
+            for original, dtype in zip(state.originals, state.stepped_dtypes(), strict=True)
         }
         self._kinds = [
             fused_kind(
@@ -221,11 +230,24 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: no ``max_grad_norm`` was given, or no step has been made.
         """
-        if self._norm is None:
+        if not self._measures:
             raise ValueError("grad_norm: max_grad_norm is None, it must be a number (inf measures)")
         if self._grad_norm is None:
             raise ValueError("grad_norm: 0 steps have been made, there must be 1")
         return self._grad_norm
+
+    @property
+    def loss_scale(self) -> NewestScale:
+        """The scale of the version that the last :meth:`step` makes; lazy.
+
+        Raises:
+            ValueError: no ``loss_scale`` was given.
+        """
+        if self._scale is None:
+            raise ValueError("loss_scale: None was given, it must be a LossScale")
+        norm = self._grad_norm
+        update = None if norm is None else (norm.norm, norm.slot)
+        return NewestScale(self._pipe, self._scale, self._pipe._accumulation.num_updates, update)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and starts each batch's anew."""
@@ -264,8 +286,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
 
-        Of several: ``{"optimizers": [...]}``, theirs in their order. With remedies for the delay
-        ``"staleness"`` has their state. Every rank calls it.
+        Of several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
+        more entry, ``"loss_scale"``; with remedies for the delay ``"staleness"`` has their state.
+        Every rank calls it.
         """
         self._check_in_charge()
         self._pipe._flush_for(Operation.optimizer_state_dict)
@@ -284,6 +307,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
         result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
+        if self._scale is not None:
+            result["loss_scale"] = state_of(self._scale, self._pipe._accumulation.num_updates)
         if self._remedies:
             kept = [state.correction.state() for state in self._states if state.correction]
             result["staleness"] = {
@@ -314,8 +339,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 f"state_dict of {len(states)} optimizers, the pipeline has {len(self._wrapped)}: "
                 "it must be one that PipelineOptimizer.state_dict() gave"
             )
-        for optimizer, theirs in zip(self._wrapped, states, strict=True):
-            optimizer.load_state_dict(theirs)
+        with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
+            for state in self._states:
+                shown.enter_context(state.masters_shown())
+            for optimizer, theirs in zip(self._wrapped, states, strict=True):
+                optimizer.load_state_dict(theirs)
+        if self._scale is not None and "loss_scale" in state_dict:
+            version = self._pipe._accumulation.num_updates
+            load_state(self._scale, version, state_dict["loss_scale"])
         self._share()
         self._make_steppers()
         # One that was saved without remedies lets them begin anew.

@@ -10,6 +10,7 @@ from torch import nn
 
 from .clipping import Clipping
 from .control import Announcement, Operation
+from .fused import fused_kind
 from .pipeline import PipelineModule, open_pipelines
 from .staleness import Remedies
 
@@ -24,8 +25,9 @@ def agreed_pipeline_of(
         _check_kinds(optimizers)
         pipe = _pipeline_of(optimizers)
         _check_parameters(pipe, optimizers)
+        _check_masters(pipe, optimizers)
         clipping.check(pipe)
-        remedies.check(pipe, optimizers)
+        remedies.check(pipe, optimizers, scales_loss=clipping.loss_scale is not None)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_pipelines() if pipe is None else [pipe]
@@ -138,6 +140,16 @@ def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Opt
             f"{len(missing)} ({', '.join(missing[:5])}): set requires_grad=False before building "
             "the pipeline to train without them"
         )
+
+
+def _check_masters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if pipe._precision.split_master and fused_kind(optimizer, ()) is None:
+            raise TypeError(
+                f"split_master: True, optimizer: {type(optimizer).__name__}, whose step() needs "
+                "whole masters: it must be SGD, Adam or AdamW, neither capturable nor "
+                "differentiable, with betas and eps that are numbers"
+            )
 
 
 def _called(number: int, optimizers: Sequence[torch.optim.Optimizer]) -> str:

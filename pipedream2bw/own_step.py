@@ -60,6 +60,7 @@ class StageStepper:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
                 method(part.optimizer)
+                part.round(self._stage.engine.newest_slot)
 
 
 class _PartStepper:
@@ -79,7 +80,7 @@ class _PartStepper:
         handles = [self._stage.handles[i] for i in self.positions]
         outside = [handle.grad for handle in handles]
         for i, handle in zip(self.positions, handles, strict=True):
-            handle.data = engine.weight(slot, i)
+            handle.data = engine.master(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
@@ -88,6 +89,16 @@ class _PartStepper:
         finally:
             for handle, gradient in zip(handles, outside, strict=True):
                 handle.grad = gradient
+        self.round(slot)
+
+    def round(self, slot: int) -> None:
+        """Makes the weights in the slot those that the masters, if there are any, round to."""
+        engine = self._stage.engine
+        with torch.no_grad():
+            for i in self.positions:
+                weight, master = engine.weight(slot, i), engine.master(slot, i)
+                if weight.dtype != master.dtype:
+                    weight.copy_(master)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from .mesh import check_mesh, described, mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
+from .precision import Precision
 from .schedules import Schedule, check_runnable, fingerprint, schedule_for
 from .settings import (
     bucket_bytes,
@@ -139,6 +140,23 @@ class PipelineModule(nn.Module):
         bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
             up at once, beginning while the batch's last microbatch still gives others (arXiv
             2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
+        precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
+            ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
+            BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained
+            has a float32 master, float32 gradients (added up over the microbatches) and moments,
+            and each version is the master's rounding (arXiv 1710.03740). ``loss_fn`` gets outputs
+            of the stages' dtype, and targets as they are. ``parameters()``,
+            ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters, so
+            that nothing is lost between. ``"fp32"``: everything is float32. None: the model's
+            own dtypes, stepped in them.
+        split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
+            not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
+            way between two bfloat16 has the weight of larger magnitude, not the even one; all else
+            is the same to the bit. ``parameters()`` are the bfloat16 weights then, and optimizers
+            must be SGD, Adam or AdamW.
+        autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
+            ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
+            of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Raises:
@@ -168,6 +186,9 @@ class PipelineModule(nn.Module):
         warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
         bucket_cap_mb: float = 25.0,
+        precision: str | None = None,
+        split_master: bool = False,
+        autocast: torch.dtype | None = None,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
@@ -201,10 +222,11 @@ class PipelineModule(nn.Module):
             model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
+            self._precision = Precision(root, precision, split_master, autocast, model_device.type)
             self._modes = Modes(
                 root,
                 num_stages,
-                example,
+                self._precision.cast(example),
                 split if isinstance(split, str) else tuple(split),
                 tuple(replicated),
                 blocks,
@@ -234,6 +256,9 @@ class PipelineModule(nn.Module):
             "compile": str(compile),
             "bucket_cap_mb": bucket_cap_mb,
             "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
+            "precision": str(precision),
+            "split_master": str(split_master),
+            "autocast": str(autocast),
             "warmup_batches": warmup_batches,
             "timeout": timeout,
             "torch version": torch.__version__,
@@ -274,13 +299,15 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            mode = self._modes.capture(root.training)
+            with self._precision.as_in_stages():
+                mode = self._modes.capture(root.training)
             check_ties(self._schedule, find_ties(mode.programs), root)
             without_values = materialize(root, self._modes.names_in(self.stages))
         except Exception as raised:
             error = raised
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, self._modes.settings())
+        self._precision.take_over()
         self._stages = LocalStages(
             root,
             self._modes.first,
@@ -295,6 +322,7 @@ class PipelineModule(nn.Module):
             self._recompute,
             bool(blocks),
             bucket_bytes(bucket_cap_mb),
+            self._precision,
             warmup_batches,
             timeout,
         )
@@ -614,6 +642,7 @@ class PipelineModule(nn.Module):
         self.flush()
         for stage in self._stages.of_first_pipeline():
             stage.state.give_back()
+        self._precision.give_back()
         self.close()
         return self._held[0]
 
@@ -766,7 +795,10 @@ class PipelineModule(nn.Module):
             others = self._stages.others
             error: Exception | None = None
             try:
-                with others.in_place() if others else contextlib.nullcontext():
+                with (
+                    others.in_place() if others else contextlib.nullcontext(),
+                    self._precision.as_in_stages(),
+                ):
                     self._modes.capture(self.training)
             except Exception as raised:
                 error = raised

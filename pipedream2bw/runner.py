@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .added_loss import LossWeight, weighing
 from .codegen import StageFunction
 from .metrics import Metric, measure
+from .precision import Precision
 from .recompute import BufferPlaces, Replay, Replayer
 from .saved_bytes import SavedBytes
 from .stage import StageProgram
@@ -109,6 +110,7 @@ class StageRunner:
         state_pointers: storages of weights and buffers, which are no activations.
         buffer_places: where the stage's buffers are.
         frozen: the stage's frozen parameters.
+        precision: in which the model's inputs come, and under which autocast forwards run.
         recompute: a forward of a batch is called again before its backward.
     """
 
@@ -122,6 +124,7 @@ class StageRunner:
         state_pointers: Callable[[], set[int]],
         buffer_places: BufferPlaces,
         frozen: Sequence[torch.Tensor],
+        precision: Precision,
         *,
         recompute: bool,
     ) -> None:
@@ -135,6 +138,7 @@ class StageRunner:
         loss_places = [(module._buffers, leaf) for module in losses for leaf in module._buffers]
         self._buffer_places = lambda: [*buffer_places(), *loss_places]
         self._frozen = frozen
+        self._precision = precision
         self.recompute = recompute
         self._bytes_kept: dict[int, int] = {}  # by layout
         self._replayers: dict[int, Replayer] = {}  # by layout
@@ -144,7 +148,13 @@ class StageRunner:
         self.error: BaseException | None = None
 
     def forward(
-        self, run: int, microbatch: int, slot: int, inbound: list[Structured], again: bool
+        self,
+        run: int,
+        microbatch: int,
+        slot: int,
+        inbound: list[Structured],
+        again: bool,
+        loss_scale: float,
     ) -> Result:
         """One microbatch: messages in, a result out."""
         if not self.thread:
@@ -155,13 +165,16 @@ class StageRunner:
             inputs = self.runs[run]
             if not inputs.training:
                 given = _Given.of(inputs, microbatch)
-                outputs = inputs.bound.functions[slot](self._values(given, inbound))
+                with self._precision.computing(self._device.type):
+                    outputs = inputs.bound.functions[slot](self._values(given, inbound))
                 if self._is_last:
                     inputs.outputs.append(outputs[0])
                     return [], None, 0, None
                 return inputs.bound.messages(outputs), None, 0, None
             if microbatch == len(inputs.sizes) - 1:
                 del self.runs[run]
+            weight = inputs.loss_weights[microbatch]
+            inputs.loss_weights[microbatch] = dataclasses.replace(weight, scale=loss_scale)
             return self._train(inputs, run, microbatch, slot, inbound)
         except BaseException as error:
             self.error = error
@@ -242,15 +255,16 @@ class StageRunner:
         self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
     ) -> tuple[list[Structured], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
-        with weighing(given.loss_weight):
+        with weighing(given.loss_weight), self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
-        if self._is_last:
-            return [], self._loss(outputs[0], given.target), outputs[0]
+            if self._is_last:
+                return [], self._loss(outputs[0], given.target), outputs[0]
         return bound.messages(outputs), None, None
 
     def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
         if self._is_first:
-            return given.values
+            cast: list[Any] = self._precision.cast(given.values)
+            return cast
         values: list[Any] = []
         for structure, tensors in inbound:
             values.extend(unpack(structure, tensors) if structure else tensors)

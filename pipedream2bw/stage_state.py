@@ -16,6 +16,7 @@ from . import _C
 from .clone import copy_training_flags, structural_clone
 from .codegen import StageFunction
 from .gradient_guards import ArrivalGuard, EngineGradient
+from .precision import Precision
 from .stage import StageProgram
 
 if TYPE_CHECKING:
@@ -36,16 +37,17 @@ class StagePart:
     first: int  # the one of them that gives the others its initial weights
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
+    precision: Precision
 
 
 class StageState:
     """The parameters, buffers and clones of one stage.
 
     The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
-    views of the newest version's buffer, brought up to date by :meth:`show_newest`. The stage
-    computes with other Parameters, one set for each slot of the engine's, because autograd
-    remembers the Parameter, not its storage: a handle that moves would corrupt the backwards in
-    flight.
+    views of the newest version's buffer, brought up to date by :meth:`show_newest`, or of the
+    float32 master if there is one. The stage computes with other Parameters, one set for each slot
+    of the engine's, because autograd remembers the Parameter, not its storage: a handle that moves
+    would corrupt the backwards in flight.
 
     Args:
         model: the user's.
@@ -95,6 +97,8 @@ class StageState:
             bucket_bytes=part.bucket_bytes,
             copy_sum=part.copies,
             copy=part.pipeline,
+            dtypes=[part.precision.of_parameter(name, p) for name, p in self.trainable.items()],
+            split_master=part.precision.split_master,
         )
         self.slot_parameters: list[list[nn.Parameter]] = []
         for slot in range(self.engine.num_slots):
@@ -183,19 +187,49 @@ class StageState:
         own = {**self.frozen, **dict(zip(self.trainable, self.slot_parameters[slot], strict=True))}
         return {parameter: own[name] for name, parameter in self.in_root.items()}
 
-    def newest(self, name: str) -> torch.Tensor:
-        """The newest version's weight of that name, or the frozen one. Drained."""
-        if name in self.frozen:
-            return self.frozen[name].data
-        return self.engine.weight(self.engine.newest_slot, list(self.trainable).index(name))
+    def shown(self, name: str) -> torch.Tensor:
+        """What the handle of that name shows, or the frozen parameter. Drained."""
+        return {**self.frozen, **self.trainable}[name].data
 
     def show_newest(self) -> None:
-        """Points the handles to the newest weights. The pipeline must be drained."""
+        """Points the handles to the newest weights. The pipeline must be drained.
+
+        With float32 masters to these; with split ones, of which there is no whole tensor, to the
+        bfloat16 weights.
+        """
         slot = self.engine.newest_slot
         for i, (name, handle) in enumerate(self.trainable.items()):
-            handle.data = self.engine.weight(slot, i)
+            split = self.engine.has_split_master(i)
+            handle.data = self.engine.weight(slot, i) if split else self.engine.master(slot, i)
             if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
                 handle.grad = EngineGradient(name, handle)
+
+    def stepped_dtypes(self) -> list[torch.dtype]:
+        """What an optimizer steps the trainable parameters in."""
+        return [
+            torch.float32 if self.engine.has_split_master(i) else handle.dtype
+            for i, handle in enumerate(self.handles)
+        ]
+
+    @contextlib.contextmanager
+    def masters_shown(self, *, change: bool = False) -> Iterator[None]:
+        """Meanwhile the handles are float32 where there is a master, split ones too.
+
+        Args:
+            change: what is written to the handles meanwhile becomes the newest weights.
+        """
+        slot = self.engine.newest_slot
+        split = [i for i in range(len(self.handles)) if self.engine.has_split_master(i)]
+        for i in split:
+            self.handles[i].data = self.engine.master(slot, i)
+        try:
+            yield
+        finally:
+            if change:
+                self.engine.round_masters(slot)
+                for i in split:
+                    self.engine.set_split_master(i, self.handles[i].detach())
+            self.show_newest()
 
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
@@ -218,7 +252,7 @@ class StageState:
         """Gives the handles memory of their own, with the newest weights."""
         for i, handle in enumerate(self.handles):
             if handle is self.originals[i]:
-                handle.data = self.engine.weight(self.engine.newest_slot, i).clone()
+                handle.data = self.engine.master(self.engine.newest_slot, i).clone()
 
     def storage_pointers(self) -> set[int]:
         """The storages of weights and buffers."""
@@ -227,9 +261,16 @@ class StageState:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The newest weights, frozen ones and buffers."""
+        """The newest weights and their masters, frozen ones and buffers."""
         weights = self.engine.slot_buffers(self.engine.newest_slot)
-        return [*weights, *(parameter.data for parameter in self.frozen.values()), *self.buffers]
+        # As bytes: gloo sends no int16, which split masters are.
+        masters = (buffer.view(torch.uint8) for buffer in self.engine.master_buffers())
+        return [
+            *weights,
+            *masters,
+            *(parameter.data for parameter in self.frozen.values()),
+            *self.buffers,
+        ]
 
     def take_over(self, first: StageState | None, group: dist.ProcessGroup | None) -> None:
         """Sets every version to what the first of those that hold the stage has.

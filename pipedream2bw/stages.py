@@ -20,6 +20,7 @@ from .heap import return_freed_memory
 from .metrics import Metric
 from .modes import Mode
 from .module_hooks import LateHooks
+from .precision import Precision
 from .runner import BoundProgram, StageRunner
 from .stage_state import OtherStages, StagePart, StageState, share_out, take_over
 from .tied import Ties, find_ties
@@ -60,6 +61,7 @@ class LocalStages:
         recompute: Sequence[bool],
         recomputes_blocks: bool,
         bucket_bytes: int,
+        precision: Precision,
         warmup_batches: int,
         timeout: float,
     ) -> None:
@@ -103,6 +105,7 @@ class LocalStages:
                     first=grid.process_of(stage % d, replica=0),
                     copies=sums[stage % d],
                     tied=tied,
+                    precision=precision,
                 )
                 for stage in grid.stages
             ],
@@ -121,6 +124,7 @@ class LocalStages:
                 state.storage_pointers,
                 state.replayed_places,
                 list(state.frozen.values()),
+                precision,
                 recompute=recompute[state.index % d],
             )
             for state in states

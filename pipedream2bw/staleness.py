@@ -149,7 +149,13 @@ class Remedies:
         """What has to be the same on every rank."""
         return {"staleness": str(list(self._given))}
 
-    def check(self, pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(
+        self,
+        pipe: PipelineModule,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        scales_loss: bool,
+    ) -> None:
         """Raises ValueError or TypeError, naming the rule and both values."""
         for remedy in self._given:
             if not isinstance(remedy, Remedy):
@@ -174,6 +180,12 @@ class Remedies:
             raise ValueError(
                 f'staleness: {self.correction}, schedule: "{name}" with the delays '
                 f"{', '.join(map(str, delays))}: it corrects a delay of 1 on every stage"
+            )
+        precision = pipe._precision.dtype
+        if self.correction is not None and (scales_loss or precision not in (None, torch.float32)):
+            raise ValueError(
+                f"staleness: {self.correction}, loss_scale: {scales_loss}, precision: {precision}: "
+                "steps of masters, and steps that may be left out, are not corrected"
             )
         for number, optimizer in enumerate(optimizers if self.discount is not None else ()):
             if any("lr" not in group for group in optimizer.param_groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -129,9 +130,11 @@ class Ties:
         """Gives all copies the values of the first stage's. All processes call it, drained."""
         for tie, stages, (first, *others) in self._held:
             group = self._grid.group_of(stages)
-            with torch.no_grad():
+            with contextlib.ExitStack() as shown, torch.no_grad():
+                for state in (first, *others):
+                    shown.enter_context(state.masters_shown(change=True))
                 for name in tie.names:
-                    mine = first.newest(name)
+                    mine = first.shown(name)
                     if group is not None:
                         value = mine.contiguous()
                         dist.broadcast(
@@ -139,6 +142,6 @@ class Ties:
                         )
                         mine.copy_(value)
                     for other in others:
-                        other.newest(name).copy_(mine)
+                        other.shown(name).copy_(mine)
             for state in (first, *others):
                 state.engine.restart_delay()

@@ -66,12 +66,12 @@ py::list to_python(std::vector<Message>& messages) {
   return list;
 }
 
-// forward(run, microbatch, slot, inbound, again) -> (outbound, loss or None, bytes kept, metrics or
-// None), messages being (structure, tensors).
+// forward(run, microbatch, slot, inbound, again, loss_scale) -> (outbound, loss or None, bytes
+// kept, metrics or None), messages being (structure, tensors).
 ForwardResult call_forward(const py::function& function, ForwardCall call) {
   const py::gil_scoped_acquire gil;
-  const py::tuple result =
-      function(call.run, call.microbatch, call.slot, to_python(call.inbound), call.again);
+  const py::tuple result = function(call.run, call.microbatch, call.slot, to_python(call.inbound),
+                                    call.again, call.loss_scale);
   call.inbound.clear();
   ForwardResult out;
   for (const py::handle item : result[0]) {
@@ -153,14 +153,14 @@ void bind_optimizer(py::module_& module) {
       .def(
           "step",
           [](FusedOptimizer& self, const at::Tensor& w, const at::Tensor& gradient,
-             const at::Tensor& w_out, const py::list& groups,
-             const std::vector<bool>& has_gradient) {
+             const at::Tensor& w_out, const py::list& groups, const std::vector<bool>& has_gradient,
+             const std::optional<at::Tensor>& master) {
             const std::vector<GroupOptions> parsed = parse_groups(groups);
             const py::gil_scoped_release no_gil;
-            self.step(w, gradient, w_out, parsed, has_gradient);
+            self.step(w, gradient, w_out, parsed, has_gradient, master.value_or(at::Tensor()));
           },
           py::arg("w"), py::arg("gradient"), py::arg("w_out"), py::arg("groups"),
-          py::arg("has_gradient"))
+          py::arg("has_gradient"), py::arg("master") = py::none())
       .def("state", &FusedOptimizer::state)
       .def("set_state", &FusedOptimizer::set_state)
       .def("step_count", &FusedOptimizer::step_count)
@@ -178,15 +178,23 @@ void bind_stage(py::module_& module) {
   py::class_<Stage, std::shared_ptr<Stage>>(module, "Stage")
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
-                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy) {
+                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
+                       std::vector<at::ScalarType> dtypes, bool split_master) {
              return std::make_shared<Stage>(parameters, std::move(names), num_versions,
                                             resolve_group(replica_group), bucket_bytes,
-                                            CopySumEnd{std::move(copy_sum), copy});
+                                            CopySumEnd{std::move(copy_sum), copy},
+                                            StagePrecision{std::move(dtypes), split_master});
            }),
            py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
            py::arg("replica_group"), py::arg("bucket_bytes"), py::arg("copy_sum").none(true),
-           py::arg("copy"))
+           py::arg("copy"), py::arg("dtypes") = std::vector<at::ScalarType>(),
+           py::arg("split_master") = false)
       .def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
+      .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
+      .def("has_split_master", &Stage::has_split_master, py::arg("parameter"))
+      .def("master_buffers", &Stage::master_buffers)
+      .def("round_masters", &Stage::round_masters, py::arg("slot"))
+      .def("set_split_master", &Stage::set_split_master, py::arg("parameter"), py::arg("value"))
       .def("gradient", &Stage::gradient, py::arg("parameter"))
       .def("has_gradient", &Stage::has_gradient, py::arg("parameter"))
       .def("slot_buffers", &Stage::slot_buffers, py::arg("slot"))
@@ -223,6 +231,7 @@ void bind_stage(py::module_& module) {
         const StageBytes bytes = self.bytes();
         py::dict report;
         report["weights"] = bytes.weights;
+        report["masters"] = bytes.masters;
         report["gradients"] = bytes.gradients;
         report["optimizer_state"] = bytes.optimizer_state;
         report["padding"] = bytes.padding;
@@ -374,16 +383,17 @@ void bind_executor(py::module_& module) {
       .def(
           "set_clipping",
           [](Executor& self, int stage, std::shared_ptr<GradientNorm> norm, double max_norm,
-             std::vector<std::int64_t> parameters, bool gives_norms,
-             std::optional<double> max_value) {
+             std::vector<std::int64_t> parameters, bool gives_norms, std::optional<double> max_value,
+             std::shared_ptr<LossScale> loss_scale) {
             self.worker(stage).updates().set_clipping(
-                norm || max_value ? std::optional(Clipping{std::move(norm), max_norm,
-                                                           std::move(parameters), gives_norms,
-                                                           max_value})
-                                  : std::nullopt);
+                norm || max_value
+                    ? std::optional(Clipping{std::move(norm), max_norm, std::move(parameters),
+                                             gives_norms, max_value, std::move(loss_scale)})
+                    : std::nullopt);
           },
           py::arg("stage"), py::arg("norm").none(true), py::arg("max_norm"),
-          py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"))
+          py::arg("parameters"), py::arg("gives_norms"), py::arg("max_value"),
+          py::arg("loss_scale").none(true))
       .def("version_of_batch",
            [](const Executor& self, int stage, std::int64_t batch) {
              return self.worker(stage).version_of_batch(batch);

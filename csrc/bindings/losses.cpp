@@ -55,18 +55,31 @@ void bind_losses(py::module_& module) {
 }
 
 void bind_norm(py::module_& module) {
+  py::class_<LossScale, std::shared_ptr<LossScale>>(module, "LossScale")
+      .def(py::init([](double init_scale, double growth_factor, double backoff_factor,
+                       std::int64_t growth_interval, std::int64_t version) {
+             return std::make_shared<LossScale>(
+                 LossScaleOptions{init_scale, growth_factor, backoff_factor, growth_interval},
+                 version);
+           }),
+           py::arg("init_scale"), py::arg("growth_factor"), py::arg("backoff_factor"),
+           py::arg("growth_interval"), py::arg("version"))
+      .def("of_version", &LossScale::of_version, py::arg("version"))
+      .def_property_readonly("growth_tracker", &LossScale::growth_tracker)
+      .def("set", &LossScale::set, py::arg("version"), py::arg("scale"), py::arg("growth_tracker"));
   py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
   py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
       .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                        int num_readers, double norm_type, bool is_double, const std::string& group,
-                       std::shared_ptr<SharedBoard> shared) {
+                       std::shared_ptr<SharedBoard> shared, std::shared_ptr<LossScale> loss_scale) {
              return std::make_shared<GradientNorm>(
                  std::move(fault), num_parameters, num_stages, num_readers, norm_type,
-                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(shared));
+                 is_double ? at::kDouble : at::kFloat, resolve_group(group), std::move(shared),
+                 std::move(loss_scale));
            }),
            py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
            py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
-           py::arg("shared").none(true))
+           py::arg("shared").none(true), py::arg("loss_scale").none(true))
       .def("expect", &GradientNorm::expect, py::arg("batch"))
       .def("done", [](const GradientNorm& self, const NormSlot& slot) { return self.done(slot); })
       .def("wait", [](const GradientNorm& self, const NormSlot& slot) {

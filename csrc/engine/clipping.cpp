@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
+#include <cmath>
+
 namespace pd2 {
 namespace {
 
@@ -29,8 +31,22 @@ ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& par
 
 }  // namespace
 
-void Clipping::apply(Stage& stage, std::int64_t batch,
+bool Clipping::apply(Stage& stage, std::int64_t batch,
                      const std::function<bool()>& is_stopped) const {
+  if (norm) {
+    if (gives_norms) {
+      norm->give(batch, norms_of(stage, parameters, norm->norm_type()), is_stopped);
+    }
+    const at::Tensor total = norm->wait(batch, is_stopped);
+    if (loss_scale && !std::isfinite(total.item<double>())) {
+      return false;
+    }
+    // As Python divides a number by a tensor.
+    const at::Tensor coefficient = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+    if (coefficient.item<double>() != 1) {
+      stage.scale_gradients(coefficient);
+    }
+  }
   if (max_value) {
     for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
       if (stage.has_gradient(i)) {
@@ -38,24 +54,7 @@ void Clipping::apply(Stage& stage, std::int64_t batch,
       }
     }
   }
-  if (!norm) {
-    return;
-  }
-  if (gives_norms) {
-    norm->give(batch, norms_of(stage, parameters, norm->norm_type()), is_stopped);
-  }
-  const at::Tensor total = norm->wait(batch, is_stopped);
-  // As Python divides a number by a tensor.
-  const at::Tensor coefficient = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-  if (coefficient.item<double>() == 1) {
-    return;
-  }
-  for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
-    if (stage.has_gradient(i)) {
-      at::Tensor gradient = stage.gradient(i);
-      gradient.mul_(coefficient.to(gradient.device()));
-    }
-  }
+  return true;
 }
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/gradient_norm.h"
+#include "engine/loss_scale.h"
 
 #include <cstdint>
 #include <functional>
@@ -22,8 +23,12 @@ struct Clipping {
   std::vector<std::int64_t> parameters;
   bool gives_norms = true;  // not if a copy of the stage does
   std::optional<double> max_value;
+  // Needs the norm, which is not finite where a gradient is not.
+  std::shared_ptr<LossScale> loss_scale;
 
-  void apply(Stage& stage, std::int64_t batch, const std::function<bool()>& is_stopped) const;
+  // False: a gradient of the scaled loss overflowed, on this stage or another one; there is no
+  // step.
+  bool apply(Stage& stage, std::int64_t batch, const std::function<bool()>& is_stopped) const;
 };
 
 }  // namespace pd2

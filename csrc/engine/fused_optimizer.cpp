@@ -37,19 +37,14 @@ struct FusedOptimizer::Buffers {
   const void* w;
   const void* g;
   void* w_out;
+  std::int64_t weight_size;  // of `w` and `w_out`
   std::array<void*, 3> state;
 
-  template <typename T>
-  const T* w_at(std::int64_t i) const {
-    return static_cast<const T*>(w) + i;
-  }
+  const void* w_at(std::int64_t i) const { return static_cast<const char*>(w) + i * weight_size; }
+  void* w_out_at(std::int64_t i) const { return static_cast<char*>(w_out) + i * weight_size; }
   template <typename T>
   const T* g_at(std::int64_t i) const {
     return static_cast<const T*>(g) + i;
-  }
-  template <typename T>
-  T* w_out_at(std::int64_t i) const {
-    return static_cast<T*>(w_out) + i;
   }
   template <typename T>
   T* state_at(std::size_t which, std::int64_t i) const {
@@ -96,25 +91,43 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
 
 void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                           std::span<const GroupOptions> groups,
-                          const std::vector<bool>& has_gradient) {
-  check_arguments(w, gradient, w_out, groups, has_gradient);
+                          const std::vector<bool>& has_gradient, const at::Tensor& master) {
+  check_arguments(w, gradient, w_out, groups, has_gradient, master);
   allocate_state(groups, has_gradient);
 
   // Raw pointers: views of these buffers are saved by backward passes in flight, and writing
   // through ATen would count as a change of theirs. The engine guards versions by itself.
-  Buffers buffers{w.const_data_ptr(), gradient.const_data_ptr(), w_out.mutable_data_ptr(), {}};
+  Buffers buffers{w.const_data_ptr(),
+                  gradient.const_data_ptr(),
+                  w_out.mutable_data_ptr(),
+                  w.element_size(),
+                  {}};
   for (std::size_t i = 0; i < states_.size(); ++i) {
     if (states_[i].flat.defined()) buffers.state[i] = states_[i].flat.mutable_data_ptr();
   }
   const std::vector<Run> runs = merge_into_runs(groups, has_gradient);
   const c10::DeviceGuard guard(w.device());
-  const bool is_double = w.scalar_type() == at::kDouble;
-  if (w.is_cpu()) {
-    is_double ? run_on_cpu<double>(buffers, runs, groups)
-              : run_on_cpu<float>(buffers, runs, groups);
+  const auto run = [&](const auto& weights) {
+    this->run(weights, w.is_cpu(), buffers, runs, groups);
+  };
+  const auto* halves = static_cast<const std::uint16_t*>(buffers.w);
+  auto* halves_out = static_cast<std::uint16_t*>(buffers.w_out);
+  using kernels::HalfFormat;
+  if (!master.defined()) {
+    if (w.scalar_type() == at::kDouble) {
+      run(kernels::PlainWeights<double>{static_cast<const double*>(buffers.w),
+                                        static_cast<double*>(buffers.w_out)});
+    } else {
+      run(kernels::PlainWeights<float>{static_cast<const float*>(buffers.w),
+                                       static_cast<float*>(buffers.w_out)});
+    }
+  } else if (master.scalar_type() == at::kShort) {
+    run(kernels::SplitWeights{halves, master.mutable_data_ptr<std::int16_t>(), halves_out});
+  } else if (w.scalar_type() == at::kBFloat16) {
+    run(kernels::MasterWeights<HalfFormat::kBfloat16>{master.mutable_data_ptr<float>(),
+                                                      halves_out});
   } else {
-    is_double ? run_on_cuda<double>(buffers, runs, groups)
-              : run_on_cuda<float>(buffers, runs, groups);
+    run(kernels::MasterWeights<HalfFormat::kFloat16>{master.mutable_data_ptr<float>(), halves_out});
   }
 
   for (std::size_t i = 0; i < slices_.size(); ++i) {
@@ -126,16 +139,29 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
 
 void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& gradient,
                                      const at::Tensor& w_out, std::span<const GroupOptions> groups,
-                                     const std::vector<bool>& has_gradient) const {
-  for (const auto& [name, tensor] :
-       {std::pair{"w", &w}, std::pair{"gradient", &gradient}, std::pair{"w_out", &w_out}}) {
-    PD2_CHECK(tensor->defined() && tensor->is_contiguous() && tensor->numel() >= numel_ &&
-                  tensor->scalar_type() == options_.dtype().toScalarType() &&
-                  tensor->device() == options_.device(),
-              name, ": must be contiguous with at least ", numel_, " elements of ",
-              options_.dtype().toScalarType(), " on ", options_.device(), ", is ",
-              tensor->defined() ? tensor->toString() : "undefined", " with ",
-              tensor->defined() ? tensor->numel() : 0);
+                                     const std::vector<bool>& has_gradient,
+                                     const at::Tensor& master) const {
+  const at::ScalarType dtype = options_.dtype().toScalarType();
+  const auto check = [&](const char* name, const at::Tensor& tensor, at::ScalarType expected) {
+    PD2_CHECK(tensor.defined() && tensor.is_contiguous() && tensor.numel() >= numel_ &&
+                  tensor.scalar_type() == expected && tensor.device() == options_.device(),
+              name, ": must be contiguous with at least ", numel_, " elements of ", expected,
+              " on ", options_.device(), ", is ",
+              tensor.defined() ? tensor.toString() : "undefined", " with ",
+              tensor.defined() ? tensor.numel() : 0);
+  };
+  check("gradient", gradient, dtype);
+  if (master.defined()) {
+    const bool is_split = master.scalar_type() == at::kShort;
+    const at::ScalarType half =
+        w.defined() && w.scalar_type() == at::kHalf && !is_split ? at::kHalf : at::kBFloat16;
+    check("master", master, is_split ? at::kShort : at::kFloat);
+    check("w", w, half);
+    check("w_out", w_out, half);
+    PD2_CHECK(dtype == at::kFloat, "gradient: ", dtype, ": with a master it must be float32");
+  } else {
+    check("w", w, dtype);
+    check("w_out", w_out, dtype);
   }
   PD2_CHECK(has_gradient.size() == slices_.size(), "has_gradient: ", has_gradient.size(),
             " entries, parameters: ", slices_.size(), ": must be equal");
@@ -199,30 +225,45 @@ std::vector<FusedOptimizer::Run> FusedOptimizer::merge_into_runs(
   return runs;
 }
 
-template <typename T>
-void FusedOptimizer::run_on_cpu(const Buffers& buffers, std::span<const Run> runs,
+template <typename Weights>
+void FusedOptimizer::run(const Weights& weights, bool on_cpu, const Buffers& buffers,
+                         std::span<const Run> runs, std::span<const GroupOptions> groups) const {
+  if (on_cpu) {
+    run_on_cpu(weights, buffers, runs, groups);
+  } else {
+    run_on_cuda(weights, buffers, runs, groups);
+  }
+}
+
+template <typename Weights>
+void FusedOptimizer::run_on_cpu(const Weights& weights, const Buffers& buffers,
+                                std::span<const Run> runs,
                                 std::span<const GroupOptions> groups) const {
+  using T = typename Weights::Scalar;
   const auto run_piece = [&](const Run& run, std::int64_t begin, std::int64_t end) {
-    const T* w = buffers.w_at<T>(begin);
     const T* g = buffers.g_at<T>(begin);
-    T* w_out = buffers.w_out_at<T>(begin);
     const std::int64_t state = run.state + begin - run.begin;
     if (!run.has_gradient) {
-      if (w != w_out) std::memcpy(w_out, w, (end - begin) * sizeof(T));
+      if (buffers.w != buffers.w_out) {
+        std::memcpy(buffers.w_out_at(begin), buffers.w_at(begin),
+                    (end - begin) * buffers.weight_size);
+      }
     } else if (kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[run.group].sgd;
       options.first_step = run.first_step;
-      kernels::sgd_cpu<T>(w, g, buffers.state_at<T>(0, state), w_out, end - begin, options);
+      kernels::sgd_cpu(weights.at(begin), g, buffers.state_at<T>(0, state), end - begin, options);
     } else {
       kernels::AdamOptions options = groups[run.group].adam;
       options.step = run.step;
-      kernels::adam_cpu<T>(w, g, buffers.state_at<T>(0, state), buffers.state_at<T>(1, state),
-                           buffers.state_at<T>(2, state), w_out, end - begin, options);
+      kernels::adam_cpu(weights.at(begin), g, buffers.state_at<T>(0, state),
+                        buffers.state_at<T>(1, state), buffers.state_at<T>(2, state), end - begin,
+                        options);
     }
   };
 
   // Threads share the runs out by cache lines, so that every piece begins on a 64-byte boundary.
-  constexpr std::int64_t kLine = kLineBytes / static_cast<std::int64_t>(sizeof(T));
+  constexpr std::int64_t kLine =
+      kLineBytes / static_cast<std::int64_t>(sizeof(typename Weights::Out));
   std::vector<std::int64_t> first_line;  // of each run, counting the runs' lines only
   std::int64_t num_lines = 0;
   for (const Run& run : runs) {
@@ -242,30 +283,33 @@ void FusedOptimizer::run_on_cpu(const Buffers& buffers, std::span<const Run> run
       });
 }
 
-template <typename T>
-void FusedOptimizer::run_on_cuda([[maybe_unused]] const Buffers& buffers,
+template <typename Weights>
+void FusedOptimizer::run_on_cuda([[maybe_unused]] const Weights& weights,
+                                 [[maybe_unused]] const Buffers& buffers,
                                  [[maybe_unused]] std::span<const Run> runs,
                                  [[maybe_unused]] std::span<const GroupOptions> groups) const {
 #ifdef PD2_WITH_CUDA
+  using T = typename Weights::Scalar;
   void* stream = c10::cuda::getCurrentCUDAStream().stream();
   for (const Run& run : runs) {
     const std::int64_t n = run.end - run.begin;
-    const T* w = buffers.w_at<T>(run.begin);
     const T* g = buffers.g_at<T>(run.begin);
-    T* w_out = buffers.w_out_at<T>(run.begin);
     if (!run.has_gradient) {
-      if (w != w_out)
-        kernels::copy_cuda(w, w_out, n * static_cast<std::int64_t>(sizeof(T)), stream);
+      if (buffers.w != buffers.w_out) {
+        kernels::copy_cuda(buffers.w_at(run.begin), buffers.w_out_at(run.begin),
+                           n * buffers.weight_size, stream);
+      }
     } else if (kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[run.group].sgd;
       options.first_step = run.first_step;
-      kernels::sgd_cuda<T>(w, g, buffers.state_at<T>(0, run.state), w_out, n, options, stream);
+      kernels::sgd_cuda(weights.at(run.begin), g, buffers.state_at<T>(0, run.state), n, options,
+                        stream);
     } else {
       kernels::AdamOptions options = groups[run.group].adam;
       options.step = run.step;
-      kernels::adam_cuda<T>(w, g, buffers.state_at<T>(0, run.state),
-                            buffers.state_at<T>(1, run.state), buffers.state_at<T>(2, run.state),
-                            w_out, n, options, stream);
+      kernels::adam_cuda(weights.at(run.begin), g, buffers.state_at<T>(0, run.state),
+                         buffers.state_at<T>(1, run.state), buffers.state_at<T>(2, run.state), n,
+                         options, stream);
     }
   }
 #else

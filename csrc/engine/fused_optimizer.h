@@ -39,7 +39,7 @@ class FusedOptimizer {
   // Whether there are kernels for this dtype (float32, float64) and device.
   static bool supports(at::ScalarType dtype, at::Device device);
 
-  // `flat_example` gives length, dtype and device of the flat buffers; its content is not read.
+  // `flat_example` gives length, dtype and device of gradients and state; its content is not read.
   // Slices are in ascending order. Throws ValueError for slices that overlap, are not on a 64-byte
   // boundary or leave the buffer, and where supports() is false.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
@@ -51,8 +51,13 @@ class FusedOptimizer {
   // `gradient`; the flat buffers may be longer than `flat_example` was. On CUDA the work is
   // enqueued on the current stream. Throws ValueError, before anything is written, if a tensor or
   // list does not fit the layout.
+  //
+  // `master`: the float32 weights of which `w` and `w_out` (bfloat16, float16) are roundings,
+  // stepped in place; or int16, what the roundings to bfloat16 took off (kernels/half.h).
+  // Undefined: the weights themselves are stepped.
   void step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
-            std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
+            std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
+            const at::Tensor& master = {});
 
   // State by the name that torch.optim gives it: "momentum_buffer" (SGD), "exp_avg", "exp_avg_sq",
   // "max_exp_avg_sq" (Adam). The flat tensor itself, not a copy; undefined where there is none yet.
@@ -89,16 +94,19 @@ class FusedOptimizer {
   struct Buffers;
 
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
-                       std::span<const GroupOptions> groups,
-                       const std::vector<bool>& has_gradient) const;
+                       std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
+                       const at::Tensor& master) const;
   void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
   std::vector<Run> merge_into_runs(std::span<const GroupOptions> groups,
                                    const std::vector<bool>& has_gradient) const;
-  template <typename T>
-  void run_on_cpu(const Buffers& buffers, std::span<const Run> runs,
+  template <typename Weights>
+  void run(const Weights& weights, bool on_cpu, const Buffers& buffers, std::span<const Run> runs,
+           std::span<const GroupOptions> groups) const;
+  template <typename Weights>
+  void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Run> runs,
                   std::span<const GroupOptions> groups) const;
-  template <typename T>
-  void run_on_cuda(const Buffers& buffers, std::span<const Run> runs,
+  template <typename Weights>
+  void run_on_cuda(const Weights& weights, const Buffers& buffers, std::span<const Run> runs,
                    std::span<const GroupOptions> groups) const;
 
   struct State {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <span>
 #include <utility>
 
@@ -18,7 +19,8 @@ namespace pd2 {
 GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters,
                            int num_stages, int num_readers, double norm_type, at::ScalarType dtype,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           std::shared_ptr<SharedBoard> shared)
+                           std::shared_ptr<SharedBoard> shared,
+                           std::shared_ptr<LossScale> loss_scale)
     : fault_(std::move(fault)),
       num_parameters_(num_parameters),
       num_stages_(num_stages),
@@ -26,7 +28,8 @@ GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parame
       norm_type_(norm_type),
       dtype_(dtype),
       group_(std::move(group)),
-      shared_(std::move(shared)) {
+      shared_(std::move(shared)),
+      loss_scale_(std::move(loss_scale)) {
   PD2_ASSERT(num_stages >= 1 && num_readers >= num_stages, num_stages, " of ", num_readers);
 }
 
@@ -78,6 +81,9 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
   const at::Tensor total = total_of(all);
   {
     const std::lock_guard lock(mutex_);
+    if (loss_scale_) {  // before anybody learns the total
+      loss_scale_->decide(!std::isfinite(total.item<double>()));
+    }
     Batch& mine = this->batch(batch);
     mine.total = total;
     if (mine.slot) {

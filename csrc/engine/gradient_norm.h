@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/fault.h"
+#include "engine/loss_scale.h"
 #include "transport/shared_board.h"
 
 #include <ATen/core/Tensor.h>
@@ -39,9 +40,12 @@ class GradientNorm {
   // `num_stages`: of this process that give norms; `num_readers`: that wait for the total.
   // `dtype`: of the gradients. Without a group all stages are in this process. `shared`: of the
   // group's ranks, rows of 2 * num_parameters, for this object alone; null if they share no memory.
+  // `loss_scale`: is told of each batch whether its norm is finite, and so all of its gradients;
+  // may be null.
   GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                int num_readers, double norm_type, at::ScalarType dtype,
-               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared);
+               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared,
+               std::shared_ptr<LossScale> loss_scale);
 
   double norm_type() const { return norm_type_; }
 
@@ -80,6 +84,7 @@ class GradientNorm {
   const at::ScalarType dtype_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<SharedBoard> shared_;
+  const std::shared_ptr<LossScale> loss_scale_;
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

@@ -1,10 +1,12 @@
 #include "engine/stage.h"
 
 #include "core/check.h"
+#include "engine/split_master.h"
 
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -19,26 +21,33 @@ void check_stepped(const FusedOptimizer* by, std::size_t parameter) {
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
              int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas,
-             std::int64_t bucket_bytes, CopySumEnd copies)
+             std::int64_t bucket_bytes, CopySumEnd copies, const StagePrecision& precision)
     : num_versions_(num_versions), versions_(num_versions), copies_(std::move(copies)) {
   PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
   const bool has_flags = replicas || copies_.sum;
   PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
-  std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
+  // By the dtype of the weights and that of what is stepped.
+  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<std::size_t>> by_dtype;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    by_dtype[parameters[i].scalar_type()].push_back(i);
+    const at::ScalarType own = parameters[i].scalar_type();
+    const at::ScalarType computed = precision.dtypes.empty() ? own : precision.dtypes.at(i);
+    PD2_CHECK(computed == own || own == at::kFloat, "parameter ", names[i], ": ", own,
+              ", computed with as ", computed, ": its master must be float32");
+    by_dtype[{computed, own}].push_back(i);
   }
   places_.resize(parameters.size());
-  const bool can_rotate = has_slack() && std::ranges::all_of(by_dtype, [](const auto& of_dtype) {
-                            return GradAccumulator::dtype(of_dtype.first) == of_dtype.first;
-                          });
+  const bool can_rotate =
+      has_slack() && std::ranges::all_of(by_dtype, [](const auto& of_dtype) {
+        return GradAccumulator::dtype(of_dtype.first.first) == of_dtype.first.first;
+      });
   slots_.resize(num_versions + (can_rotate ? 1 : 0));
-  for (const auto& [dtype, members] : by_dtype) {
+  for (const auto& [dtypes, members] : by_dtype) {
+    const auto [dtype, own] = dtypes;
     std::vector<at::Tensor> tensors;
     std::vector<std::string> tensor_names;
     for (std::size_t member : members) {
       places_[member] = {layouts_.size(), tensors.size()};
-      tensors.push_back(parameters[member].detach());
+      tensors.push_back(parameters[member].detach().to(dtype));
       tensor_names.push_back(names[member]);
     }
     layouts_.push_back(std::make_unique<FlatLayout>(tensors));
@@ -49,6 +58,18 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     }
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       layout.view(slots_.front().back(), i).copy_(tensors[i]);
+    }
+    at::Tensor& master = masters_.emplace_back();
+    if (dtype != own) {
+      const bool split = precision.split && dtype == at::kBFloat16;
+      master = layout.allocate(split ? at::kShort : own);
+      for (std::size_t i = 0; i < members.size(); ++i) {
+        if (split) {
+          set_split_master(members[i], parameters[members[i]]);
+        } else {
+          layout.view(master, i).copy_(parameters[members[i]]);
+        }
+      }
     }
     std::vector<at::Tensor> buffers;
     for (std::size_t slot = 0; slot < slots_.size() && can_rotate; ++slot) {
@@ -113,6 +134,45 @@ at::Tensor Stage::weight(int slot, std::size_t parameter) const {
   return layouts_[place.buffer]->view(slots_.at(slot)[place.buffer], place.index);
 }
 
+at::Tensor Stage::master(int slot, std::size_t parameter) const {
+  const Place& place = places_.at(parameter);
+  const at::Tensor& flat = masters_[place.buffer];
+  if (!flat.defined()) {
+    return weight(slot, parameter);
+  }
+  const at::Tensor kept = layouts_[place.buffer]->view(flat, place.index);
+  if (!has_split_master(parameter)) {
+    return kept;
+  }
+  return join_master(weight(versions_.slot(versions_.newest()), parameter), kept);
+}
+
+bool Stage::has_split_master(std::size_t parameter) const {
+  const at::Tensor& flat = masters_[places_.at(parameter).buffer];
+  return flat.defined() && flat.scalar_type() == at::kShort;
+}
+
+std::vector<at::Tensor> Stage::master_buffers() const {
+  std::vector<at::Tensor> buffers;
+  std::ranges::copy_if(masters_, std::back_inserter(buffers), &at::Tensor::defined);
+  return buffers;
+}
+
+void Stage::round_masters(int slot) {
+  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+    const at::Tensor& master = masters_[buffer];
+    if (master.defined() && master.scalar_type() == at::kFloat) {
+      slots_.at(slot)[buffer].copy_(master);
+    }
+  }
+}
+
+void Stage::set_split_master(std::size_t parameter, const at::Tensor& value) {
+  const Place& place = places_.at(parameter);
+  const at::Tensor remainder = layouts_[place.buffer]->view(masters_[place.buffer], place.index);
+  split_master(value, weight(versions_.slot(versions_.newest()), parameter), remainder);
+}
+
 at::Tensor Stage::gradient(std::size_t parameter) const {
   const Place& place = places_.at(parameter);
   return gradients_[place.buffer]->view(update_.gradients, place.index);
@@ -121,6 +181,15 @@ at::Tensor Stage::gradient(std::size_t parameter) const {
 bool Stage::has_gradient(std::size_t parameter) const {
   const Place& place = places_.at(parameter);
   return gradients_[place.buffer]->has_gradient(update_.gradients)[place.index];
+}
+
+void Stage::scale_gradients(const at::Tensor& factor) {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (has_gradient(i)) {
+      at::Tensor gradient = this->gradient(i);
+      gradient.mul_(factor.to(gradient.device()));
+    }
+  }
 }
 
 void Stage::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
@@ -227,10 +296,8 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
       if (slices.empty()) {
         continue;
       }
-      const at::Tensor without_flags =
-          slots_.front()[buffer].narrow(0, 0, layouts_[buffer]->numel());
-      fused.optimizer =
-          std::make_unique<FusedOptimizer>(groups.kind, std::move(slices), without_flags);
+      fused.optimizer = std::make_unique<FusedOptimizer>(groups.kind, std::move(slices),
+                                                         gradients_[buffer]->gradients(0));
       for (std::size_t index = 0; index < parameters.size(); ++index) {
         Stepped& stepped = stepped_[parameters[index]];
         PD2_ASSERT(stepped.by == nullptr, "parameter ", parameters[index], " in two optimizers");
@@ -253,7 +320,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     }
     fused.optimizer->step(slots_[from][fused.buffer],
                           gradients_[fused.buffer]->gradients(gradients), slots_[to][fused.buffer],
-                          groups, of_members);
+                          groups, of_members, masters_[fused.buffer]);
   }
   if (to != from && optimizers_.empty()) {
     PD2_ASSERT(!rotates() || places_.empty(),
@@ -270,6 +337,13 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     }
   }
   return to;
+}
+
+void Stage::repeat_newest() {
+  const int from = update_.from, to = update_.to;
+  for (std::size_t buffer = 0; buffer < layouts_.size() && to != from; ++buffer) {
+    slots_[to][buffer].copy_(slots_[from][buffer]);
+  }
 }
 
 at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) const {
@@ -315,6 +389,11 @@ StageBytes Stage::bytes() const {
     const at::Tensor& flat = gradients_[buffer]->flat(0);
     const auto gradient_size = static_cast<std::int64_t>(flat.element_size());
     bytes.weights += num_versions_ * layout.parameter_numel() * weight_size;
+    if (masters_[buffer].defined()) {
+      const auto size = static_cast<std::int64_t>(masters_[buffer].element_size());
+      bytes.masters += layout.parameter_numel() * size;
+      bytes.padding += (layout.numel() - layout.parameter_numel()) * size;
+    }
     const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
     bytes.gradients += num_gradients * layout.parameter_numel() * gradient_size;
     bytes.padding +=

@@ -23,6 +23,7 @@ namespace pd2 {
 // Bytes that belong to parameters; padding to 64-byte boundaries apart.
 struct StageBytes {
   std::int64_t weights = 0;
+  std::int64_t masters = 0;
   std::int64_t gradients = 0;
   std::int64_t optimizer_state = 0;
   std::int64_t padding = 0;
@@ -32,6 +33,15 @@ struct StageBytes {
 struct OptimizerGroups {
   OptimizerKind kind;
   std::vector<int> of_parameter;
+};
+
+// How a stage computes with its parameters.
+struct StagePrecision {
+  // By parameter. Where it differs from the parameter's own, float32, that one is the master: it is
+  // kept once, stepped in place, and every version is a rounding of it. Empty: their own.
+  std::vector<at::ScalarType> dtypes{};
+  // Masters of bfloat16 weights are kept as what the rounding of the newest version took off.
+  bool split = false;
 };
 
 // Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizers'
@@ -49,7 +59,7 @@ class Stage {
   // with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
         c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
-        CopySumEnd copies = {});
+        CopySumEnd copies = {}, const StagePrecision& precision = {});
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -61,6 +71,17 @@ class Stage {
   at::Tensor weight(int slot, std::size_t parameter) const;
   // Whole buffers of a slot, one per dtype.
   const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
+
+  // What a step changes: the master, or without one the weight in that slot. Of a split master it
+  // is a copy that was put together from the newest version.
+  at::Tensor master(int slot, std::size_t parameter) const;
+  bool has_split_master(std::size_t parameter) const;
+  // Whole buffers of the masters (or remainders), one for each dtype that has them.
+  std::vector<at::Tensor> master_buffers() const;
+  // The masters were changed: the weights of `slot` are rounded anew.
+  void round_masters(int slot);
+  // Sets the newest weight and its remainder.
+  void set_split_master(std::size_t parameter, const at::Tensor& value);
 
   // `slot_parameter` is the leaf tensor over weight(slot, parameter) that the stage's module uses.
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
@@ -100,6 +121,7 @@ class Stage {
 
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
+  void scale_gradients(const at::Tensor& factor);  // [], on any device
   // The sums over replicas, which have begun, or over copies, which this begins; none without any.
   // The gradients are theirs from the time all works have completed and finish_reduction() has been
   // called.
@@ -115,6 +137,8 @@ class Stage {
   // W(t+1) is begun in the slot which is returned: the fused optimizers' parameters are stepped,
   // the others copied, which whoever calls this steps.
   int write_next(std::span<const GroupOptions> groups);
+  // In place of it: W(t+1) is W(t), nothing is stepped.
+  void repeat_newest();
 
   // Ends the update: its version can be read.
   void publish() { versions_.publish(); }
@@ -135,7 +159,7 @@ class Stage {
 
  private:
   struct Place {
-    std::size_t buffer;  // which dtype's
+    std::size_t buffer;  // which dtype's (or pair of dtypes', with a master)
     std::size_t index;   // position in that buffer's layout
   };
   // Where an update reads and writes: weight slots, and a gradient buffer.
@@ -162,6 +186,7 @@ class Stage {
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter
   std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
+  std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
   std::vector<Fused> optimizers_;
   std::vector<Stepped> stepped_;  // by parameter

@@ -3,6 +3,8 @@
 #include "engine/channel.h"
 #include "engine/wait_for_work.h"
 
+#include <ATen/ops/scalar_tensor.h>
+
 #include <chrono>
 #include <utility>
 
@@ -22,18 +24,21 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   }
   Apply apply = std::move(submitted->second);
   submitted_.erase(submitted);
+  const auto scaled = loss_scales_.find(run);
+  const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
+  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
   finish();
   stage_.begin_update(batch);
   // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
   if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
-    this->apply(gradients, apply);
+    this->apply(gradients, apply, loss_scale);
     stage_.publish();
     return;
   }
   is_under_way_ = true;
-  background_->start([this, gradients, apply = std::move(apply)] {
+  background_->start([this, gradients, apply = std::move(apply), loss_scale] {
     try {
-      this->apply(gradients, apply);
+      this->apply(gradients, apply, loss_scale);
     } catch (const ChannelAborted&) {
       // Somebody else's failure, or the end.
     } catch (...) {
@@ -65,7 +70,7 @@ void StageUpdates::finish() {
   stage_.publish();
 }
 
-void StageUpdates::apply(const Complete& gradients, const Apply& apply) {
+void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
   around_.record(gradients.run, gradients.batch + 1, [&] {
     for (const auto& work : stage_.start_reduction()) {
       if (stage_.reduces_on_host()) {
@@ -76,11 +81,23 @@ void StageUpdates::apply(const Complete& gradients, const Apply& apply) {
     }
     stage_.finish_reduction();
     stage_.sum_ties(gradients.batch, around_.is_stopped);
-    if (clipping_) {
-      clipping_->apply(stage_, gradients.run, around_.is_stopped);
+    if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
+      stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
     }
-    apply(stage_);
+    if (!clipping_ || clipping_->apply(stage_, gradients.run, around_.is_stopped)) {
+      apply(stage_);
+    } else {
+      stage_.repeat_newest();
+    }
   });
+}
+
+float StageUpdates::scale_losses(std::int64_t run, std::int64_t version) {
+  const auto [place, is_first] = loss_scales_.try_emplace(run, 1.0F);
+  if (is_first && clipping_ && clipping_->loss_scale) {
+    place->second = clipping_->loss_scale->of_version(version);
+  }
+  return place->second;
 }
 
 void StageUpdates::drop_connections() {

@@ -44,6 +44,9 @@ class StageUpdates {
 
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
+  // By which the losses of the run's microbatches, which read `version`, are multiplied: so are
+  // its gradients, until its update. All runs of a batch read one version.
+  float scale_losses(std::int64_t run, std::int64_t version);
   // Waits for what is under way, which is_stopped() ends; no update begins after that.
   void end() { background_.reset(); }
   // After that, and of all stages that share the norm.
@@ -53,13 +56,14 @@ class StageUpdates {
   struct Complete {
     std::int64_t run = 0, batch = 0;
   };
-  void apply(const Complete& gradients, const Apply& apply);
+  void apply(const Complete& gradients, const Apply& apply, float loss_scale);
 
   Stage& stage_;
   const UpdateSurroundings around_;
   std::optional<Clipping> clipping_;
-  std::map<std::int64_t, Apply> submitted_;  // by last run, gradients incomplete
-  std::optional<Complete> complete_;         // whose update has not been submitted
+  std::map<std::int64_t, float> loss_scales_;  // of runs that have not been updated
+  std::map<std::int64_t, Apply> submitted_;    // by last run, gradients incomplete
+  std::optional<Complete> complete_;           // whose update has not been submitted
   bool is_under_way_ = false;
   std::unique_ptr<Background> background_;  // ends first
 };

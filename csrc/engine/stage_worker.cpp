@@ -160,6 +160,9 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
       seed = seed / static_cast<std::int64_t>(run.num_averaged);
     }
     in_flight.loss_seed = loss_.weighted(seed, microbatch);
+    if (in_flight.loss_scale != 1) {
+      in_flight.loss_seed = in_flight.loss_seed * in_flight.loss_scale;
+    }
   }
   loss_.losses.push_back(loss.tensor_data());
   if (result.metrics.defined()) {
@@ -184,6 +187,8 @@ void StageWorker::forward(const Run& run, int microbatch) {
       this->range(ActionKind::kForward, run.id, microbatch, in_flight.version);
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
+  in_flight.loss_scale = updates_->scale_losses(run.id, in_flight.version);
+  call.loss_scale = in_flight.loss_scale;
   std::int64_t bytes = 0;
   if (options_.recompute) {
     in_flight.call = call;

@@ -52,6 +52,7 @@ struct ForwardCall {
   std::int64_t run = 0;  // the run that the caller submitted (a batch, or an evaluation)
   int microbatch = 0;
   int slot = 0;  // which weight buffer
+  float loss_scale = 1;
   std::vector<Message> inbound;
   bool again = false;  // a training forward that has been called before: see recompute
 };
@@ -179,6 +180,7 @@ class StageWorker {
     std::vector<bool> expects_gradients;                      // by outbound edge
     torch::autograd::Edge loss;
     at::Tensor loss_seed;
+    float loss_scale = 1;
     std::unique_ptr<SplitBackward> split;  // between I and W
     std::vector<HeldGradient> held;        // and the gradients that I gave
     std::int64_t bytes = 0;

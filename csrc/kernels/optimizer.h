@@ -2,12 +2,12 @@
 // W(t+1) and state. Nothing here knows tensors, parameters or threads.
 //
 // Common to all functions:
-//  - `w`, `g`, `w_out` and the state arrays have n elements and any alignment their type allows;
-//    64-byte aligned arrays are fastest.
-//  - `w_out` may be `w` (in place) or `g` (the new weights replace the gradient). Apart from that
-//    the arrays must not overlap.
+//  - the weights' arrays, `g` and the state arrays have n elements and any alignment their type
+//    allows; 64-byte aligned arrays are fastest.
+//  - `w_out` may be `w` (in place) or, of PlainWeights, `g` (the new weights replace the gradient).
+//    Apart from that the arrays must not overlap.
 //  - Results are bitwise the same for every instruction set, alignment, and division of an array
-//    into calls.
+//    into calls (on CUDA, apart from the bits of NaN).
 //  - Calls on disjoint arrays may run at the same time.
 #pragma once
 
@@ -41,25 +41,59 @@ struct AdamOptions {
   bool maximize = false;
 };
 
-// T is float or double. `momentum_buffer` is read and written if momentum != 0, else it may be
-// null.
+// Where a step reads and writes the weights; `Scalar` is the type of its arithmetic, of gradients
+// and of state.
+
+// T is float or double.
 template <typename T>
-void sgd_cpu(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
+struct PlainWeights {
+  using Scalar = T;
+  using Out = T;
+  const T* w;
+  T* w_out;
+  PlainWeights at(std::int64_t i) const { return {w + i, w_out + i}; }
+};
+
+enum class HalfFormat { kBfloat16, kFloat16 };
+
+// Float32 weights, stepped in place, and `w_out`, the same rounded to nearest even.
+template <HalfFormat kFormat>
+struct MasterWeights {
+  using Scalar = float;
+  using Out = std::uint16_t;
+  float* master;
+  std::uint16_t* w_out;
+  MasterWeights at(std::int64_t i) const { return {master + i, w_out + i}; }
+};
+
+// Float32 weights in two parts (see half.h): a bfloat16 each and what its rounding took off.
+struct SplitWeights {
+  using Scalar = float;
+  using Out = std::uint16_t;
+  const std::uint16_t* w;
+  std::int16_t* remainder;
+  std::uint16_t* w_out;
+  SplitWeights at(std::int64_t i) const { return {w + i, remainder + i, w_out + i}; }
+};
+
+// `momentum_buffer` is read and written if momentum != 0, else it may be null.
+template <typename Weights, typename T = typename Weights::Scalar>
+void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
              const SgdOptions& options);
 
 // `max_exp_avg_sq` is read and written if amsgrad, else it may be null.
-template <typename T>
-void adam_cpu(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
+template <typename Weights, typename T = typename Weights::Scalar>
+void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
               std::int64_t n, const AdamOptions& options);
 
 // The same on the current CUDA device, enqueued on `stream` (a cudaStream_t). They throw
 // std::runtime_error if the launch fails.
-template <typename T>
-void sgd_cuda(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
+template <typename Weights, typename T = typename Weights::Scalar>
+void sgd_cuda(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
               const SgdOptions& options, void* stream);
 
-template <typename T>
-void adam_cuda(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
+template <typename Weights, typename T = typename Weights::Scalar>
+void adam_cuda(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
                std::int64_t n, const AdamOptions& options, void* stream);
 
 void copy_cuda(const void* from, void* to, std::int64_t bytes, void* stream);

@@ -9,13 +9,8 @@
 // For the same reason the compiler must not fuse any other product and sum: includers see to that.
 #pragma once
 
+#include "kernels/host_device.h"
 #include "kernels/optimizer_coefficients.h"
-
-#ifdef __CUDACC__
-#define PD2_HOST_DEVICE __host__ __device__
-#else
-#define PD2_HOST_DEVICE
-#endif
 
 namespace pd2::kernels {
 

@@ -109,6 +109,7 @@ def disagree(rank: int, world: int) -> None:
             ({"max_grad_norm": 1.0 + rank}, r"max_grad_norm must be the same.*rank 0: 1\.0"),
             ({"max_grad_norm": -1.0 if rank == 1 else 1.0}, r"max_grad_norm: -1\.0"),
             ({"max_grad_norm": 1.0, "norm_type": 2.0 + rank}, "norm_type must be the same"),
+            ({"loss_scale": pd2.LossScale(1.0 + rank)}, "loss_scale must be the same"),
         ]
         for options, message in cases:
             with pytest.raises(ValueError, match=message):

@@ -75,6 +75,17 @@ class SparseEmbedding(nn.Module):
         ({"example_args": X}, TypeError, r"example_args: Tensor given.*\(x,\) for one"),
         ({"example_kwargs": X}, TypeError, r"example_kwargs: Tensor given, it must be a dict"),
         ({"example_kwargs": {"other": X}}, ValueError, r"example_args and example_kwargs"),
+        ({"precision": "bf32"}, ValueError, r"precision: 'bf32', known: 'bf16', 'fp16', 'fp32'"),
+        ({"precision": torch.bfloat16}, TypeError, r"precision: torch.bfloat16 given.*str"),
+        ({"precision": "bf16", "split_master": 1}, TypeError, r"split_master: 1 given.*bool"),
+        ({"split_master": True}, ValueError, r"split_master: True, precision: None: .*'bf16'"),
+        ({"autocast": torch.float32}, ValueError, r"autocast: torch.float32, known: .*bfloat16"),
+        ({"autocast": True}, TypeError, r"autocast: True given, it must be a torch.dtype"),
+        (
+            {"precision": "bf16", "model": [nn.Linear(4, 4), nn.Linear(4, 4).double()]},
+            ValueError,
+            r"parameter 1.weight: torch.float64, precision: 'bf16': .*float32",
+        ),
         ({"example_args": (X[:0],)}, ValueError, r"\(0, 4\): dimension 0 holds.*at least 1"),
     ],
     ids=lambda value: (

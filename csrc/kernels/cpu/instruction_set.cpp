@@ -3,8 +3,20 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace pd2::kernels {
 namespace {
+
+#if defined(__x86_64__)
+// Not every compiler's __builtin_cpu_supports knows it.
+bool has_f16c() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 InstructionSet best_supported() {
   for (InstructionSet candidate : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
@@ -23,7 +35,7 @@ std::atomic<InstructionSet>& chosen() {
 bool is_supported(InstructionSet instruction_set) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (instruction_set == InstructionSet::kAvx2) return avx2;
   if (instruction_set == InstructionSet::kAvx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");

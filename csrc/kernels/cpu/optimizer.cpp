@@ -8,53 +8,65 @@
 namespace pd2::kernels {
 namespace {
 
-template <typename T>
-Passes<T> current_passes() {
+template <typename Weights>
+Passes<Weights> current_passes() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
     case InstructionSet::kAvx512:
-      return avx512_passes<T>();
+      return avx512_passes<Weights>();
     case InstructionSet::kAvx2:
-      return avx2_passes<T>();
+      return avx2_passes<Weights>();
     case InstructionSet::kPortable:
       break;
   }
 #endif
-  return portable_passes<T>();
+  return portable_passes<Weights>();
 }
+
+template <typename T>
+bool in_place(const PlainWeights<T>& weights, const T* g) {
+  return weights.w_out == weights.w || weights.w_out == g;
+}
+template <HalfFormat kFormat>
+bool in_place(const MasterWeights<kFormat>&, const float*) {
+  return false;
+}
+bool in_place(const SplitWeights& weights, const float*) { return weights.w_out == weights.w; }
 
 // Streaming stores spare the read of the line to be overwritten. They also drop it from the caches,
 // which costs the next forward pass if all of the step's arrays would have fit there.
-template <typename T>
-bool worth_streaming(const T* w, const T* g, const T* w_out, std::int64_t n) {
+template <typename Weights>
+bool worth_streaming(const Weights& weights, const typename Weights::Scalar* g, std::int64_t n) {
   constexpr std::int64_t kMinBytes = 256 * 1024;
-  const bool aligned = reinterpret_cast<std::uintptr_t>(w_out) % 64 == 0;
-  return aligned && w_out != w && w_out != g &&
-         n * static_cast<std::int64_t>(sizeof(T)) >= kMinBytes;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(weights.w_out) % 64 == 0;
+  return aligned && !in_place(weights, g) &&
+         n * static_cast<std::int64_t>(sizeof(typename Weights::Scalar)) >= kMinBytes;
 }
 
 }  // namespace
 
-template <typename T>
-void sgd_cpu(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
+template <typename Weights, typename T>
+void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
              const SgdOptions& options) {
-  current_passes<T>().sgd(w, g, momentum_buffer, w_out, n, round_coefficients<T>(options),
-                          worth_streaming(w, g, w_out, n));
+  current_passes<Weights>().sgd(weights, g, momentum_buffer, n, round_coefficients<T>(options),
+                                worth_streaming(weights, g, n));
 }
 
-template <typename T>
-void adam_cpu(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
+template <typename Weights, typename T>
+void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
               std::int64_t n, const AdamOptions& options) {
-  current_passes<T>().adam(w, g, exp_avg, exp_avg_sq, max_exp_avg_sq, w_out, n,
-                           round_coefficients<T>(options), worth_streaming(w, g, w_out, n));
+  current_passes<Weights>().adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n,
+                                 round_coefficients<T>(options), worth_streaming(weights, g, n));
 }
 
-template void sgd_cpu(const float*, const float*, float*, float*, std::int64_t, const SgdOptions&);
-template void sgd_cpu(const double*, const double*, double*, double*, std::int64_t,
-                      const SgdOptions&);
-template void adam_cpu(const float*, const float*, float*, float*, float*, float*, std::int64_t,
-                       const AdamOptions&);
-template void adam_cpu(const double*, const double*, double*, double*, double*, double*,
-                       std::int64_t, const AdamOptions&);
+#define PD2_INSTANTIATE(Weights, T)                                                     \
+  template void sgd_cpu(const Weights&, const T*, T*, std::int64_t, const SgdOptions&); \
+  template void adam_cpu(const Weights&, const T*, T*, T*, T*, std::int64_t, const AdamOptions&);
+PD2_INSTANTIATE(PlainWeights<float>, float)
+PD2_INSTANTIATE(PlainWeights<double>, double)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kBfloat16>, float)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kFloat16>, float)
+PD2_INSTANTIATE(SplitWeights, float)
+#undef PD2_INSTANTIATE
 
 }  // namespace pd2::kernels

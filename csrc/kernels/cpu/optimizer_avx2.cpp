@@ -7,9 +7,9 @@
 
 #if defined(__clang__)
 #pragma clang fp contract(off)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #pragma GCC optimize("fp-contract=off")
 #endif
 
@@ -28,6 +28,56 @@ struct Floats {
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void stream(float* p) const { _mm256_stream_ps(p, v); }
   static void finish_streaming() { _mm_sfence(); }
+
+  template <HalfFormat kFormat, bool kStream>
+  void store_half(std::uint16_t* p) const {
+    store_halves<kStream>(p, kFormat == HalfFormat::kBfloat16
+                                 ? to_bfloat16()
+                                 : _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static Floats join(const std::uint16_t* high, const std::int16_t* remainder) {
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(high)), 16);
+    const __m256i rest = _mm256_cvtepi16_epi32(load_halves(remainder));
+    return {_mm256_castsi256_ps(_mm256_add_epi32(bits, rest))};
+  }
+  template <bool kStream>
+  void split(std::uint16_t* high, std::int16_t* remainder) const {
+    const __m256i given = _mm256_castps_si256(v);
+    const __m256i bits = _mm256_blendv_epi8(given, _mm256_set1_epi32(0x7FC00000), is_nan());
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+    store_halves<kStream>(high, narrow(_mm256_srli_epi32(rounded, 16)));
+    const __m256i rest = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF));
+    store_halves<false>(remainder, narrow(rest));
+  }
+
+ private:
+  template <typename T>
+  static __m128i load_halves(const T* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  template <bool kStream, typename T>
+  static void store_halves(T* p, __m128i halves) {
+    if constexpr (kStream) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(p), halves);
+    } else {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
+    }
+  }
+  // The lower halves of numbers below 2^16.
+  static __m128i narrow(__m256i numbers) {
+    const __m256i packed = _mm256_packus_epi32(numbers, numbers);  // in each half of the register
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+  }
+  __m256i is_nan() const { return _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)); }
+  __m128i to_bfloat16() const {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i high = _mm256_srli_epi32(bits, 16);
+    const __m256i half =
+        _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7FFF));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    return narrow(_mm256_blendv_epi8(rounded, nan, is_nan()));
+  }
 };
 
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
@@ -71,13 +121,28 @@ inline Doubles max(Doubles a, Doubles b) {
 }  // namespace
 
 template <>
-Passes<float> avx2_passes<float>() {
-  return passes<Floats>();
+Passes<PlainWeights<float>> avx2_passes() {
+  return passes<Floats, PlainWeights<float>>();
 }
 
 template <>
-Passes<double> avx2_passes<double>() {
-  return passes<Doubles>();
+Passes<PlainWeights<double>> avx2_passes() {
+  return passes<Doubles, PlainWeights<double>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kBfloat16>> avx2_passes() {
+  return passes<Floats, MasterWeights<HalfFormat::kBfloat16>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kFloat16>> avx2_passes() {
+  return passes<Floats, MasterWeights<HalfFormat::kFloat16>>();
+}
+
+template <>
+Passes<SplitWeights> avx2_passes() {
+  return passes<Floats, SplitWeights>();
 }
 
 }  // namespace pd2::kernels

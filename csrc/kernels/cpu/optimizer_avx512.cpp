@@ -33,6 +33,51 @@ struct Floats {
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void stream(float* p) const { _mm512_stream_ps(p, v); }
   static void finish_streaming() { _mm_sfence(); }
+
+  template <HalfFormat kFormat, bool kStream>
+  void store_half(std::uint16_t* p) const {
+    store_halves<kStream>(p, kFormat == HalfFormat::kBfloat16
+                                 ? to_bfloat16()
+                                 : _mm512_maskz_cvtps_ph(kAll16, v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static Floats join(const std::uint16_t* high, const std::int16_t* remainder) {
+    const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll16, load_halves(high));
+    const __m512i rest = _mm512_maskz_cvtepi16_epi32(kAll16, load_halves(remainder));
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_maskz_slli_epi32(kAll16, wide, 16), rest))};
+  }
+  template <bool kStream>
+  void split(std::uint16_t* high, std::int16_t* remainder) const {
+    const __m512i bits =
+        _mm512_mask_mov_epi32(_mm512_castps_si512(v), is_nan(), _mm512_set1_epi32(0x7FC00000));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+    store_halves<kStream>(high, narrow(_mm512_maskz_srli_epi32(kAll16, rounded, 16)));
+    store_halves<false>(remainder, narrow(bits));
+  }
+
+ private:
+  template <typename T>
+  static __m256i load_halves(const T* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  template <bool kStream, typename T>
+  static void store_halves(T* p, __m256i halves) {
+    if constexpr (kStream) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(p), halves);
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
+    }
+  }
+  // The lower halves.
+  static __m256i narrow(__m512i numbers) { return _mm512_maskz_cvtepi32_epi16(kAll16, numbers); }
+  __mmask16 is_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
+  __m256i to_bfloat16() const {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i high = _mm512_maskz_srli_epi32(kAll16, bits, 16);
+    const __m512i half =
+        _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7FFF));
+    const __m512i rounded = _mm512_maskz_srli_epi32(kAll16, _mm512_add_epi32(bits, half), 16);
+    return narrow(_mm512_mask_or_epi32(rounded, is_nan(), high, _mm512_set1_epi32(0x40)));
+  }
 };
 
 inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -76,13 +121,28 @@ inline Doubles max(Doubles a, Doubles b) {
 }  // namespace
 
 template <>
-Passes<float> avx512_passes<float>() {
-  return passes<Floats>();
+Passes<PlainWeights<float>> avx512_passes() {
+  return passes<Floats, PlainWeights<float>>();
 }
 
 template <>
-Passes<double> avx512_passes<double>() {
-  return passes<Doubles>();
+Passes<PlainWeights<double>> avx512_passes() {
+  return passes<Doubles, PlainWeights<double>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kBfloat16>> avx512_passes() {
+  return passes<Floats, MasterWeights<HalfFormat::kBfloat16>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kFloat16>> avx512_passes() {
+  return passes<Floats, MasterWeights<HalfFormat::kFloat16>>();
+}
+
+template <>
+Passes<SplitWeights> avx512_passes() {
+  return passes<Floats, SplitWeights>();
 }
 
 }  // namespace pd2::kernels

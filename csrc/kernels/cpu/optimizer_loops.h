@@ -1,5 +1,6 @@
 // The passes over arrays, written once over a vector type V: what optimizer_steps.h asks of it, and
-// Scalar, kWidth, load, store, stream, broadcast, finish_streaming. Included by one translation
+// Scalar, kWidth, load, store, stream, broadcast, finish_streaming; of floats also store_half, join
+// and split, with the bits of half.h. Included by one translation
 // unit per instruction set, after its pragmas, so that everything here is compiled for that
 // instruction set; hence the unnamed namespace, and no templates of the standard library: the
 // linker must not take one that was compiled here for the rest of the program.
@@ -17,57 +18,156 @@ constexpr std::int64_t kLineBytes = 64;
 // Ahead far enough to cover the memory's latency, near enough to be still in L1 when used.
 constexpr std::int64_t kPrefetchBytes = 1024;
 
-template <typename T, int kStates>
+template <typename Weights, int kStates>
 struct Arrays {
-  const T* w;
+  using T = typename Weights::Scalar;
+  Weights weights;
   const T* g;
-  T* w_out;
   T* state[kStates + 1];  // the last is unused: no array is empty
 };
 
-template <bool kStream, typename V, typename T, int kStates, typename Step>
-inline void step_vector(const Arrays<T, kStates>& a, std::int64_t i, const Step& step) {
+// How a vector of each kind of weights is read and written.
+
+template <typename V, typename T>
+inline V load_weights(const PlainWeights<T>& a, std::int64_t i) {
+  return V::load(a.w + i);
+}
+template <typename V, HalfFormat kFormat>
+inline V load_weights(const MasterWeights<kFormat>& a, std::int64_t i) {
+  return V::load(a.master + i);
+}
+template <typename V>
+inline V load_weights(const SplitWeights& a, std::int64_t i) {
+  return V::join(a.w + i, a.remainder + i);
+}
+
+template <bool kStream, typename V, typename T>
+inline void store_weights(const PlainWeights<T>& a, std::int64_t i, V w) {
+  if constexpr (kStream) {
+    w.stream(a.w_out + i);
+  } else {
+    w.store(a.w_out + i);
+  }
+}
+template <bool kStream, typename V, HalfFormat kFormat>
+inline void store_weights(const MasterWeights<kFormat>& a, std::int64_t i, V w) {
+  w.store(a.master + i);
+  w.template store_half<kFormat, kStream>(a.w_out + i);
+}
+template <bool kStream, typename V>
+inline void store_weights(const SplitWeights& a, std::int64_t i, V w) {
+  w.template split<kStream>(a.w_out + i, a.remainder + i);
+}
+
+template <typename T>
+inline void prefetch(const T* array, std::int64_t count) {
+  constexpr std::int64_t kAhead = kPrefetchBytes / static_cast<std::int64_t>(sizeof(T));
+  constexpr std::int64_t kLine = kLineBytes / static_cast<std::int64_t>(sizeof(T));
+  for (std::int64_t i = 0; i < count; i += kLine) __builtin_prefetch(array + kAhead + i);
+}
+
+template <typename T>
+inline void prefetch_weights(const PlainWeights<T>& a, std::int64_t i, std::int64_t count) {
+  prefetch(a.w + i, count);
+}
+template <HalfFormat kFormat>
+inline void prefetch_weights(const MasterWeights<kFormat>& a, std::int64_t i, std::int64_t count) {
+  prefetch(a.master + i, count);
+}
+inline void prefetch_weights(const SplitWeights& a, std::int64_t i, std::int64_t count) {
+  prefetch(a.w + i, count);
+  prefetch(a.remainder + i, count);
+}
+
+// Room for a vector of weights, which is taken in from an array's end and given back there.
+
+template <typename Weights, std::int64_t kWidth>
+struct Padded;
+
+template <typename T, std::int64_t kWidth>
+struct Padded<PlainWeights<T>, kWidth> {
+  T w[kWidth] = {}, w_out[kWidth] = {};
+  PlainWeights<T> arrays() { return {w, w_out}; }
+  void take(const PlainWeights<T>& a, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) w[i] = a.w[i];
+  }
+  void give(const PlainWeights<T>& a, std::int64_t n) const {
+    for (std::int64_t i = 0; i < n; ++i) a.w_out[i] = w_out[i];
+  }
+};
+
+template <HalfFormat kFormat, std::int64_t kWidth>
+struct Padded<MasterWeights<kFormat>, kWidth> {
+  float master[kWidth] = {};
+  std::uint16_t w_out[kWidth] = {};
+  MasterWeights<kFormat> arrays() { return {master, w_out}; }
+  void take(const MasterWeights<kFormat>& a, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) master[i] = a.master[i];
+  }
+  void give(const MasterWeights<kFormat>& a, std::int64_t n) const {
+    for (std::int64_t i = 0; i < n; ++i) a.master[i] = master[i];
+    for (std::int64_t i = 0; i < n; ++i) a.w_out[i] = w_out[i];
+  }
+};
+
+template <std::int64_t kWidth>
+struct Padded<SplitWeights, kWidth> {
+  std::uint16_t w[kWidth] = {}, w_out[kWidth] = {};
+  std::int16_t remainder[kWidth] = {};
+  SplitWeights arrays() { return {w, remainder, w_out}; }
+  void take(const SplitWeights& a, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) w[i] = a.w[i];
+    for (std::int64_t i = 0; i < n; ++i) remainder[i] = a.remainder[i];
+  }
+  void give(const SplitWeights& a, std::int64_t n) const {
+    for (std::int64_t i = 0; i < n; ++i) a.remainder[i] = remainder[i];
+    for (std::int64_t i = 0; i < n; ++i) a.w_out[i] = w_out[i];
+  }
+};
+
+template <bool kStream, typename V, typename Weights, int kStates, typename Step>
+inline void step_vector(const Arrays<Weights, kStates>& a, std::int64_t i, const Step& step) {
   V state[kStates + 1];
   for (int s = 0; s < kStates; ++s) state[s] = V::load(a.state[s] + i);
-  const V w_out = step.template step<kStates>(V::load(a.w + i), V::load(a.g + i), state);
+  const V w_out =
+      step.template step<kStates>(load_weights<V>(a.weights, i), V::load(a.g + i), state);
   for (int s = 0; s < kStates; ++s) state[s].store(a.state[s] + i);
-  if constexpr (kStream) {
-    w_out.stream(a.w_out + i);
-  } else {
-    w_out.store(a.w_out + i);
-  }
+  store_weights<kStream>(a.weights, i, w_out);
 }
 
 // The last elements go through the same vector code, in vectors filled up with zeros: whatever the
 // compiler makes of scalar code can then not differ from it.
-template <typename V, typename T, int kStates, typename Step>
-inline void step_tail(const Arrays<T, kStates>& a, std::int64_t begin, std::int64_t n,
+template <typename V, typename Weights, int kStates, typename Step>
+inline void step_tail(const Arrays<Weights, kStates>& a, std::int64_t begin, std::int64_t n,
                       const Step& step) {
-  T w[V::kWidth] = {}, g[V::kWidth] = {}, w_out[V::kWidth] = {};
+  using T = typename Weights::Scalar;
+  Padded<Weights, V::kWidth> weights;
+  T g[V::kWidth] = {};
   T state[kStates + 1][V::kWidth] = {};
-  Arrays<T, kStates> padded{w, g, w_out, {}};
+  Arrays<Weights, kStates> padded{weights.arrays(), g, {}};
   for (int s = 0; s < kStates; ++s) padded.state[s] = state[s];
+  weights.take(a.weights.at(begin), n - begin);
   for (std::int64_t i = begin; i < n; ++i) {
-    w[i - begin] = a.w[i];
     g[i - begin] = a.g[i];
     for (int s = 0; s < kStates; ++s) state[s][i - begin] = a.state[s][i];
   }
   step_vector<false, V>(padded, 0, step);
+  weights.give(a.weights.at(begin), n - begin);
   for (std::int64_t i = begin; i < n; ++i) {
-    a.w_out[i] = w_out[i - begin];
     for (int s = 0; s < kStates; ++s) a.state[s][i] = state[s][i - begin];
   }
 }
 
-template <bool kStream, typename V, typename T, int kStates, typename Step>
-void step_array(const Arrays<T, kStates>& a, std::int64_t n, const Step& step) {
-  constexpr std::int64_t kLine = kLineBytes / static_cast<std::int64_t>(sizeof(T));
-  constexpr std::int64_t kAhead = kPrefetchBytes / static_cast<std::int64_t>(sizeof(T));
+template <bool kStream, typename V, typename Weights, int kStates, typename Step>
+void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& step) {
+  // A whole line of what is streamed.
+  constexpr std::int64_t kLine =
+      kLineBytes / static_cast<std::int64_t>(sizeof(typename Weights::Out));
   std::int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    __builtin_prefetch(a.w + i + kAhead);
-    __builtin_prefetch(a.g + i + kAhead);
-    for (int s = 0; s < kStates; ++s) __builtin_prefetch(a.state[s] + i + kAhead);
+    prefetch_weights(a.weights, i, kLine);
+    prefetch(a.g + i, kLine);
+    for (int s = 0; s < kStates; ++s) prefetch(a.state[s] + i, kLine);
 #pragma GCC unroll 16
     for (std::int64_t j = 0; j < kLine; j += V::kWidth) step_vector<kStream, V>(a, i + j, step);
   }
@@ -76,8 +176,8 @@ void step_array(const Arrays<T, kStates>& a, std::int64_t n, const Step& step) {
   if constexpr (kStream) V::finish_streaming();
 }
 
-template <typename V, typename T, int kStates, typename Step>
-void step_array(const Arrays<T, kStates>& a, std::int64_t n, const Step& step, bool stream) {
+template <typename V, typename Weights, int kStates, typename Step>
+void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& step, bool stream) {
   if (stream) {
     step_array<true, V>(a, n, step);
   } else {
@@ -85,32 +185,32 @@ void step_array(const Arrays<T, kStates>& a, std::int64_t n, const Step& step, b
   }
 }
 
-template <typename V, typename T = typename V::Scalar>
-void sgd_pass(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
+template <typename V, typename Weights, typename T = typename Weights::Scalar>
+void sgd_pass(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
               const SgdCoefficients<T>& c, bool stream) {
   const SgdStep<V> step(c);
   if (c.has_momentum) {
-    step_array<V>(Arrays<T, 1>{w, g, w_out, {momentum_buffer}}, n, step, stream);
+    step_array<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, stream);
   } else {
-    step_array<V>(Arrays<T, 0>{w, g, w_out, {}}, n, step, stream);
+    step_array<V>(Arrays<Weights, 0>{weights, g, {}}, n, step, stream);
   }
 }
 
-template <typename V, typename T = typename V::Scalar>
-void adam_pass(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
+template <typename V, typename Weights, typename T = typename Weights::Scalar>
+void adam_pass(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
                std::int64_t n, const AdamCoefficients<T>& c, bool stream) {
   const AdamStep<V> step(c);
   if (c.amsgrad) {
-    step_array<V>(Arrays<T, 3>{w, g, w_out, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
+    step_array<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
                   stream);
   } else {
-    step_array<V>(Arrays<T, 2>{w, g, w_out, {exp_avg, exp_avg_sq}}, n, step, stream);
+    step_array<V>(Arrays<Weights, 2>{weights, g, {exp_avg, exp_avg_sq}}, n, step, stream);
   }
 }
 
-template <typename V, typename T = typename V::Scalar>
-Passes<T> passes() {
-  return {&sgd_pass<V>, &adam_pass<V>};
+template <typename V, typename Weights>
+Passes<Weights> passes() {
+  return {&sgd_pass<V, Weights>, &adam_pass<V, Weights>};
 }
 
 }  // namespace

@@ -7,22 +7,23 @@
 
 namespace pd2::kernels {
 
-template <typename T>
+template <typename Weights>
 struct Passes {
+  using T = typename Weights::Scalar;
   // `stream`: w_out is 64-byte aligned, no other argument, and too large to be worth caching.
-  void (*sgd)(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
+  void (*sgd)(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
               const SgdCoefficients<T>& c, bool stream);
-  void (*adam)(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
+  void (*adam)(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
                std::int64_t n, const AdamCoefficients<T>& c, bool stream);
 };
 
-template <typename T>
-Passes<T> portable_passes();
+template <typename Weights>
+Passes<Weights> portable_passes();
 #if defined(__x86_64__)
-template <typename T>
-Passes<T> avx2_passes();
-template <typename T>
-Passes<T> avx512_passes();
+template <typename Weights>
+Passes<Weights> avx2_passes();
+template <typename Weights>
+Passes<Weights> avx512_passes();
 #endif
 
 }  // namespace pd2::kernels

@@ -1,6 +1,7 @@
 // For machines without a path of their own. A vector is an array of 16 bytes: compilers turn the
 // loops over it into the machine's vectors where it has them (NEON), else into scalar code.
 #include "kernels/cpu/optimizer_passes.h"
+#include "kernels/half.h"
 
 #include <cmath>
 #include <cstdint>
@@ -41,6 +42,24 @@ struct Lanes {
   void stream(T* p) const { store(p); }
   static void finish_streaming() {}
 
+  template <HalfFormat kFormat, bool kStream>
+  void store_half(std::uint16_t* p) const {
+    for (std::int64_t i = 0; i < kWidth; ++i) {
+      p[i] = kFormat == HalfFormat::kBfloat16 ? bfloat16_bits(lane[i]) : float16_bits(lane[i]);
+    }
+  }
+  static Lanes join(const std::uint16_t* high, const std::int16_t* remainder) {
+    return make([&](std::int64_t i) { return kernels::join({high[i], remainder[i]}); });
+  }
+  template <bool kStream>
+  void split(std::uint16_t* high, std::int16_t* remainder) const {
+    for (std::int64_t i = 0; i < kWidth; ++i) {
+      const SplitFloat parts = kernels::split(lane[i]);
+      high[i] = parts.high;
+      remainder[i] = parts.remainder;
+    }
+  }
+
   friend Lanes add(Lanes a, Lanes b) {
     return make([&](std::int64_t i) { return a.lane[i] + b.lane[i]; });
   }
@@ -72,13 +91,28 @@ struct Lanes {
 }  // namespace
 
 template <>
-Passes<float> portable_passes<float>() {
-  return passes<Lanes<float>>();
+Passes<PlainWeights<float>> portable_passes() {
+  return passes<Lanes<float>, PlainWeights<float>>();
 }
 
 template <>
-Passes<double> portable_passes<double>() {
-  return passes<Lanes<double>>();
+Passes<PlainWeights<double>> portable_passes() {
+  return passes<Lanes<double>, PlainWeights<double>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kBfloat16>> portable_passes() {
+  return passes<Lanes<float>, MasterWeights<HalfFormat::kBfloat16>>();
+}
+
+template <>
+Passes<MasterWeights<HalfFormat::kFloat16>> portable_passes() {
+  return passes<Lanes<float>, MasterWeights<HalfFormat::kFloat16>>();
+}
+
+template <>
+Passes<SplitWeights> portable_passes() {
+  return passes<Lanes<float>, SplitWeights>();
 }
 
 }  // namespace pd2::kernels

@@ -1,3 +1,4 @@
+#include "kernels/half.h"
 #include "kernels/optimizer.h"
 #include "kernels/optimizer_coefficients.h"
 #include "kernels/optimizer_steps.h"
@@ -51,11 +52,11 @@ __device__ V max(V a, V b) {
   return a.v > b.v || isnan(a.v) ? a : b;
 }
 
-template <typename T, int kStates>
+template <typename Weights, int kStates>
 struct Arrays {
-  const T* w;
+  using T = typename Weights::Scalar;
+  Weights weights;
   const T* g;
-  T* w_out;
   T* state[kStates + 1];  // the last is unused: no array is empty
 };
 
@@ -64,17 +65,77 @@ struct alignas(sizeof(T) * kWidth) Pack {
   T lane[kWidth];
 };
 
+template <int kWidth, typename T>
+__device__ Pack<T, kWidth> read(const T* p) {
+  return *reinterpret_cast<const Pack<T, kWidth>*>(p);
+}
+template <int kWidth, typename T>
+__device__ void write(T* p, const Pack<T, kWidth>& pack) {
+  *reinterpret_cast<Pack<T, kWidth>*>(p) = pack;
+}
+
+// How neighbours of each kind of weights are read and written.
+
+template <int kWidth, typename T>
+__device__ Pack<T, kWidth> load_weights(const PlainWeights<T>& a, std::int64_t i) {
+  return read<kWidth>(a.w + i);
+}
+template <int kWidth, HalfFormat kFormat>
+__device__ Pack<float, kWidth> load_weights(const MasterWeights<kFormat>& a, std::int64_t i) {
+  return read<kWidth>(a.master + i);
+}
+template <int kWidth>
+__device__ Pack<float, kWidth> load_weights(const SplitWeights& a, std::int64_t i) {
+  const auto high = read<kWidth>(a.w + i);
+  const auto remainder = read<kWidth>(a.remainder + i);
+  Pack<float, kWidth> w;
+#pragma unroll
+  for (int lane = 0; lane < kWidth; ++lane) {
+    w.lane[lane] = join({high.lane[lane], remainder.lane[lane]});
+  }
+  return w;
+}
+
+template <int kWidth, typename T>
+__device__ void store_weights(const PlainWeights<T>& a, std::int64_t i, const Pack<T, kWidth>& w) {
+  write(a.w_out + i, w);
+}
+template <int kWidth, HalfFormat kFormat>
+__device__ void store_weights(const MasterWeights<kFormat>& a, std::int64_t i,
+                              const Pack<float, kWidth>& w) {
+  Pack<std::uint16_t, kWidth> half;
+#pragma unroll
+  for (int lane = 0; lane < kWidth; ++lane) {
+    half.lane[lane] =
+        kFormat == HalfFormat::kBfloat16 ? bfloat16_bits(w.lane[lane]) : float16_bits(w.lane[lane]);
+  }
+  write(a.master + i, w);
+  write(a.w_out + i, half);
+}
+template <int kWidth>
+__device__ void store_weights(const SplitWeights& a, std::int64_t i, const Pack<float, kWidth>& w) {
+  Pack<std::uint16_t, kWidth> high;
+  Pack<std::int16_t, kWidth> remainder;
+#pragma unroll
+  for (int lane = 0; lane < kWidth; ++lane) {
+    const SplitFloat parts = split(w.lane[lane]);
+    high.lane[lane] = parts.high;
+    remainder.lane[lane] = parts.remainder;
+  }
+  write(a.w_out + i, high);
+  write(a.remainder + i, remainder);
+}
+
 // Steps kWidth neighbours with one load and one store for each array. Everything is read before
 // anything is written: w_out may be w or g.
-template <int kWidth, typename V, int kStates, typename Step>
-__device__ void step_pack(const Arrays<typename V::Scalar, kStates>& a, std::int64_t i,
-                          const Step& step) {
+template <int kWidth, typename V, typename Weights, int kStates, typename Step>
+__device__ void step_pack(const Arrays<Weights, kStates>& a, std::int64_t i, const Step& step) {
   using P = Pack<typename V::Scalar, kWidth>;
-  const P w = *reinterpret_cast<const P*>(a.w + i);
-  const P g = *reinterpret_cast<const P*>(a.g + i);
+  const P w = load_weights<kWidth>(a.weights, i);
+  const P g = read<kWidth>(a.g + i);
   P state[kStates + 1];
 #pragma unroll
-  for (int s = 0; s < kStates; ++s) state[s] = *reinterpret_cast<const P*>(a.state[s] + i);
+  for (int s = 0; s < kStates; ++s) state[s] = read<kWidth>(a.state[s] + i);
   P w_out;
 #pragma unroll
   for (int lane = 0; lane < kWidth; ++lane) {
@@ -86,13 +147,13 @@ __device__ void step_pack(const Arrays<typename V::Scalar, kStates>& a, std::int
     for (int s = 0; s < kStates; ++s) state[s].lane[lane] = numbers[s].v;
   }
 #pragma unroll
-  for (int s = 0; s < kStates; ++s) *reinterpret_cast<P*>(a.state[s] + i) = state[s];
-  *reinterpret_cast<P*>(a.w_out + i) = w_out;
+  for (int s = 0; s < kStates; ++s) write(a.state[s] + i, state[s]);
+  store_weights(a.weights, i, w_out);
 }
 
-template <int kWidth, typename V, int kStates, typename Step>
+template <int kWidth, typename V, typename Weights, int kStates, typename Step>
 __global__ void __launch_bounds__(kThreads)
-    step_kernel(Arrays<typename V::Scalar, kStates> a, std::int64_t n, Step step) {
+    step_kernel(Arrays<Weights, kStates> a, std::int64_t n, Step step) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t packs = n / kWidth;
@@ -119,14 +180,30 @@ unsigned int num_blocks(std::int64_t num_packs) {
   return static_cast<unsigned int>(std::max<std::int64_t>(1, std::min(useful, resident)));
 }
 
-template <typename V, int kStates, typename Step>
-void launch(const Arrays<typename V::Scalar, kStates>& a, std::int64_t n, const Step& step,
-            void* stream) {
+// Whether kWidth neighbours can be read at once.
+template <int kWidth, typename T>
+bool aligned(const T* array) {
+  return reinterpret_cast<std::uintptr_t>(array) % (kWidth * sizeof(T)) == 0;
+}
+template <int kWidth, typename T>
+bool weights_aligned(const PlainWeights<T>& a) {
+  return aligned<kWidth>(a.w) && aligned<kWidth>(a.w_out);
+}
+template <int kWidth, HalfFormat kFormat>
+bool weights_aligned(const MasterWeights<kFormat>& a) {
+  return aligned<kWidth>(a.master) && aligned<kWidth>(a.w_out);
+}
+template <int kWidth>
+bool weights_aligned(const SplitWeights& a) {
+  return aligned<kWidth>(a.w) && aligned<kWidth>(a.remainder) && aligned<kWidth>(a.w_out);
+}
+
+template <typename V, typename Weights, int kStates, typename Step>
+void launch(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& step, void* stream) {
   if (n <= 0) return;
   constexpr int kWidth = 16 / static_cast<int>(sizeof(typename V::Scalar));
-  const auto aligned = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; };
-  bool all_aligned = aligned(a.w) && aligned(a.g) && aligned(a.w_out);
-  for (int s = 0; s < kStates; ++s) all_aligned = all_aligned && aligned(a.state[s]);
+  bool all_aligned = weights_aligned<kWidth>(a.weights) && aligned<kWidth>(a.g);
+  for (int s = 0; s < kStates; ++s) all_aligned = all_aligned && aligned<kWidth>(a.state[s]);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (all_aligned) {
     const unsigned int blocks = num_blocks((n + kWidth - 1) / kWidth);
@@ -137,55 +214,54 @@ void launch(const Arrays<typename V::Scalar, kStates>& a, std::int64_t n, const 
   check(cudaGetLastError(), "optimizer kernel");
 }
 
-template <typename V, typename T = typename V::Scalar>
-void launch_sgd(const T* w, const T* g, T* momentum_buffer, T* w_out, std::int64_t n,
-                const SgdOptions& options, void* stream) {
-  const SgdStep<V> step(round_coefficients<T>(options));
-  if (options.momentum != 0.0) {
-    launch<V>(Arrays<T, 1>{w, g, w_out, {momentum_buffer}}, n, step, stream);
-  } else {
-    launch<V>(Arrays<T, 0>{w, g, w_out, {}}, n, step, stream);
-  }
-}
-
-template <typename V, typename T = typename V::Scalar>
-void launch_adam(const T* w, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq, T* w_out,
-                 std::int64_t n, const AdamOptions& options, void* stream) {
-  const AdamStep<V> step(round_coefficients<T>(options));
-  if (options.amsgrad) {
-    launch<V>(Arrays<T, 3>{w, g, w_out, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step, stream);
-  } else {
-    launch<V>(Arrays<T, 2>{w, g, w_out, {exp_avg, exp_avg_sq}}, n, step, stream);
-  }
-}
+template <typename T>
+struct Number;
+template <>
+struct Number<float> {
+  using Type = Float;
+};
+template <>
+struct Number<double> {
+  using Type = Double;
+};
 
 }  // namespace
 
-template <>
-void sgd_cuda(const float* w, const float* g, float* momentum_buffer, float* w_out, std::int64_t n,
+template <typename Weights, typename T>
+void sgd_cuda(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
               const SgdOptions& options, void* stream) {
-  launch_sgd<Float>(w, g, momentum_buffer, w_out, n, options, stream);
+  using V = typename Number<T>::Type;
+  const SgdStep<V> step(round_coefficients<T>(options));
+  if (options.momentum != 0.0) {
+    launch<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, stream);
+  } else {
+    launch<V>(Arrays<Weights, 0>{weights, g, {}}, n, step, stream);
+  }
 }
 
-template <>
-void sgd_cuda(const double* w, const double* g, double* momentum_buffer, double* w_out,
-              std::int64_t n, const SgdOptions& options, void* stream) {
-  launch_sgd<Double>(w, g, momentum_buffer, w_out, n, options, stream);
+template <typename Weights, typename T>
+void adam_cuda(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
+               std::int64_t n, const AdamOptions& options, void* stream) {
+  using V = typename Number<T>::Type;
+  const AdamStep<V> step(round_coefficients<T>(options));
+  if (options.amsgrad) {
+    launch<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
+              stream);
+  } else {
+    launch<V>(Arrays<Weights, 2>{weights, g, {exp_avg, exp_avg_sq}}, n, step, stream);
+  }
 }
 
-template <>
-void adam_cuda(const float* w, const float* g, float* exp_avg, float* exp_avg_sq,
-               float* max_exp_avg_sq, float* w_out, std::int64_t n, const AdamOptions& options,
-               void* stream) {
-  launch_adam<Float>(w, g, exp_avg, exp_avg_sq, max_exp_avg_sq, w_out, n, options, stream);
-}
-
-template <>
-void adam_cuda(const double* w, const double* g, double* exp_avg, double* exp_avg_sq,
-               double* max_exp_avg_sq, double* w_out, std::int64_t n, const AdamOptions& options,
-               void* stream) {
-  launch_adam<Double>(w, g, exp_avg, exp_avg_sq, max_exp_avg_sq, w_out, n, options, stream);
-}
+#define PD2_INSTANTIATE(Weights, T)                                                               \
+  template void sgd_cuda(const Weights&, const T*, T*, std::int64_t, const SgdOptions&, void*);   \
+  template void adam_cuda(const Weights&, const T*, T*, T*, T*, std::int64_t, const AdamOptions&, \
+                          void*);
+PD2_INSTANTIATE(PlainWeights<float>, float)
+PD2_INSTANTIATE(PlainWeights<double>, double)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kBfloat16>, float)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kFloat16>, float)
+PD2_INSTANTIATE(SplitWeights, float)
+#undef PD2_INSTANTIATE
 
 void copy_cuda(const void* from, void* to, std::int64_t bytes, void* stream) {
   check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice,
