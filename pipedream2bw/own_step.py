@@ -60,7 +60,7 @@ class StageStepper:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
                 method(part.optimizer)
-                part.round(self._stage.engine.newest_slot)
+                part.round()
 
 
 class _PartStepper:
@@ -91,9 +91,14 @@ class _PartStepper:
                 handle.grad = gradient
         self.round(slot)
 
-    def round(self, slot: int) -> None:
-        """Makes the weights in the slot those that the masters, if there are any, round to."""
+    def round(self, slot: int | None = None) -> None:
+        """Makes the weights those that the masters, if there are any, round to.
+
+        Args:
+            slot: of these weights; the newest ones' if None.
+        """
         engine = self._stage.engine
+        slot = engine.newest_slot if slot is None else slot
         with torch.no_grad():
             for i in self.positions:
                 weight, master = engine.weight(slot, i), engine.master(slot, i)

@@ -26,7 +26,7 @@ def assert_copies_equal(pipe: pd2.PipelineModule) -> None:
     """Of all stages of all replicas, in whichever process."""
     pipe.flush()
     mine = [
-        (name, stage.state.newest(name).numpy().tobytes())
+        (name, stage.state.shown(name).numpy().tobytes())
         for stage in pipe._stages
         for name in stage.state.trainable
     ]

@@ -43,7 +43,7 @@ def assert_copies_equal(pipe: pd2.PipelineModule) -> None:
     copies: dict[str, list[torch.Tensor]] = {}
     for stage in pipe._stages:
         for name in stage.state.trainable:
-            copies.setdefault(name, []).append(stage.state.newest(name))
+            copies.setdefault(name, []).append(stage.state.shown(name))
     several = {name: those for name, those in copies.items() if len(those) > 1}
     assert several
     for name, (first, *others) in several.items():

@@ -1,6 +1,6 @@
 #include "core/global_updates.h"
 
-#include "core/made_schedules.h"
+#include "made_schedules.h"
 
 #include <gtest/gtest.h>
 
