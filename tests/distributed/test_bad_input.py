@@ -61,7 +61,12 @@ CONSTRUCTIONS: dict[str, Any] = {
     "replicated": ({}, {"replicated": ("x",)}, "ValueError", ["replicated", "()", "('x',)"]),
     "timeout": ({}, {"timeout": 30.0}, "ValueError", ["timeout", "0: 60.0", "1: 30.0"]),
     "precision": ({}, {"precision": "bf16"}, "ValueError", ["precision", "0: None", "1: bf16"]),
-    "unknown": ({}, {"precision": "bf"}, "ValueError", ["precision: 'bf', known: 'bf16'"]),
+    "unknown": (
+        {"precision": "bf"},
+        {"precision": "bf"},
+        "ValueError",
+        ["precision: 'bf', known: 'bf16'"],
+    ),
     "master": (
         {"precision": "bf16"},
         {"precision": "bf16", "split_master": True},
