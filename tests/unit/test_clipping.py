@@ -13,6 +13,7 @@ from torch import nn
 import pipedream2bw as pd2
 from tests.models import TASKS
 from tests.oracle import Batch
+from tests.stubborn_schedule import STUBBORN
 from tests.trajectory import (
     Trajectory,
     assert_same,
@@ -256,25 +257,7 @@ def test_a_failing_pipeline_ends_waiting_for_the_norm() -> None:
 
 
 def test_a_schedule_that_would_deadlock_is_refused() -> None:
-    # Rank 0 comes to stage 0's update of batch t after stage 2's forward of batch t + 1.
-    text = """\
-name: stubborn
-stages: 3
-microbatches: 1
-delay: 1,0,0
-placement: 0,1,0
-versions: 2,1,1
-[prologue]
-0F0,2F0,2B0,2U0,0B0
-1F0,1B0,1U0
-[steady]
-0F0,2F0,2B0,2U0,0U-1,0B0
-1F0,1B0,1U0
-[epilogue]
-0U0
--
-"""
-    schedule = pd2.load_schedule(text)
+    schedule = pd2.load_schedule(STUBBORN)
     task = TASKS["skips"]
     batches = task.batches([1] * 3)
     with make_pipeline(task, 3, 1, batches[0], schedule=schedule) as pipe:

@@ -13,6 +13,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from tests.models import whole
+from tests.stubborn_schedule import STUBBORN
 from tests.tied_models import TIED, Layer, late_by_layer, summing, untied
 from tests.trajectory import (
     Trajectory,
@@ -294,26 +295,7 @@ def test_two_parameters_over_one_memory_are_refused(turned: bool, requires_grad:
 
 
 def test_a_schedule_in_which_tied_stages_would_deadlock_is_refused() -> None:
-    # Rank 0 comes to stage 0's update of batch t after stage 2's forward of batch t + 1.
-    schedule = pd2.load_schedule(
-        """\
-name: stubborn
-stages: 3
-microbatches: 1
-delay: 1,0,0
-placement: 0,1,0
-versions: 2,1,1
-[prologue]
-0F0,2F0,2B0,2U0,0B0
-1F0,1B0,1U0
-[steady]
-0F0,2F0,2B0,2U0,0U-1,0B0
-1F0,1B0,1U0
-[epilogue]
-0U0
--
-"""
-    )
+    schedule = pd2.load_schedule(STUBBORN)
     task = TIED["language model"]
     batches = task.batches([2] * 3)
     with pytest.raises(ValueError, match=r"(?s)embedding.weight \(stages 0, 2\).*waits in 2F"):
