@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from .pipeline import PipelineModule
 
 _aten = torch.ops.aten
 _ADDING = (_aten.add_.Tensor, _aten.add.Tensor)
@@ -74,3 +78,19 @@ class EngineGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"EngineGradient({self._name})"
+
+
+def keep_from_zeroing(optimizer: torch.optim.Optimizer, pipe: PipelineModule) -> None:
+    """Makes ``optimizer.zero_grad()`` do nothing while the pipeline is open.
+
+    Its own step may just compute, in another thread, with the gradients that it would take away.
+    """
+    optimizer_alive, pipe_alive = weakref.ref(optimizer), weakref.ref(pipe)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        mine, its_pipe = optimizer_alive(), pipe_alive()
+        is_open = its_pipe is not None and its_pipe._closed_because is None
+        if mine is not None and not is_open:
+            type(mine).zero_grad(mine, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

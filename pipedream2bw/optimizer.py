@@ -14,6 +14,7 @@ import torch
 from .clipping import Clipping, GradNorm
 from .control import Operation
 from .fused import fused_kind, fused_options, read_state, write_state
+from .gradient_guards import keep_from_zeroing
 from .loss_scale import LossScale, NewestScale, load_state, state_of
 from .optimizer_checks import agreed_pipeline_of
 from .own_step import StageStepper, changes, differ, options_of
@@ -107,7 +108,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
         # In one order on all ranks: a stage may wait there for its copies.
         for state in sorted(self._states, key=lambda state: state.index_in_model):
-            state.engine.arrange(reads_first=None not in self._kinds, waits=self._norm is not None)
+            with self._pipe._failing_closes():
+                state.engine.arrange(
+                    reads_first=None not in self._kinds, waits=self._norm is not None
+                )
             state.show_newest()
             rule = self._remedies.correction
             state.correction = None if rule is None else StepCorrection(rule, state)
@@ -121,6 +125,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         self._make_steppers()
         self._pipe._optimizer = weakref.ref(self)
+        for optimizer in optimizers:
+            keep_from_zeroing(optimizer, self._pipe)
 
     def _check_in_charge(self) -> None:
         if self._pipe._optimizer() is not self:
@@ -192,15 +198,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         is_delayed = batch >= self._pipe._warmup_batches
 
         def submit(stage: Any, run: int) -> int:
-            steppers = [
-                (self._steppers[number, stage.index], groups) for number, groups in changed.items()
-            ]
+            steppers = [self._steppers[number, stage.index] for number in changed]
+            for stepper, groups in zip(steppers, changed.values(), strict=True):
+                stepper.change(batch, groups)
             divisor = self._divisor(stage.index) if is_delayed else 1.0
             discounted = [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
             correction = stage.state.correction
             stale = stage.executor.version_of_batch(stage.index, batch) < batch
             steps = (
-                _steps(steppers, divisor, correction, stale=stale)
+                _steps(steppers, batch, divisor, correction, stale=stale)
                 if steppers or correction is not None
                 else None
             )
@@ -388,7 +394,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
 
 def _steps(
-    steppers: Sequence[tuple[StageStepper, list[dict[str, Any]]]],
+    steppers: Sequence[StageStepper],
+    batch: int,
     divisor: float,
     correction: StepCorrection | None,
     *,
@@ -398,9 +405,8 @@ def _steps(
 
     # What waits in the engine must not hold the pipeline.
     def steps(slot: int) -> None:
-        for stepper, groups in steppers:
-            stepper.change(groups)
-            stepper.step(slot, divisor)
+        for stepper in steppers:
+            stepper.step(batch, slot, divisor)
         if correction is not None:
             correction.apply(slot, stale=stale)
 

@@ -28,9 +28,12 @@ class StageStepper:
             if id(stage.originals[i]) in given:
                 positions.setdefault(stage.stages_of(name), []).append(i)
         self._parts = [_PartStepper(optimizer, stage, those) for those in positions.values()]
+        # By update, not yet made: an update whose gradients overflowed leaves them to the next.
+        self._changes: collections.deque[tuple[int, list[dict[str, Any]]]] = collections.deque()
 
     def options(self) -> list[dict[str, Any]]:
-        """Its groups' options, which it may have changed itself."""
+        """Its groups' options, which it may have changed itself. The pipeline must be drained."""
+        self._make_changes()
         part = next((part for part in self._parts if part.positions), self._parts[0])
         return options_of(part.optimizer.param_groups)
 
@@ -39,23 +42,31 @@ class StageStepper:
         """Whether it has no parameter here."""
         return not any(part.positions for part in self._parts)
 
-    def change(self, groups: list[dict[str, Any]]) -> None:
-        """Sets what the user changed in each group."""
-        for part in self._parts:
-            for group, options in zip(part.optimizer.param_groups, groups, strict=True):
-                group.update(options)
+    def change(self, update: int, groups: list[dict[str, Any]]) -> None:
+        """Before the update of that number: what the user has changed in each group."""
+        self._changes.append((update, groups))
 
-    def step(self, slot: int, divisor: float) -> None:
+    def _make_changes(self, update: int | None = None) -> None:
+        while self._changes and (update is None or self._changes[0][0] <= update):
+            _, groups = self._changes.popleft()
+            for part in self._parts:
+                for group, options in zip(part.optimizer.param_groups, groups, strict=True):
+                    group.update(options)
+
+    def step(self, update: int, slot: int, divisor: float) -> None:
         """One step of the weights in a slot; called by the thread of the stage's updates.
 
         Args:
+            update: its number.
             divisor: of the learning rates.
         """
+        self._make_changes(update)
         for part in self._parts:
             part.step(slot, divisor)
 
     def call(self, name: str) -> None:
         """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
+        self._make_changes()
         for part in self._parts:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:

@@ -545,6 +545,9 @@ class PipelineModule(nn.Module):
         """This process's buffers under the model's own names."""
         return self._part.named_buffers(prefix, recurse, remove_duplicate)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine owns the gradients and starts each batch's anew."""
+
     def state_dict(  # type: ignore[override]
         self, *, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -625,8 +628,13 @@ class PipelineModule(nn.Module):
             result = self._part.load(opened(), strict)
         except Exception as raised:
             error = raised
-        self._control.agree_on_objects(error, {})
-        self._stages.restart_delay()
+        has_failed = True
+        try:
+            self._control.agree_on_objects(error, {})
+            has_failed = False
+        finally:  # some may have loaded a part before they found an error
+            if self._fault.cause is None:
+                self._stages.restart_delay(replicas_too=has_failed)
         return result
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:

@@ -232,12 +232,16 @@ class LocalStages:
         """Those that evaluate, and whose buffers are the model's."""
         return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
 
-    def restart_delay(self) -> None:
-        """After weights were loaded: all copies get them, older versions are gone."""
+    def restart_delay(self, *, replicas_too: bool = False) -> None:
+        """After weights were loaded: all copies get them, older versions are gone.
+
+        Args:
+            replicas_too: they may have loaded what is their own, unless loading failed.
+        """
         self._ties.take_over()
-        if self._grid.num_pipelines > 1:
+        if self._grid.num_pipelines > 1 or replicas_too:
             take_over([stage.state for stage in self._stages], self._grid.replica_group)
-        else:  # replicas may have loaded what is their own
+        else:
             for stage in self._stages:
                 stage.state.engine.restart_delay()
 

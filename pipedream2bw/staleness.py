@@ -171,6 +171,18 @@ class Remedies:
             if number > 1:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
         name, delays = pipe._schedule.name, pipe._schedule.delay
+        tied = [
+            name
+            for stage in pipe._stages
+            for name in stage.state.trainable
+            if len(stage.state.stages_of(name)) > 1
+        ]
+        if self.discount is not None and tied and len(set(delays)) > 1:
+            raise ValueError(
+                f'staleness: {self.discount}, schedule "{name}": the stages that hold the tied '
+                f"parameter {tied[0]} must have one delay, got {list(delays)}: its copies would "
+                "make steps of different learning rates"
+            )
         if not any(delays):
             raise ValueError(
                 f'staleness: {len(self._given)} given, schedule: "{name}": a remedy needs a '

@@ -87,14 +87,22 @@ def test_what_forgets_gradients_still_works(kind: type[torch.optim.SGD]) -> None
         wrapped = kind(pipe.parameters(), lr=0.3)
         opt = pd2.PipelineOptimizer(wrapped)
         for number, batch in enumerate(batches):
-            for each in (opt, wrapped, model, pipe):
+            pipe.flush()
+            for each in (opt, wrapped, pipe):
                 each.zero_grad(set_to_none=number % 2 == 0)
+                # An update may just use them.
+                assert all(parameter.grad is not None for parameter in model.parameters())
+            model.zero_grad(set_to_none=number % 2 == 0)
             pipe.train_step(*batch.args, target=batch.target)
             opt.step()
         pipe.flush()
         with pytest.raises(RuntimeError, match="max_grad_norm"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert_same_state(copy_of(pipe.state_dict()), want.state)
+        pipe.unsplit()
+    F.mse_loss(model(*batches[0].args), batches[0].target).backward()
+    wrapped.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_copies_files_and_the_model_that_is_given_back_have_no_gradients() -> None:

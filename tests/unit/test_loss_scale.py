@@ -85,14 +85,16 @@ def test_overflows_are_skipped_as_defined(
     assert_same_state(state, copy_of(oracle.model.state_dict()))
 
 
-def test_an_overflow_leaves_moments_and_counts() -> None:
+def test_an_overflow_leaves_moments_and_counts_and_takes_changed_options() -> None:
     batches = with_outliers([2, 3], count=6)
+    rates = [0.01, 0.01, 0.003, 0.003, 0.003, 0.006]  # the second is set for one that overflows
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return Adam(parameters, lr=0.01, foreach=False)
 
     oracle = oracle_of(make)
-    for batch in batches:
+    for rate, batch in zip(rates, batches, strict=True):
+        oracle.optimizer.param_groups[0]["lr"] = rate
         oracle.train_step(batch)
     assert oracle.num_overflows == 2
     for kind in (Adam, OwnAdam):
@@ -100,8 +102,9 @@ def test_an_overflow_leaves_moments_and_counts() -> None:
             opt = pd2.PipelineOptimizer(
                 kind(pipe.parameters(), lr=0.01, foreach=False), loss_scale=SCALE
             )
-            for batch in batches:
+            for rate, batch in zip(rates, batches, strict=True):
                 pipe.train_step(*batch.args, target=batch.target)
+                opt.param_groups[0]["lr"] = rate
                 opt.step()
             state = copy_of(pipe.state_dict())
             steps = {float(entry["step"]) for entry in opt.state_dict()["state"].values()}

@@ -17,6 +17,7 @@ from tests.odd_optimizers import CountsInGroup
 from tests.oracle import Oracle
 from tests.parameter_kinds import draw
 from tests.remedies import Corrected, Discounted
+from tests.tied_models import TIED
 from tests.trajectory import (
     assert_close,
     assert_same,
@@ -314,3 +315,10 @@ def test_bad_remedies_are_named() -> None:
         pytest.raises(ValueError, match=r"with the delays 2, 1, 0: it corrects a delay of 1"),
     ):
         pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), staleness=feedback())
+    task = TIED["language model"]
+    batch = task.batches([4])[0]
+    with (
+        make_pipeline(task, 3, 1, batch, schedule="pipedream") as pipe,
+        pytest.raises(ValueError, match=r"tied parameter .* must have one delay, got \[2, 1, 0\]"),
+    ):
+        pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), staleness=discount(3))

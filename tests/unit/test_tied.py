@@ -242,6 +242,19 @@ def test_a_checkpoint_goes_to_all_copies(schedule: str, make: Any) -> None:
     assert got.losses == want.losses[3:]
 
 
+def test_copies_stay_equal_where_loading_fails() -> None:
+    task = TIED["language model"]
+    batch = task.batches([8])[0]
+    loaded = copy_of(task.model(seed=9).state_dict())
+    last = list(loaded)[-1]
+    loaded[last] = torch.zeros(1, 1, 1)
+    for schedule in ("2bw", "chimera"):
+        with make_pipeline(task, 4, 4, batch, schedule=schedule) as pipe:
+            with pytest.raises(RuntimeError, match="size mismatch"):
+                pipe.load_state_dict(loaded)
+            assert_copies_equal(pipe)
+
+
 def test_evaluation_reads_the_newest_copies() -> None:
     task = TIED["language model"]
     batches = task.batches([6] * 3)
