@@ -44,7 +44,7 @@ from .settings import (
     what_to_recompute,
 )
 from .stages import LocalStage, LocalStages
-from .tied import check_ties, find_ties
+from .tied import check_aliases, check_ties, find_ties
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
@@ -299,6 +299,7 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
+            check_aliases(root)  # before each has memory of its own
             with self._precision.as_in_stages():
                 mode = self._modes.capture(root.training)
             check_ties(self._schedule, find_ties(mode.programs), root)

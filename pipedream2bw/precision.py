@@ -83,14 +83,21 @@ class Precision:
     def as_in_stages(self) -> Iterator[None]:
         """The model with the dtypes that its stages will have, for a capture."""
         tensors = self._tensors()
-        before = [(tensor, tensor.data) for _, tensor, _ in tensors]
+        before = [
+            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
+            for _, tensor, _ in tensors
+        ]
         try:
             for _, tensor, dtype in tensors:
+                if tensor.is_leaf:
+                    tensor.grad = None  # a fake tensor would get one of the other dtype
                 tensor.data = tensor.data.to(dtype)
             yield
         finally:
-            for tensor, data in before:
+            for tensor, data, gradient in before:
                 tensor.data = data
+                if tensor.is_leaf:
+                    tensor.grad = gradient
 
     def take_over(self) -> None:
         """Converts in place: what stages share with the model, and to float32 what is trained."""

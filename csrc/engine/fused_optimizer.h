@@ -75,6 +75,8 @@ class FusedOptimizer {
   // Steps that parameter i has taken. SGD counts them too; 0 means that it has no momentum yet.
   std::int64_t step_count(std::size_t i) const;
   void set_step_count(std::size_t i, std::int64_t count);
+  // Parameter i's part of a state has been written from outside: it counts as a step's.
+  void mark_loaded(std::size_t i) { has_momentum_.at(i) = true; }
 
   // Bytes of state that belong to parameters: padding not counted.
   std::int64_t state_bytes() const;

@@ -109,7 +109,10 @@ void Stage::arrange(bool reads_first, bool waits) {
   const int num_slots = num_versions_ + (rotates ? 1 : 0);
   if (num_slots != versions_.num_slots()) {
     versions_ = WeightStore(num_slots, newest);
+  } else if (reads_first != reads_first_) {
+    versions_.reset();  // as on stages of other dtypes
   }
+  reads_first_ = reads_first;
   const bool had_two_gradients =
       std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates);
   const int to = versions_.slot(newest);
@@ -373,6 +376,7 @@ void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
     stepped.by->set_state(name, at::zeros({stepped.by->state_numel()}, value.options()));
   }
   optimizer_state(name, parameter).copy_(value);
+  stepped.by->mark_loaded(stepped.index);
 }
 
 void Stage::set_step_count(std::size_t parameter, std::int64_t count) {

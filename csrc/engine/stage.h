@@ -182,6 +182,7 @@ class Stage {
   };
 
   const int num_versions_;
+  bool reads_first_ = true;
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
   std::vector<Place> places_;                         // by parameter

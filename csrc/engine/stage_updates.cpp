@@ -92,9 +92,12 @@ void StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
   });
 }
 
-float StageUpdates::scale_losses(std::int64_t run, std::int64_t version) {
+float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64_t version) {
+  const float of_run_before = loss_scales_.empty() ? 1.0F : loss_scales_.rbegin()->second;
   const auto [place, is_first] = loss_scales_.try_emplace(run, 1.0F);
-  if (is_first && clipping_ && clipping_->loss_scale) {
+  if (is_first && !begins_batch) {
+    place->second = of_run_before;  // also where the scale was changed meanwhile
+  } else if (is_first && clipping_ && clipping_->loss_scale) {
     place->second = clipping_->loss_scale->of_version(version);
   }
   return place->second;

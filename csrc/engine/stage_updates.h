@@ -45,8 +45,8 @@ class StageUpdates {
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
   // By which the losses of the run's microbatches, which read `version`, are multiplied: so are
-  // its gradients, until its update. All runs of a batch read one version.
-  float scale_losses(std::int64_t run, std::int64_t version);
+  // its gradients, until its update. All runs of a batch have the first one's scale.
+  float scale_losses(std::int64_t run, bool begins_batch, std::int64_t version);
   // Waits for what is under way, which is_stopped() ends; no update begins after that.
   void end() { background_.reset(); }
   // After that, and of all stages that share the norm.

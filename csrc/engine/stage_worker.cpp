@@ -187,7 +187,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
       this->range(ActionKind::kForward, run.id, microbatch, in_flight.version);
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
-  in_flight.loss_scale = updates_->scale_losses(run.id, in_flight.version);
+  in_flight.loss_scale = updates_->scale_losses(run.id, run.begins_batch, in_flight.version);
   call.loss_scale = in_flight.loss_scale;
   std::int64_t bytes = 0;
   if (options_.recompute) {

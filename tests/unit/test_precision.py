@@ -17,6 +17,7 @@ from tests.mixed_oracle import MixedOracle, half_away, lowered
 from tests.models import TASKS, Task, token_loss
 from tests.oracle import Batch
 from tests.trajectory import Trajectory, assert_same, by_oracle, copy_of, make_pipeline
+from tests.unit.test_train_and_eval_modes import Untraceable
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_BATCHES = 6
@@ -338,3 +339,26 @@ def test_a_small_gpt_learns_as_in_float32() -> None:
             for mine, theirs in zip(losses, wanted, strict=True):
                 assert mine == pytest.approx(theirs, rel=0.02), options
         assert losses[-1] < 0.55 * losses[0], options
+
+
+def test_an_exported_model_is_evaluated_after_training() -> None:
+    torch.manual_seed(0)
+    model = Untraceable()
+    (batch,) = TASKS["mlp"].batches([6])
+    (x,), target = batch.args, batch.target
+    with pd2.PipelineModule(
+        model,
+        float_loss,
+        num_stages=2,
+        num_microbatches=2,
+        example_args=(x,),
+        precision="bf16",
+        timeout=60.0,
+    ) as pipe:
+        assert "captured by export" in repr(pipe)
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        loss = pipe.train_step(x, target=target)
+        opt.step()
+        assert float(loss) > 0
+        pipe.eval()
+        assert pipe(x).dtype == torch.bfloat16

@@ -300,11 +300,12 @@ def test_two_parameters_over_one_memory_are_refused(turned: bool, requires_grad:
     model = task.model()
     alias = model.embedding.weight.data
     model.head.weight = nn.Parameter(alias.t() if turned else alias, requires_grad)
-    with pytest.raises(
-        ValueError,
-        match=rf"embedding.weight and head.weight are two.*requires_grad True and {requires_grad}",
-    ):
-        make_pipeline(task, 2, 2, task.batches([4])[0], model=model)
+    for precision in (None, "bf16"):
+        with pytest.raises(
+            ValueError,
+            match=rf"embedding.weight and head.weight are two.*True and {requires_grad}",
+        ):
+            make_pipeline(task, 2, 2, task.batches([4])[0], model=model, precision=precision)
 
 
 def test_a_schedule_in_which_tied_stages_would_deadlock_is_refused() -> None:

@@ -78,6 +78,27 @@ TEST_F(StageTest, LargeWeightsHaveTheirOwnState) {
   EXPECT_EQ(stage.weight(0, 1).sum().item<float>(), kNumel);
 }
 
+TEST_F(StageTest, LoadedMomentumIsNotBegunAnew) {
+  Stage stage({at::ones({3}), at::ones({3})}, {"stepped", "loaded"}, 1, nullptr, 0);
+  stage.set_optimizers({{OptimizerKind::kSgd, {0, 0}}});
+  GroupOptions options;
+  options.sgd.lr = options.sgd.momentum = 1;
+  const std::vector<GroupOptions> groups{options};
+  for (std::size_t parameter = 0; parameter < 2; ++parameter) {
+    const at::Tensor weight = stage.weight(0, parameter).detach().requires_grad_();
+    stage.attach(parameter, weight);
+    stage.begin_batch(static_cast<std::int64_t>(parameter));
+    weight.sum().backward();
+    stage.begin_update(static_cast<std::int64_t>(parameter));
+    stage.write_next(groups);
+    stage.publish();
+    stage.set_optimizer_state("momentum_buffer", 1, at::full({3}, 5.0));
+    stage.set_step_count(1, 1);
+  }
+  EXPECT_EQ(stage.weight(0, 0)[0].item<float>(), 0);
+  EXPECT_EQ(stage.weight(0, 1)[0].item<float>(), 1 - (5 + 1));
+}
+
 TEST_F(StageTest, GradientsMayNotComeWhereWeightsAreRead) {
   make(2);
   backward(0, 1);
