@@ -325,7 +325,7 @@ def test_a_step_that_fails_on_one_copy_ends_the_other_that_waits_for_it() -> Non
     opt = pd2.PipelineOptimizer(rmsprop(pipe.parameters()))
     first = next(iter(pipe._stages.in_update_order())).index
 
-    def fail(slot: int) -> None:
+    def fail(*_: Any) -> None:
         raise ZeroDivisionError("on purpose")
 
     opt._steppers[0, first].step = fail  # type: ignore[method-assign]
