@@ -21,7 +21,6 @@ from .clone import refuse_uncloneable, structural_clone
 from .exporting import carries_batch, export
 from .module_hooks import refuse_hooks_of_root
 from .surroundings import plain_modes, random_state_kept
-from .tied import check_aliases
 from .tracing import reason_of, trace
 
 __all__ = ["Captured", "Layer", "as_root", "capture", "check_capturable", "split_model_args"]
@@ -199,7 +198,7 @@ def check_capturable(root: nn.Module) -> None:
 
     Raises:
         ValueError: hooks of the model itself, lazy parameters or buffers without a shape, complex
-            parameters, sparse gradients, parameters on several devices, or two over one memory.
+            parameters, sparse gradients, or parameters on several devices.
         TypeError: a module that cannot be cloned.
     """
     refuse_uncloneable(root)
@@ -223,7 +222,6 @@ def check_capturable(root: nn.Module) -> None:
                 f"parameter {name!r} is on {parameter.device}, {first[0]!r} is on {first[1]}: "
                 "build the model on one device; the pipeline moves each stage to its own (devices=)"
             )
-    check_aliases(root)
     for name, buffer in root.named_buffers():
         if nn.parameter.is_lazy(buffer):
             raise ValueError(

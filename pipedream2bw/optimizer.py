@@ -202,9 +202,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for stepper, groups in zip(steppers, changed.values(), strict=True):
                 stepper.change(batch, groups)
             divisor = self._divisor(stage.index) if is_delayed else 1.0
-            discounted = [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
+            discounted = (
+                fused
+                if divisor == 1
+                else [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
+            )
             correction = stage.state.correction
-            stale = stage.executor.version_of_batch(stage.index, batch) < batch
+            stale = (
+                correction is not None
+                and stage.executor.version_of_batch(stage.index, batch) < batch
+            )
             steps = (
                 _steps(steppers, batch, divisor, correction, stale=stale)
                 if steppers or correction is not None

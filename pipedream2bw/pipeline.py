@@ -38,13 +38,13 @@ from .settings import (
     check_example,
     check_parameters,
     check_settings,
-    check_warmup_batches,
+    check_whole_number,
     length_of,
     stage_devices,
     what_to_recompute,
 )
 from .stages import LocalStage, LocalStages
-from .tied import check_aliases, check_ties, find_ties
+from .tied import check_ties, find_ties
 from .timeline import Timeline
 from .wiring import RankGrid, join_world
 
@@ -208,7 +208,7 @@ class PipelineModule(nn.Module):
                 bucket_cap_mb,
             )
             self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
-            check_warmup_batches(warmup_batches)
+            check_whole_number("warmup_batches", warmup_batches, at_least=0)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
             made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
@@ -299,7 +299,6 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            check_aliases(root)  # before each has memory of its own
             with self._precision.as_in_stages():
                 mode = self._modes.capture(root.training)
             check_ties(self._schedule, find_ties(mode.programs), root)

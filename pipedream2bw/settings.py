@@ -11,6 +11,7 @@ from torch import nn
 
 from ._C import Schedule
 from .local_shards import is_dtensor
+from .tied import check_aliases
 
 
 def length_of(model: Any) -> int:
@@ -46,14 +47,6 @@ def check_settings(
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
 
-def check_warmup_batches(value: object) -> None:
-    """Raises TypeError unless the value is an int, ValueError unless it is at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"warmup_batches: {value!r} given, it must be an int")
-    if value < 0:
-        raise ValueError(f"warmup_batches: {value}, it must be at least 0")
-
-
 def check_example(args: object, kwargs: object) -> None:
     """Raises TypeError unless these are a tuple of arguments and a mapping."""
     if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows
@@ -67,6 +60,7 @@ def check_example(args: object, kwargs: object) -> None:
 
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
+    check_aliases(root)
     for name, parameter in root.named_parameters():
         if is_dtensor(parameter):
             raise ValueError(
@@ -139,12 +133,12 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
     return items, ()
 
 
-def check_whole_number(name: str, value: object) -> None:
-    """Raises TypeError unless the value is an int, ValueError unless it is at least 1."""
+def check_whole_number(name: str, value: object, at_least: int = 1) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless it is large enough."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r} given, it must be an int")
-    if value < 1:
-        raise ValueError(f"{name}: {value}, it must be at least 1")
+    if value < at_least:
+        raise ValueError(f"{name}: {value}, it must be at least {at_least}")
 
 
 def bucket_bytes(bucket_cap_mb: float) -> int:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .settings import check_whole_number
+
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
     from .stage_state import StageState
@@ -46,10 +48,7 @@ class LearningRateDiscount:
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
-        if isinstance(self.num_batches, bool) or not isinstance(self.num_batches, int):
-            raise TypeError(f"num_batches: {self.num_batches!r} given, it must be an int")
-        if self.num_batches < 1:
-            raise ValueError(f"num_batches: {self.num_batches}, it must be at least 1")
+        check_whole_number("num_batches", self.num_batches)
 
 
 @dataclasses.dataclass(frozen=True)
