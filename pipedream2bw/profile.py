@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from .capture import as_root
@@ -221,15 +220,13 @@ def describe_parameters(root: nn.Module) -> tuple[str, ...]:
 
 
 def _read(document: Field) -> Profile:
-    (
-        *(model, device, torch_version, loss, layers, microbatches),
-        *(update, action, links, all_reduce),
-    ) = document.fields(
+    names = (
         *("model", "device", "torch", "loss", "layers", "microbatches"),
         *("seconds_per_update_byte", "seconds_per_action", "links", "all_reduce"),
     )
-    name, fingerprint, parameters = model.fields("name", "fingerprint", "parameters")
-    device_name, device_type, memory_bytes, measured = device.fields(
+    top = dict(zip(names, document.fields(*names), strict=True))
+    name, fingerprint, parameters = top["model"].fields("name", "fingerprint", "parameters")
+    device_name, device_type, memory_bytes, measured = top["device"].fields(
         "name", "type", "memory_bytes", "measured"
     )
     profile = Profile(
@@ -238,14 +235,14 @@ def _read(document: Field) -> Profile:
         ProfiledDevice(
             device_name.text(), device_type.text(), memory_bytes.whole(), measured.flag()
         ),
-        torch_version.text(),
-        loss.text(),
-        layers.each(_read_layer),
-        microbatches.each(_read_microbatch),
-        {kind: field.number() for kind, field in update.entries().items()},
-        action.number(),
-        None if links.value is None else _read_links(links),
-        all_reduce.each(_read_all_reduce),
+        top["torch"].text(),
+        top["loss"].text(),
+        top["layers"].each(_read_layer),
+        top["microbatches"].each(_read_microbatch),
+        {kind: item.number() for kind, item in top["seconds_per_update_byte"].entries().items()},
+        top["seconds_per_action"].number(),
+        None if top["links"].value is None else _read_links(top["links"]),
+        top["all_reduce"].each(_read_all_reduce),
     )
     if fingerprint.text() != profile.fingerprint:
         raise ValueError(
@@ -372,14 +369,10 @@ def _check_links(links: ProfiledLinks) -> None:
             if i == j and value != math.inf:
                 raise ValueError(f"links.bandwidth[{i}][{i}]: {value}, it must be infinite")
             if i != j and not 0 < value < math.inf:
-                raise ValueError(
-                    f"links.bandwidth[{i}][{j}]: {value}, it must be > 0 and finite"
-                )
+                raise ValueError(f"links.bandwidth[{i}][{j}]: {value}, it must be > 0 and finite")
 
 
 def _at_least(least: int, where: str, values: Iterable[float]) -> None:
     for index, value in enumerate(values):
         if not least <= value < math.inf:
-            raise ValueError(
-                f"{where}, item {index}: {value}, it must be >= {least} and finite"
-            )
+            raise ValueError(f"{where}, item {index}: {value}, it must be >= {least} and finite")
