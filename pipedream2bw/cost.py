@@ -163,7 +163,7 @@ class _DryRun:
         inputs = [item for item in pytree.tree_leaves((args, kwargs)) if is_tensor(item)]
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = OperatorCounter()
+        counter = OperatorCounter(free_ones_too=self._figures.free_ones_too)
         try:
             with counter, self._saved.hooks:
                 value = self._call(node, args, kwargs)
