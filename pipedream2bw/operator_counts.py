@@ -81,3 +81,15 @@ def bytes_of(tree: Any) -> int:
     return sum(
         item.numel() * item.element_size() for item in pytree.tree_leaves(tree) if is_tensor(item)
     )
+
+
+def described(value: Any) -> str:
+    """Structure, shapes, strides, dtypes and whether gradients are required: not the numbers."""
+    leaves, structure = pytree.tree_flatten(value)
+    parts = (
+        f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
+        if is_tensor(item)
+        else repr(item)
+        for item in leaves
+    )
+    return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"
