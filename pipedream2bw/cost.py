@@ -56,8 +56,7 @@ class LayerCosts:
     """What the dry run found out, by layer (in execution order) and by value (node name).
 
     Attributes:
-        forward, backward: nominal seconds of each layer.
-        weight_grad: the part of backward that computes gradients of parameters.
+        forward, backward: nominal seconds; weight_grad: the part of backward for parameters.
         saved_bytes: what autograd keeps of each layer, 0 if not asked for; a storage counts with
             the first layer that saves it, parameters, buffers and the graph's inputs with none.
         described: of each value, structure, shapes, dtypes and strides.

@@ -32,12 +32,18 @@ def profiled(rank: int, world_size: int) -> pd2.Profile:
 
 
 def mistaken(rank: int, world_size: int) -> list[str]:
+    def fails_for_real(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and type(output) is torch.Tensor:  # neither traced nor fake
+            raise ValueError("too hot")
+        return nn.functional.mse_loss(output, target)
+
     reasons = []
     for changes in (
         {"microbatch_rows": (4, 1)} if rank == 1 else {},
         {"microbatch_rows": (1, 2 + rank)},
         {"parallel": 2},
         {"loss_fn": lambda output, target: output} if rank == 0 else {},
+        {"loss_fn": fails_for_real},
     ):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             pd2.profile(**build() | changes)
@@ -64,10 +70,11 @@ def test_all_ranks_get_one_profile_with_links_between_them(world_size: int) -> N
     assert all(seconds > 0 for _, _, seconds in sums)
     assert len({size for _, size, _ in sums}) * len({ranks for ranks, _, _ in sums}) == len(sums)
     for rank, result in enumerate(results):
-        order, differ, parallel, loss = result.value[1]
+        order, differ, parallel, loss, real = result.value[1]
         assert order == ("" if rank == 1 else "rank 1: ") + (
             "microbatch_rows: 1 after 4, they must increase"
         )
         assert differ.startswith("microbatch_rows must be the same on every rank, got rank 0: 2")
         assert f"parallel: 2, processes: {world_size}" in parallel
         assert "loss_fn returned shape" in loss
+        assert real == ("" if rank == 1 else "rank 1: ") + "too hot"
