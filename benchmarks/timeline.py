@@ -2,7 +2,7 @@
 
 Two stage threads, transformer blocks of a few milliseconds a microbatch, 2bw with m = 8.
 
-    python benchmarks/timeline.py [--rounds 15] [--smoke] [--json PATH]
+    python benchmarks/timeline.py [--rounds 60] [--smoke] [--json PATH]
 
 Blocks of steps alternate on one pipeline, and so does which of a round's two is first; the figure
 is the median of the rounds' ratios. Recording is an append under a lock for each action; what
@@ -38,8 +38,8 @@ def train(pipeline: Pipeline, steps: int, *, recording: bool) -> Block:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], rounds=15).parse_args()
-    rounds, seconds = (2, 0.05) if options.smoke else (options.rounds, 1.5)
+    options = arguments(__doc__.splitlines()[0], rounds=60).parse_args()
+    rounds, seconds = (2, 0.05) if options.smoke else (options.rounds, 0.5)
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
     torch.set_num_threads(1)
     where = machine()

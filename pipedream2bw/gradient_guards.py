@@ -89,7 +89,7 @@ def keep_from_zeroing(optimizer: torch.optim.Optimizer, pipe: PipelineModule) ->
 
     def zero_grad(set_to_none: bool = True) -> None:
         mine, its_pipe = optimizer_alive(), pipe_alive()
-        is_open = its_pipe is not None and its_pipe._closed_because is None
+        is_open = its_pipe is not None and its_pipe._ending.closed_because is None
         if mine is not None and not is_open:
             type(mine).zero_grad(mine, set_to_none)
 

@@ -29,7 +29,7 @@ class LazyNumber(abc.ABC):
         except RuntimeError:
             pipeline = self._pipeline()
             if pipeline is not None:
-                pipeline._check_open()
+                pipeline._ending.check_open()
             raise
 
     @abc.abstractmethod

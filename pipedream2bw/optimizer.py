@@ -75,7 +75,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._remedies = Remedies(staleness)
         self._pipe = agreed_pipeline_of(optimizers, clipping, self._remedies)
         self._delayed_batches = 0  # steps since the warm-up
-        with self._pipe._failing_closes():
+        with self._pipe._ending.failing_closes():
             self._pipe._drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = clipping.install(self._pipe)
         self._measures = max_grad_norm is not None
@@ -108,7 +108,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
         # In one order on all ranks: a stage may wait there for its copies.
         for state in sorted(self._states, key=lambda state: state.index_in_model):
-            with self._pipe._failing_closes():
+            with self._pipe._ending.failing_closes():
                 state.engine.arrange(
                     reads_first=None not in self._kinds, waits=self._norm is not None
                 )

@@ -40,7 +40,7 @@ def agreed_pipeline_of(
             raise error
         return Announcement()
 
-    with pipe._failing_closes():
+    with pipe._ending.failing_closes():
         pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from .capture import as_root
 from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
+from .ending import Ending
 from .intake import Batch, Intake
 from .local_part import LocalPart
 from .loss import Loss
@@ -295,7 +295,6 @@ class PipelineModule(nn.Module):
         self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
         self._drained = True
         self._mode_of_last_batch = root.training
-        self._closed_because: str | None = None
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
@@ -326,11 +325,14 @@ class PipelineModule(nn.Module):
             warmup_batches,
             timeout,
         )
+        # Without a reference to the pipeline: it goes when nobody holds it.
+        place = functools.partial(_place, weakref.ref(self), self._control.place)
+        self._ending = Ending(self._stages, self._control, self._fault, place, timeout)
         self._part = LocalPart(
             root, self._stages, without_values, has_first_stage=0 in self._grid.stages
         )
         self.training = root.training
-        _open_pipelines.add(self)
+        _all.add(self)
 
     # ------------------------------------------------------------------ what the user reads
 
@@ -358,7 +360,7 @@ class PipelineModule(nn.Module):
         if self._mesh is None:
             if not self._grid.in_processes:
                 raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
-            self._check_open()
+            self._ending.check_open()
             self._mesh = mesh_of(self._grid.places, self._device_type)
         return self._mesh
 
@@ -424,8 +426,8 @@ class PipelineModule(nn.Module):
                 :meth:`no_sync` and others not.
             RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
         """
-        self._check_open()
-        with self._failing_closes():
+        self._ending.check_open()
+        with self._ending.failing_closes():
             # The batches that the schedule keeps unfinished, and one to go on with.
             self._stages.wait_for_room(max(2, self._schedule.most_batches_behind + 1))
             batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
@@ -473,8 +475,8 @@ class PipelineModule(nn.Module):
 
     def _flush_for(self, operation: Operation) -> None:
         """Drains as the first part of ``operation``."""
-        self._check_open()
-        with self._failing_closes():
+        self._ending.check_open()
+        with self._ending.failing_closes():
             self._control.agree(operation, self._batch, Announcement)
             self._drain()
 
@@ -494,8 +496,8 @@ class PipelineModule(nn.Module):
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "
                 "under torch.no_grad() or after eval()"
             )
-        self._check_open()
-        with self._failing_closes():
+        self._ending.check_open()
+        with self._ending.failing_closes():
             batch, mode, sizes, layouts = self._take(args, kwargs, None, training=False)
             self._drain()
             run = ~self._evaluations  # never a batch's number
@@ -512,8 +514,8 @@ class PipelineModule(nn.Module):
     def train(self, mode: bool = True) -> PipelineModule:
         """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
         if mode != self.training:
-            self._check_open()
-            with self._failing_closes():
+            self._ending.check_open()
+            with self._ending.failing_closes():
                 self._stages.finish_submitted()  # what was submitted in one mode runs in it
             self._held[1].train(mode)
             for stage in self._stages:
@@ -666,7 +668,7 @@ class PipelineModule(nn.Module):
     @contextlib.contextmanager
     def timeline(self) -> Iterator[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
-        self._check_open()
+        self._ending.check_open()
         timeline = Timeline(self._control, self._schedule.placement)
         self._stages.record(True)
         try:
@@ -694,12 +696,12 @@ class PipelineModule(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._closed_because is None:
+        if self._ending.closed_because is None:
             if kind is None:
                 self.flush()
                 self.close()
             else:
-                self._abort(f"an exception left the with block: {kind.__name__}")
+                self._ending.abort(f"an exception left the with block: {kind.__name__}")
 
     def close(self) -> None:
         """Ends the pipeline's threads and connections once what was submitted is done.
@@ -707,60 +709,12 @@ class PipelineModule(nn.Module):
         Every rank calls it. Batches whose backward needs a later batch or a :meth:`flush` to
         proceed are dropped.
         """
-        if self._closed_because is not None:
+        if self._ending.closed_because is not None:
             return
-        with self._failing_closes():
-            self._stages.finish_submitted()
-            self._stages.losses.finish(self._timeout)
+        with self._ending.failing_closes():
+            self._ending.finish_submitted()
             self._control.agree(Operation.close, self._batch, Announcement)
-        self._tear_down("close() was called")
-
-    def _check_open(self) -> None:
-        if self._closed_because is not None:
-            raise RuntimeError(f"the pipeline is closed: {self._closed_because}")
-        if self._fault.cause is not None:
-            self._fail()
-
-    @contextlib.contextmanager
-    def _failing_closes(self) -> Iterator[None]:
-        """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
-        try:
-            yield
-        except (ValueError, TypeError):
-            if self._fault.cause is not None:
-                self._fail()
-            raise
-        except BaseException as error:
-            if self._fault.cause is not None:
-                self._fail()
-            self._abort(f"{type(error).__name__} {error}".strip())
-            raise
-
-    def _fail(self) -> NoReturn:
-        """Raises the first cause of the fault on all ranks, and ends this one's part."""
-        mine = self._fault.cause or "unknown cause"
-        original = self._stages.first_error()
-        cause = self._control.report_cause(mine)
-        self._tear_down(cause)
-        raise RuntimeError(cause) from original
-
-    def _abort(self, reason: str) -> None:
-        """Ends this process's part at once; ranks that wait for it learn the reason."""
-        if self._grid.in_processes:
-            stages = ", ".join(map(str, self.stages))
-            reason = f"rank {self.rank} (stage {stages}), batch {self._batch}: {reason}"
-        self._control.report_cause(reason)
-        self._fault.raise_(reason)
-        self._tear_down(reason)
-
-    def _tear_down(self, reason: str) -> None:
-        self._closed_because = reason
-        _open_pipelines.discard(self)
-        for stage in self._stages:
-            stage.runner.forget()
-        self._stages.end()
-        for stage in self._stages:  # no update is under way any more
-            stage.state.remove_guards()
+        self._ending.end("close() was called")
 
     # ------------------------------------------------------------------ parts of the above
 
@@ -826,37 +780,25 @@ class PipelineModule(nn.Module):
 
     def _submit_updates(self, submit: Callable[[LocalStage, int], int]) -> None:
         """Registers the update of the last batch on every local stage."""
-        with self._failing_closes():
+        with self._ending.failing_closes():
             for stage in self._stages.in_update_order():
                 submit(stage, self._batch - 1)
         self._accumulation.take_update()
 
     def _check_update_is_due(self) -> None:
-        self._check_open()
+        self._ending.check_open()
         self._accumulation.check_update()
+
+
+def _place(pipeline: weakref.ref[PipelineModule], place: str) -> str:
+    """In front of a cause that other ranks are told."""
+    alive = pipeline()
+    return f"{place}, batch {alive._batch}: " if alive and alive._grid.in_processes else ""
 
 
 def open_pipelines() -> list[PipelineModule]:
     """The pipelines of this process that have not been closed."""
-    return list(_open_pipelines)
+    return [pipe for pipe in _all if pipe._ending.closed_because is None]
 
 
-_open_pipelines: weakref.WeakSet[PipelineModule] = weakref.WeakSet()
-
-
-def _close_at_exit() -> None:
-    """Ends threads before the interpreter does; work that others wait for is finished first."""
-    error = getattr(sys, "last_value", None)
-    for pipeline in list(_open_pipelines):
-        reason = "the program ended"
-        if error is not None:
-            reason += f" with {type(error).__name__}: {error}"
-        elif pipeline._fault.cause is None:
-            with contextlib.suppress(Exception):
-                pipeline._stages.finish_submitted()
-                pipeline._stages.losses.finish(pipeline._timeout)
-        with contextlib.suppress(Exception):
-            pipeline._abort(reason)
-
-
-atexit.register(_close_at_exit)
+_all: weakref.WeakSet[PipelineModule] = weakref.WeakSet()

@@ -1,21 +1,17 @@
-"""Runs a function on several ranks, each a fresh Python process, and leaves none behind.
+"""Runs a function on several ranks, each a process of its own, and leaves none behind.
 
-The processes are started, not forked, so that no rank inherits torch's threads. Every rank meets
-the others through a file or through a store whose port the system chooses: tests may run side by
-side. torch is imported only where it is used, since that takes longer than many a test.
+Every rank meets the others through a file or through a store whose port the system chooses: tests
+may run side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
-import faulthandler
 import os
 import pickle
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -25,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.distributed.rank_process import ROOT, RankProcess, start_rank
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0
 """How long the other ranks may run on once one has failed, unless failure is expected."""
 
@@ -122,16 +119,16 @@ def run_ranks(
             from torch._C._distributed_c10d import TCPStore
 
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[RankProcess] = []
         try:
             for rank in range(world_size):
                 variables = _environment(rank, world_size, rank_environment, store, env or {})
-                ranks.append(_start(folder, rank, variables))
+                ranks.append(start_rank(folder, rank, variables))
             hung = _wait(ranks, timeout, expect_failure)
         finally:
             for process in ranks:
-                _end(process)
-        results = [_collect(folder, rank, process) for rank, process in enumerate(ranks)]
+                process.end()
+        results = [_collect(folder, process) for process in ranks]
     if hung:
         raise RankError(f"ranks {hung} did not end within {timeout} s", results)
     failed = [result.rank for result in results if result.exit_code != 0]
@@ -191,85 +188,40 @@ def _environment(
     return variables
 
 
-def _start(folder: Path, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    with open(folder / f"stdout{rank}", "wb") as out, open(folder / f"stderr{rank}", "wb") as err:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).resolve()),
-                str(folder),
-                str(rank),
-                str(os.getpid()),
-            ],
-            env=variables,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,  # a process group of its own, so that its children end with it
-        )
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it: the process group's number stays taken until ``_end``."""
-    if process.returncode is not None:
-        return True
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _has_failed(process: subprocess.Popen[bytes]) -> bool:
-    state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return state is not None and (state.si_code != os.CLD_EXITED or state.si_status != 0)
-
-
-def _wait(
-    ranks: Sequence[subprocess.Popen[bytes]], timeout: float, expect_failure: bool
-) -> list[int]:
+def _wait(ranks: Sequence[RankProcess], timeout: float, expect_failure: bool) -> list[int]:
     """Waits until all have ended. Returns the ranks that had not by the deadline."""
     deadline = time.monotonic() + timeout
     one_failed = False
-    while not all(map(_has_ended, ranks)):
-        if not one_failed and not expect_failure and any(map(_has_failed, ranks)):
+    while None in (codes := [process.exit_code for process in ranks]):
+        if not one_failed and not expect_failure and any(codes):
             one_failed = True
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
-            hung = [rank for rank, process in enumerate(ranks) if not _has_ended(process)]
+            hung = [rank for rank, code in enumerate(codes) if code is None]
             for rank in hung:
-                ranks[rank].send_signal(signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(ranks[rank].pid, signal.SIGUSR1)
             time.sleep(1.0)  # for faulthandler to write
             return [] if one_failed else hung
         time.sleep(0.01)
     return []
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _collect(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> RankResult:
+def _collect(folder: Path, process: RankProcess) -> RankResult:
+    rank = process.rank
     value = folder / f"value{rank}"
+    assert process.exit_code is not None
     return RankResult(
         rank,
-        process.returncode,
+        process.exit_code,
         (folder / f"stdout{rank}").read_text(encoding="utf-8", errors="replace"),
         (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace"),
         pickle.loads(value.read_bytes()) if value.exists() else None,
     )
 
 
-def _end_with_parent(parent: int) -> None:
-    """A test run that is killed cannot clean up: have the kernel do it (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _run_rank(folder: Path, rank: int) -> None:
+def run_rank(folder: Path, rank: int) -> None:
+    """In the rank's process: calls what :func:`run_ranks` was given."""
     target, args, world_size, rendezvous, timeout = pickle.loads((folder / "call").read_bytes())
     if rendezvous == "file":
         import torch.distributed as dist
@@ -294,11 +246,3 @@ def _run_rank(folder: Path, rank: int) -> None:
     partial.rename(folder / f"value{rank}")
     if rendezvous == "file" and dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _end_with_parent(int(sys.argv[3]))
-    sys.path[0] = str(ROOT)  # it was this file's folder, whose modules are imported by package
-    _run_rank(Path(sys.argv[1]), int(sys.argv[2]))
