@@ -26,6 +26,7 @@ CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.c
 CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 STUDY := benchmarks/convergence
+PAPER := benchmarks/paper/reproduce.py
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The constraint keeps any extra's dependency from replacing the torch that the extension is built
@@ -139,9 +140,10 @@ build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
 bench: $(STAMPS)/test $(STAMPS)/extension
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
+	$(BIN)/python $(PAPER) --json benchmarks/results/paper.json
 
 bench-smoke: $(STAMPS)/test $(STAMPS)/extension
-	set -e; for file in $(BENCHMARKS) $(STUDY)/study.py; do echo "== $$file"; \
+	set -e; for file in $(BENCHMARKS) $(PAPER) $(STUDY)/study.py; do echo "== $$file"; \
 	    $(BIN)/python $$file --smoke; done
 
 study: $(STAMPS)/test $(STAMPS)/extension
