@@ -18,9 +18,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measuring.report import Figure, arguments, machine, print_table, write_json
 from benchmarks.paper import figures, systems, zero_bubble
+from benchmarks.paper.devices import P3_16XLARGE, Cluster, Constants
 from benchmarks.paper.shapes import GPT_1_3B, GPT_28_3B
 from benchmarks.paper.systems import Setting
-from benchmarks.paper.v100 import P3_16XLARGE, Cluster, Constants
 
 TOLERANCE = 0.10
 CHOICES = "2bw by (d, b), sequences/s"

@@ -43,6 +43,15 @@ class Gpt:
         s, h = self.sequence, self.hidden
         return 24 * rows * s * h**2 * (1 + s / (6 * h))
 
+    @property
+    def attention_share(self) -> float:
+        """Of a block's operations, those of products without a weight, queries with keys and so on.
+
+        Both gradients of such a product are needed by the stage before.
+        """
+        attention = self.sequence / (6 * self.hidden)
+        return attention / (1 + attention)
+
     def head_flops(self, rows: int) -> float:
         """The products with the vocabulary, likewise."""
         return 2 * rows * self.sequence * self.hidden * self.vocabulary

@@ -14,8 +14,8 @@ import functools
 from collections.abc import Sequence
 
 import pipedream2bw as pd2
+from benchmarks.paper.devices import Cluster, Constants, ring_seconds
 from benchmarks.paper.shapes import HALF, SINGLE, Gpt
-from benchmarks.paper.v100 import Cluster, Constants
 
 SYSTEMS = ("one at a time", "tensor parallel", "gpipe", "1f1b", "2bw")
 UPDATE_TRAFFIC = 72  # bytes that a step reads and writes, of each parameter
@@ -68,13 +68,10 @@ class Network:
             return self.cluster.between / self.senders
         return self.cluster.pair
 
-    def ring_seconds(self, members: int, size: float, *, rings: int, crosses: bool) -> float:
+    def sum_seconds(self, members: int, size: float, *, rings: int, crosses: bool) -> float:
         """All-reduce of ``size`` bytes by each of ``rings`` rings through the same links."""
-        if members == 1:
-            return 0.0
         bandwidth = self.cluster.between / rings if crosses else self.cluster.inside
-        steps = 2 * (members - 1)
-        return steps / members * size / bandwidth + steps * self.cluster.latency
+        return ring_seconds(members, size, bandwidth, self.cluster.latency)
 
 
 def stage_parameters(setting: Setting) -> list[int]:
@@ -145,7 +142,7 @@ def update_seconds(setting: Setting, network: Network, *, tied: bool) -> float:
     cluster, model = network.cluster, setting.model
     parameters = max(stage_parameters(setting))
     crosses = setting.width > cluster.devices_per_server
-    seconds = network.ring_seconds(setting.width, HALF * parameters, rings=1, crosses=crosses)
+    seconds = network.sum_seconds(setting.width, HALF * parameters, rings=1, crosses=crosses)
     if tied and setting.depth > 1:
         size = HALF * model.vocabulary * model.hidden
         seconds += size / network.message_bandwidth
@@ -251,11 +248,11 @@ def tensor_seconds(setting: Setting, network: Network, constants: Constants) -> 
     # embedding, one for the head's input.
     sums = 6 * model.layers + 2
     crosses = t > cluster.devices_per_server
-    each = network.ring_seconds(t, model.hidden_bytes(rows), rings=1, crosses=crosses)
+    each = network.sum_seconds(t, model.hidden_bytes(rows), rings=1, crosses=crosses)
     microbatch = 4 * model.layers * block + 3 * head + sums * each
     parameters = model.parameters / t
     rings = min(t, cluster.devices_per_server)  # every device of a server has replicas elsewhere
-    gradients = network.ring_seconds(
+    gradients = network.sum_seconds(
         setting.width, HALF * parameters, rings=rings, crosses=setting.width > 1
     )
     update = UPDATE_TRAFFIC * parameters / cluster.memory_bandwidth

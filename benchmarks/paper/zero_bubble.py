@@ -7,8 +7,8 @@ and the head. Nothing is recomputed; messages go on beside the work.
 from __future__ import annotations
 
 import pipedream2bw as pd2
+from benchmarks.paper.devices import A100_SERVER, Constants
 from benchmarks.paper.shapes import GPT_6_2B, HALF, SINGLE
-from benchmarks.paper.v100 import A100_SERVER, Constants
 
 RANKS = 8
 MICROBATCHES = 24
@@ -30,12 +30,10 @@ def simulate(name: str, stages_per_rank: int, constants: Constants) -> pd2.Simul
     """The schedule, with the seconds and bytes of this model's stages."""
     model, cluster = GPT_6_2B, A100_SERVER
     blocks = blocks_of_stages(stages_per_rank)
-    # Attention's products have two inputs and no weight: both their gradients are I's.
-    share = model.sequence / (6 * model.hidden) / (1 + model.sequence / (6 * model.hidden))
     flops = model.block_flops(ROWS)
     forward, inputs, weights = (
         [count * constants.block_seconds(cluster, part * flops) for count in blocks]
-        for part in (1, 1 + share, 1 - share)
+        for part in (1, 1 + model.attention_share, 1 - model.attention_share)
     )
     head = model.head_flops(ROWS) / (constants.efficiency * cluster.flops)
     for seconds in (forward, inputs, weights):

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipedream2bw as pd2
 from benchmarks.paper import figures, reproduce, systems, zero_bubble
+from benchmarks.paper.devices import P3_16XLARGE, Constants
 from benchmarks.paper.shapes import GPT_2_2B, GPT_3_8B, GPT_6_2B, GPT_28_3B, Gpt
 from benchmarks.paper.systems import SYSTEMS, Network, Setting
-from benchmarks.paper.v100 import P3_16XLARGE, Constants
 
 TINY = Gpt("tiny", layers=2, hidden=32, heads=4, sequence=16, vocabulary=64)
 
@@ -156,11 +156,11 @@ def test_stage_bytes_are_what_the_simulator_counts(
 def test_a_ring_moves_what_the_closed_form_says() -> None:
     network = Network(P3_16XLARGE, Setting(GPT_2_2B, 64, 8, 8, 512))
     latency = 14 * P3_16XLARGE.latency
-    inside = network.ring_seconds(8, 1e9, rings=1, crosses=False)
+    inside = network.sum_seconds(8, 1e9, rings=1, crosses=False)
     assert inside == pytest.approx(2 * 7 / 8 * 1e9 / 150e9 + latency)
-    between = network.ring_seconds(8, 1e9, rings=8, crosses=True)
+    between = network.sum_seconds(8, 1e9, rings=8, crosses=True)
     assert between == pytest.approx(2 * 7 / 8 * 8e9 / P3_16XLARGE.between + latency)
-    assert network.ring_seconds(1, 1e9, rings=1, crosses=True) == 0
+    assert network.sum_seconds(1, 1e9, rings=1, crosses=True) == 0
 
 
 def test_gpipe_flushes_when_the_memory_is_full() -> None:

@@ -48,6 +48,18 @@ A100_SERVER = Cluster(
     between=4 * 200e9 / 8,
     latency=20e-6,
 )
+# 400 Gbit/s for each device between servers; 4 of the 80 GB are the program's.
+H100_CLUSTER = Cluster(
+    "servers of 8 H100",
+    flops=989e12,
+    memory_bandwidth=3.35e12,
+    memory=80e9 - 4e9,
+    devices_per_server=8,
+    inside=450e9,
+    pair=450e9,
+    between=8 * 400e9 / 8,
+    latency=10e-6,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +72,9 @@ class Constants:
     def block_seconds(self, cluster: Cluster, flops: float) -> float:
         """One pass of one block on one device."""
         return flops / (self.efficiency * cluster.flops) + self.launch
+
+
+def ring_seconds(members: int, size: float, bandwidth: float, latency: float) -> float:
+    """All-reduce of ``size`` bytes by a ring."""
+    steps = 2 * (members - 1)
+    return steps / members * size / bandwidth + steps * latency

@@ -1,0 +1,89 @@
+"""The search over ways to train on many devices: its bounds, its choice, its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.paper import scale
+from benchmarks.paper.devices import H100_CLUSTER, Constants
+from benchmarks.paper.scale import CONSTANTS, SCHEDULES
+from benchmarks.paper.scale_costs import balanced, costs
+from benchmarks.paper.shapes import Gpt
+
+SMALL = Gpt("small", layers=10, hidden=1024, heads=8, sequence=1024)
+
+
+BATCH = 32
+
+
+@settings(deadline=None)
+@given(layers=st.integers(1, 60), stages=st.integers(1, 60), head=st.floats(0, 3, allow_nan=False))
+def test_stages_are_as_even_as_whole_blocks_allow(layers: int, stages: int, head: float) -> None:
+    stages = min(stages, layers)
+    blocks = balanced(layers, stages, head)
+    assert len(blocks) == stages
+    assert sum(blocks) == layers
+    assert min(blocks) >= 0
+    slowest = max([*blocks[:-1], blocks[-1] + head])
+    # Of every number of blocks that the last stage might have, none is better.
+    for last in range(layers + 1 if stages > 1 else 0):
+        others = -(-(layers - last) // (stages - 1))
+        assert slowest <= max(others, last + head) + 1e-9
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bounds_are_below_what_is_simulated(schedule: str) -> None:
+    found = list(scale.candidates(SMALL, 8, schedule, H100_CLUSTER, BATCH))
+    assert len(found) > 20
+    for candidate in found:
+        of = costs(candidate, H100_CLUSTER, CONSTANTS)
+        result = scale.simulate(candidate, of)
+        assert scale.least_seconds(candidate, of) <= result.seconds * (1 + 1e-9)
+        assert scale.least_bytes(candidate, of) <= result.peak_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_best_is_the_best_of_all_that_fit(schedule: str) -> None:
+    peaks = []
+    for memory in (80e9, 1.5e9, 0.7e9):
+        cluster = dataclasses.replace(H100_CLUSTER, memory=memory)
+        simulated = [
+            scale.simulate(candidate, costs(candidate, cluster, CONSTANTS))
+            for candidate in scale.candidates(SMALL, 8, schedule, cluster, BATCH)
+        ]
+        fitting = [result for result in simulated if result.peak_bytes <= memory]
+        best = scale.best(SMALL, 8, schedule, cluster, CONSTANTS, BATCH)
+        if not fitting:
+            assert best is None
+            continue
+        assert best is not None
+        assert best.peak_bytes <= memory
+        assert best.seconds == min(result.seconds for result in fitting)
+        peaks.append(best.peak_bytes)
+    assert len(peaks) >= 2
+    assert peaks[0] > peaks[-1]
+
+
+def test_candidates_are_what_the_rules_allow() -> None:
+    for schedule in SCHEDULES:
+        for candidate in scale.candidates(SMALL, 16, schedule, H100_CLUSTER, BATCH):
+            assert candidate.tensor * candidate.width * candidate.ranks == 16
+            assert candidate.width * candidate.rows * candidate.microbatches == BATCH
+            assert candidate.num_stages <= SMALL.layers
+            assert schedule != "2bw" or candidate.microbatches >= candidate.ranks
+            assert schedule != "interleaved" or candidate.microbatches % candidate.ranks == 0
+
+
+def test_all_blocks_operations_are_in_the_stages() -> None:
+    """The seconds of a microbatch on one device are the model's operations."""
+    [candidate] = itertools.islice(scale.candidates(SMALL, 1, "1f1b", H100_CLUSTER, BATCH), 1)
+    constants = Constants(efficiency=1.0, launch=0.0)
+    of = costs(candidate, H100_CLUSTER, constants)
+    seconds = sum(of.forward + of.input_grad + of.weight_grad)
+    flops = SMALL.train_flops(candidate.rows, recompute=False)
+    assert seconds * H100_CLUSTER.flops == pytest.approx(flops)
