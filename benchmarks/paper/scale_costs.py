@@ -66,49 +66,61 @@ class Costs:
 
 def balanced(layers: int, num_stages: int, head: float) -> list[int]:
     """Blocks of each stage, where the last one also has the head, worth ``head`` blocks."""
+    if num_stages == 1:
+        return [layers]
     most = next(
         most
         for most in itertools.count(-(-layers // num_stages))
         if (num_stages - 1) * most + max(0, int(most - head)) >= layers
     )
-    last = min(layers, max(0, int(most - head))) if num_stages > 1 else layers
-    if num_stages == 1:
-        return [last]
     # No more on the last than on the others.
-    last = min(last, layers // num_stages)
+    last = min(max(0, int(most - head)), layers // num_stages)
     each, more = divmod(layers - last, num_stages - 1)
     return [each + (stage < more) for stage in range(num_stages - 1)] + [last]
 
 
 def costs(candidate: Candidate, cluster: Cluster, constants: Constants) -> Costs:
     model, t, rows = candidate.model, candidate.tensor, candidate.rows
-    product = constants.block_seconds(cluster, model.block_flops(rows) / t)
     share = model.attention_share
-    summed = ring_seconds(t, model.hidden_bytes(rows), cluster.inside, cluster.latency)
-    forward = product + 2 * summed
-    weight = constants.block_seconds(cluster, (1 - share) * model.block_flops(rows) / t)
-    inputs = constants.block_seconds(cluster, (1 + share) * model.block_flops(rows) / t)
+    summed = 2 * ring_seconds(t, model.hidden_bytes(rows), cluster.inside, cluster.latency)
+    flops = model.block_flops(rows) / t
+    forward, inputs, weights = (
+        constants.block_seconds(cluster, part * flops) + sums
+        for part, sums in ((1, summed), (1 + share, summed), (1 - share, 0))
+    )
+    again = candidate.recompute * forward
     head = model.head_flops(rows) / t / (constants.efficiency * cluster.flops)
-    blocks = balanced(model.layers, candidate.num_stages, head / product)
-    parameters = [count * model.block_parameters / t for count in blocks]
+    blocks = balanced(
+        model.layers, candidate.num_stages, 3 * head / (forward + inputs + weights + again)
+    )
+
+    def of_stages(of_block: float, of_head: float) -> list[float]:
+        values = [count * of_block for count in blocks]
+        values[-1] += of_head
+        return values
+
+    parameters = of_stages(model.block_parameters / t, 0)
     parameters[0] += model.embedding_parameters / t
     if candidate.num_stages > 1:
         parameters[-1] += model.vocabulary * model.hidden / t
-    last = [0.0] * (candidate.num_stages - 1) + [1.0]
     kept = model.kept_bytes(rows, scores=False) / t  # sequences are split where layers are not
     logits = model.logit_values(rows) / t
+    if candidate.recompute and candidate.schedule != "zero_bubble":
+        # One block at a time. Where W comes later, all of them are kept until then.
+        activations = [kept] * candidate.num_stages
+        activations[-1] = max(kept, (HALF + SINGLE) * logits)
+    else:
+        activations = of_stages(kept, (HALF + SINGLE) * logits)
+    inputs_of_blocks = of_stages(model.hidden_bytes(rows) / t, SINGLE * logits)
     devices = t * candidate.ranks
     one_server = cluster.devices_per_server
     outside = cluster.between / one_server  # of a device
     reduced = cluster.inside if devices * candidate.width <= one_server else outside
     return Costs(
-        forward=[n * forward + is_last * head for n, is_last in zip(blocks, last, strict=True)],
-        input_grad=[
-            n * (inputs + 2 * summed) + is_last * head
-            for n, is_last in zip(blocks, last, strict=True)
-        ],
-        weight_grad=[n * weight + is_last * head for n, is_last in zip(blocks, last, strict=True)],
-        recompute=[n * forward * candidate.recompute for n in blocks],
+        forward=of_stages(forward, head),
+        input_grad=of_stages(inputs, head),
+        weight_grad=of_stages(weights, head),
+        recompute=of_stages(again, 0),
         all_reduce=[
             ring_seconds(candidate.width, SINGLE * count, reduced, cluster.latency)
             for count in parameters
@@ -116,17 +128,8 @@ def costs(candidate: Candidate, cluster: Cluster, constants: Constants) -> Costs
         update=[UPDATE_TRAFFIC * count / cluster.memory_bandwidth for count in parameters],
         weight_bytes=[HALF * count for count in parameters],
         other_bytes=[STATE_BYTES * count for count in parameters],
-        # One block at a time is recomputed; where W comes later, all of them are kept until then.
-        activation_bytes=[
-            max(kept, is_last * (HALF + SINGLE) * logits)
-            if candidate.recompute and candidate.schedule != "zero_bubble"
-            else n * kept + is_last * (HALF + SINGLE) * logits
-            for n, is_last in zip(blocks, last, strict=True)
-        ],
-        input_bytes=[
-            candidate.recompute * (n * model.hidden_bytes(rows) / t + is_last * SINGLE * logits)
-            for n, is_last in zip(blocks, last, strict=True)
-        ],
+        activation_bytes=activations,
+        input_bytes=[candidate.recompute * size for size in inputs_of_blocks],
         message_bytes=model.hidden_bytes(rows) / t,  # each of the t devices sends its part
         bandwidth=cluster.pair if devices <= one_server else outside,
         latency=cluster.latency,

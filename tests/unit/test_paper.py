@@ -78,6 +78,20 @@ def test_models_have_as_many_parameters_as_their_names_say() -> None:
         assert model.parameters == pytest.approx(billions * 1e9, rel=0.03)
 
 
+def test_the_stages_do_all_of_the_models_operations() -> None:
+    setting = Setting(GPT_3_8B, 64, 16, 8, 512)
+    ideal = Constants(efficiency=1.0, launch=0.0)
+    seconds = itertools.chain(*systems.stage_seconds(setting, P3_16XLARGE, ideal))
+    flops = GPT_3_8B.train_flops(setting.rows, recompute=True)
+    assert sum(seconds) * P3_16XLARGE.flops == pytest.approx(flops)
+    # Shared by 16 devices instead, with sums that take no time.
+    network = dataclasses.replace(P3_16XLARGE, between=1e30, inside=1e30, latency=0.0)
+    shared = systems.tensor_seconds(setting, Network(network, setting), ideal)
+    update = 72 * GPT_3_8B.parameters / 16 / P3_16XLARGE.memory_bandwidth
+    microbatch = (shared - update) / setting.microbatches
+    assert microbatch * 16 * P3_16XLARGE.flops == pytest.approx(flops)
+
+
 def table(schedule: str, w: float, a_tot: float, a_in: float, d: int, m: int, again: bool) -> float:
     """PAPER.md's bytes of stage 0: weights and activations."""
     kept = {"2bw": d, "gpipe": m, "1f1b": min(d, m), "pipedream": d}[schedule]

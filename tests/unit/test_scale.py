@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.paper import scale
 from benchmarks.paper.devices import H100_CLUSTER, Constants
 from benchmarks.paper.scale import CONSTANTS, SCHEDULES
-from benchmarks.paper.scale_costs import balanced, costs
+from benchmarks.paper.scale_costs import Candidate, balanced, costs
 from benchmarks.paper.shapes import Gpt
 
 SMALL = Gpt("small", layers=10, hidden=1024, heads=8, sequence=1024)
@@ -48,10 +48,18 @@ def test_bounds_are_below_what_is_simulated(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_best_is_the_best_of_all_that_fit(schedule: str) -> None:
+@pytest.mark.parametrize("slowness", [1, 200])
+def test_the_best_is_the_best_of_all_that_fit(schedule: str, slowness: int) -> None:
+    """Slow links make the order of the bounds another one than that of the seconds."""
     peaks = []
     for memory in (80e9, 1.5e9, 0.7e9):
-        cluster = dataclasses.replace(H100_CLUSTER, memory=memory)
+        cluster = dataclasses.replace(
+            H100_CLUSTER,
+            memory=memory,
+            inside=H100_CLUSTER.inside / slowness,
+            pair=H100_CLUSTER.pair / slowness,
+            latency=H100_CLUSTER.latency * slowness,
+        )
         simulated = [
             scale.simulate(candidate, costs(candidate, cluster, CONSTANTS))
             for candidate in scale.candidates(SMALL, 8, schedule, cluster, BATCH)
@@ -87,3 +95,19 @@ def test_all_blocks_operations_are_in_the_stages() -> None:
     seconds = sum(of.forward + of.input_grad + of.weight_grad)
     flops = SMALL.train_flops(candidate.rows, recompute=False)
     assert seconds * H100_CLUSTER.flops == pytest.approx(flops)
+
+
+def test_all_blocks_bytes_are_in_the_stages() -> None:
+    candidate = Candidate(SMALL, "2bw", 2, 1, 4, 1, 3, False, BATCH)
+    of = costs(candidate, H100_CLUSTER, CONSTANTS)
+    copy = SMALL.vocabulary * SMALL.hidden  # of the embedding, for the head
+    assert sum(of.weight_bytes) == pytest.approx(2 * (SMALL.parameters + copy) / 2)
+    logits = 3 * SMALL.sequence * SMALL.vocabulary
+    blocks = SMALL.layers * 34 * 3 * SMALL.sequence * SMALL.hidden
+    assert sum(of.activation_bytes) == pytest.approx((blocks + 6 * logits) / 2)
+    assert sum(of.input_bytes) == 0
+    again = costs(dataclasses.replace(candidate, recompute=True), H100_CLUSTER, CONSTANTS)
+    inputs = SMALL.layers * 2 * 3 * SMALL.sequence * SMALL.hidden
+    assert sum(again.input_bytes) == pytest.approx((inputs + 4 * logits) / 2)
+    assert max(again.activation_bytes) < max(of.activation_bytes)
+    assert again.activation_bytes[0] == pytest.approx(blocks / SMALL.layers / 2)
