@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +23,7 @@ SMALL = Gpt("small", layers=10, hidden=1024, heads=8, sequence=1024)
 
 
 BATCH = 32
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @settings(deadline=None)
@@ -111,3 +116,35 @@ def test_all_blocks_bytes_are_in_the_stages() -> None:
     assert sum(again.input_bytes) == pytest.approx((inputs + 4 * logits) / 2)
     assert max(again.activation_bytes) < max(of.activation_bytes)
     assert again.activation_bytes[0] == pytest.approx(blocks / SMALL.layers / 2)
+
+
+def test_the_page_shows_the_results() -> None:
+    report = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
+    found = {(row["model"], row["devices"], row["schedule"]): row for row in report["best"]}
+    page = (ROOT / "docs/scale.md").read_text()
+    rows = re.findall(r"^\| (7B|70B|1T) \| ([\d,]+) \|(.*)\|$", page, flags=re.MULTILINE)
+    assert len(rows) == 9 + 8
+    for model, devices, cells in rows:
+        results = [found.get((model, int(devices.replace(",", "")), name)) for name in SCHEDULES]
+        shown = [cell.strip() for cell in cells.split("|")]
+        if len(shown) == len(SCHEDULES):
+            assert shown == [settings_of(row) for row in results]
+            continue
+        assert shown[:-1] == [rate_of(row) for row in results]
+        two_versions, *others = [row["tokens_per_device"] for row in results if row is not None]
+        assert float(shown[-1]) == round(two_versions / max(others), 2)
+
+
+def rate_of(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "none"
+    rate = row["tokens_per_device"]
+    return f"{rate:.1f} ({row['gb']:.0f})" if rate < 100 else f"{rate:,.0f} ({row['gb']:.0f})"
+
+
+def settings_of(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "none"
+    chunks = f" v={row['stages_per_rank']}" if row["stages_per_rank"] > 1 else ""
+    again = " R" if row["recompute"] else ""
+    return f"t={row['tensor']} w={row['width']} d={row['ranks']}{chunks} b={row['rows']}{again}"
