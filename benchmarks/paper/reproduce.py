@@ -14,7 +14,7 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measuring.report import Figure, arguments, machine, print_table, write_json
 from benchmarks.paper import figures, systems, zero_bubble
