@@ -26,6 +26,7 @@ CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.c
 CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 STUDY := benchmarks/convergence
+PAPER := benchmarks/paper
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The constraint keeps any extra's dependency from replacing the torch that the extension is built
@@ -139,9 +140,11 @@ build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
 bench: $(STAMPS)/test $(STAMPS)/extension
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
+	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
+	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
 bench-smoke: $(STAMPS)/test $(STAMPS)/extension
-	set -e; for file in $(BENCHMARKS) $(STUDY)/study.py; do echo "== $$file"; \
+	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py $(STUDY)/study.py; do echo "== $$file"; \
 	    $(BIN)/python $$file --smoke; done
 
 study: $(STAMPS)/test $(STAMPS)/extension
