@@ -137,10 +137,15 @@ TEST(StageSplit, WithTheSmallestLimitSomethingFitsAndWithLessNothing) {
 TEST(StageSplit, EqualsAPlainProgramOnLongerModels) {
   std::mt19937 random(7);
   int num_solved = 0;
-  for (int round = 0; round < 60; ++round) {
-    StageSplitProblem problem = random_problem(random, 150, 6);
+  for (int round = 0; round < 100; ++round) {
+    StageSplitProblem problem = random_problem(random, round % 4 == 1 ? 250 : 100, 6);
     if (round % 2 == 0) problem.can_cut.clear();
     if (round % 3 == 0) problem.layers[random() % problem.layers.size()].forward = 1e6;
+    if (round % 4 == 1) {  // much slack and few ties
+      for (Edge& edge : problem.edges) edge.bytes = static_cast<int>(random() % 1000);
+      for (StageMemoryRule& rule : problem.stages) rule.limit *= 4;
+      problem.layers[random() % problem.layers.size()].forward = 1e7;
+    }
     const int longest = 1 + static_cast<int>(random() % 60);
     std::erase_if(problem.edges,
                   [&](const Edge& edge) { return edge.consumer - edge.producer > longest; });
