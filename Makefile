@@ -7,7 +7,7 @@
 #   make lint        clang-format, ruff, mypy
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run
-#   make study       how 2BW and the remedies for its delay converge
+#   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 
 PYTHON ?= python3
@@ -144,11 +144,13 @@ bench: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
 bench-smoke: $(STAMPS)/test $(STAMPS)/extension
-	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py $(STUDY)/study.py; do echo "== $$file"; \
+	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
+	    $(STUDY)/study.py $(STUDY)/precision.py; do echo "== $$file"; \
 	    $(BIN)/python $$file --smoke; done
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
+	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py
