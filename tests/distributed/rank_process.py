@@ -120,6 +120,7 @@ def _become(folder: Path, rank: int, variables: dict[str, str], parent: int) -> 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.clear()
     os.environ.update(variables)
+    sys.path += variables.get("PYTHONPATH", "").split(os.pathsep)  # read when Python began
     os.chdir(folder)
     random.seed()
     from tests.distributed.launch import run_rank
