@@ -6,7 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from .json_fields import check_number, read_json, write_json
+from .plan_json import check_number, read_json, write_json
 from .schedules import make_schedule
 from .settings import check_whole_number
 
