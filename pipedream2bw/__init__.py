@@ -17,6 +17,7 @@ from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .profile import Profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
 from .staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
@@ -35,6 +36,7 @@ __all__ = [
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
+    "Profile",
     "Schedule",
     "Simulation",
     "StageMemory",

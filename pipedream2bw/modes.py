@@ -11,6 +11,7 @@ from torch import nn
 from .capture import Captured, capture
 from .captured import blocks_of_layers
 from .materialize import Example, for_capture
+from .profile import describe_parameters
 from .stage import StageProgram, choose_boundaries, place_like, split_into_stages
 
 
@@ -104,11 +105,7 @@ class Modes:
         captured, programs = self.first.captured, self.first.programs
         return {
             "mode of the model": "train" if self._root.training else "eval",
-            "parameters": [
-                f"{name} {list(parameter.shape)} {parameter.dtype}"
-                + ("" if parameter.requires_grad else " frozen")
-                for name, parameter in self._root.named_parameters()
-            ],
+            "parameters": list(describe_parameters(self._root)),
             "example arguments": [str(item) for item in captured.model_inputs],
             "capture": captured.how,
             "layers of the model": len(captured.layers),
