@@ -11,12 +11,14 @@ check_loaded_torch()
 from .added_loss import add_loss, collect_losses
 from .deferred import deferred_init
 from .draw import Picture, draw_timeline
+from .draw_plan import draw_plan
 from .local_shards import use_local_shards
 from .loss import Loss
 from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .planner import Plan
 from .profile import Profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
@@ -36,6 +38,7 @@ __all__ = [
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
+    "Plan",
     "Profile",
     "Schedule",
     "Simulation",
@@ -45,6 +48,7 @@ __all__ = [
     "collect_losses",
     "deferred_init",
     "draw_text",
+    "draw_plan",
     "draw_timeline",
     "find_deadlock",
     "load_schedule",

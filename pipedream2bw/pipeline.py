@@ -23,23 +23,25 @@ from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .ending import Ending
 from .intake import Batch, Intake
+from .layout import DEFAULT_SCHEDULE, Layout
 from .local_part import LocalPart
 from .loss import Loss
 from .materialize import check_loadable, home_of, materialize
 from .memory import StageMemory
-from .mesh import check_mesh, described, mesh_of
+from .mesh import mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
+from .planned import as_plan, check_model
+from .planner import Plan
 from .precision import Precision
-from .schedules import Schedule, check_runnable, fingerprint, schedule_for
+from .schedules import Schedule, check_runnable
 from .settings import (
     bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
     check_whole_number,
-    length_of,
     stage_devices,
     what_to_recompute,
 )
@@ -168,18 +170,19 @@ class PipelineModule(nn.Module):
         model: nn.Module | Sequence[nn.Module],
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
+        plan: Plan | str | os.PathLike[str] | None = None,
         num_stages: int | None = None,
-        num_microbatches: int,
-        schedule: str | os.PathLike[str] | Schedule = "2bw",
-        stages_per_rank: int = 1,
+        num_microbatches: int | None = None,
+        schedule: str | os.PathLike[str] | Schedule = DEFAULT_SCHEDULE,
+        stages_per_rank: int | None = None,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
-        split: str | Sequence[str] = "auto",
-        width: int = 1,
+        split: str | Sequence[str] | None = None,
+        width: int | None = None,
         mesh: DeviceMesh | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
-        recompute: bool | str | Sequence[bool] | Sequence[str] = False,
+        recompute: bool | str | Sequence[bool] | Sequence[str] | None = None,
         accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
@@ -193,14 +196,18 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         error: Exception | None = None
-        made: Schedule | None = None
         model_device = torch.device("cpu")
+        given = layout = Layout(
+            num_stages, num_microbatches, schedule, stages_per_rank, split, width, recompute, mesh
+        )
         try:
-            if num_stages is None:
-                num_stages = length_of(model)
-            width = check_mesh(mesh, width)
+            made_plan = as_plan(plan)
+            layout = given.complete(model, made_plan)
+            if made_plan is not None:
+                given.check_agreement(made_plan)
+            layout = layout.on_mesh()
             check_settings(
-                width,
+                layout.width,
                 loss_fn,
                 loss_reduction,
                 timeout,
@@ -211,23 +218,24 @@ class PipelineModule(nn.Module):
             check_whole_number("warmup_batches", warmup_batches, at_least=0)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
-            made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
-            check_runnable(made)
-            self._recompute, blocks = what_to_recompute(recompute, made)
-            self._schedule = made
+            self._schedule = layout.made()
+            check_runnable(self._schedule)
+            self._recompute, blocks = what_to_recompute(layout.recompute, self._schedule)
             root = as_root(model)
             check_parameters(root, loss_fn)
             example = (tuple(example_args), dict(example_kwargs or {}))
             check_loadable(root)
+            if made_plan is not None:
+                check_model(made_plan, root, example, tuple(replicated))
             model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._precision = Precision(root, precision, split_master, autocast, model_device.type)
             self._modes = Modes(
                 root,
-                num_stages,
+                self._schedule.depth,
                 self._precision.cast(example),
-                split if isinstance(split, str) else tuple(split),
+                layout.split if isinstance(layout.split, str) else tuple(layout.split or ()),
                 tuple(replicated),
                 blocks,
             )
@@ -243,13 +251,7 @@ class PipelineModule(nn.Module):
             f"pipeline{next(_names)}",
         )
         settings = {
-            "num_stages": num_stages,
-            "num_microbatches": num_microbatches,
-            "width": width,
-            "mesh": described(mesh),
-            "stages_per_rank": stages_per_rank,
-            "split": str(split),
-            "recompute": str(recompute),
+            **layout.settings(),
             "accumulate": accumulate,
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
@@ -264,19 +266,16 @@ class PipelineModule(nn.Module):
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
         }
-        if isinstance(schedule, str) and "\n" not in schedule:
-            settings["schedule"] = schedule
-        elif made is not None:  # the same file may differ between machines
-            settings["schedule"] = fingerprint(made)
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
             self._grid = RankGrid(
                 self._schedule.placement,
                 self._schedule.num_pipelines,
-                width,
+                layout.width or 1,
                 timeout,
                 mesh,
+                layout.order,
             )
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         self._device_type = model_device.type
@@ -284,7 +283,7 @@ class PipelineModule(nn.Module):
         self._held = (model, root)
         self._intake = Intake(
             self._grid,
-            num_microbatches,
+            self._schedule.total_microbatches,
             tuple(replicated),
             losses_are_means=loss_reduction == "mean",
         )

@@ -103,9 +103,7 @@ class Alternative:
     def __post_init__(self) -> None:
         _check_shape(self)
         if self.recompute not in ("none", "stages", "blocks"):
-            raise ValueError(
-                f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'"
-            )
+            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
         check_number("peak_bytes", self.peak_bytes)
 
 
