@@ -10,6 +10,7 @@ check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
 from .deferred import deferred_init
+from .device_figures import KNOWN_DEVICES, DeviceFigures
 from .draw import Picture, draw_timeline
 from .draw_plan import draw_plan
 from .local_shards import use_local_shards
@@ -20,6 +21,7 @@ from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
 from .planner import Plan
 from .profile import Profile
+from .profiler import profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
 from .staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
@@ -29,6 +31,8 @@ from .trace import read_events, write_events, write_trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "KNOWN_DEVICES",
+    "DeviceFigures",
     "ErrorFeedback",
     "Event",
     "LearningRateDiscount",
@@ -53,6 +57,7 @@ __all__ = [
     "find_deadlock",
     "load_schedule",
     "make_schedule",
+    "profile",
     "read_events",
     "schedule_names",
     "simulate",

@@ -1,4 +1,4 @@
-"""The command line: ``pipedream2bw draw`` and ``pipedream2bw schedules``."""
+"""The command line: ``pipedream2bw draw``, ``schedules`` and ``profile``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from .commands.profile import add_profile_command
 from .draw import draw_timeline
 from .schedules import make_schedule, schedule_names
 from .simulate import find_deadlock, simulate
@@ -65,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         given.run(given)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error) or type(error).__name__)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pipedream2bw", description="Pictures of pipeline schedules.")
-    commands = parser.add_subparsers(required=True, metavar="draw | schedules")
+    parser = _Parser(prog="pipedream2bw", description="Pictures of pipeline schedules, profiles.")
+    commands = parser.add_subparsers(required=True, metavar="draw | schedules | profile")
 
     draw = commands.add_parser(
         "draw",
@@ -167,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "receivers.",
     )
     schedules.set_defaults(run=_list_schedules)
+    add_profile_command(commands)
     return parser
 
 

@@ -99,7 +99,7 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
         everywhere.intersection(*(stages_of[name] for name in names if name in stages_of))
         for names in _state_names(captured)
     ]
-    held = _held_together(captured)
+    held = held_together(captured)
     fits = _what_fits(allowed, held, len(programs))
     begins = {program.index: program.first_layer_name for program in programs}
     boundaries = [0]
@@ -119,7 +119,7 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
     return boundaries
 
 
-def _what_fits(allowed: Sequence[set[int]], held: _Ties, num_stages: int) -> list[list[bool]]:
+def _what_fits(allowed: Sequence[set[int]], held: Ties, num_stages: int) -> list[list[bool]]:
     """By stage and layer: whether that stage and later ones can have the layers from there on."""
     fits = [[False] * len(allowed) + [True] for _ in range(num_stages + 1)]
     for layer in reversed(range(len(allowed))):
@@ -136,7 +136,7 @@ def check_uses(captured: Captured, boundaries: Sequence[int]) -> None:
     Raises:
         ValueError: names the buffer (or value written in place) and both stages.
     """
-    for tie in _held_together(captured).ties:
+    for tie in held_together(captured).ties:
         first = _stage_at(boundaries, tie.first)
         last = _stage_at(boundaries, tie.last)
         if first != last:
@@ -157,7 +157,9 @@ class _Tie:
     what: str
 
 
-class _Ties:
+class Ties:
+    """What holds layers together, and where a cut does not part them."""
+
     def __init__(self, ties: list[_Tie], num_layers: int) -> None:
         self.ties = ties
         self._forbidden = [0] * (num_layers + 1)
@@ -170,7 +172,8 @@ class _Ties:
         return not self._forbidden[cut]
 
 
-def _held_together(captured: Captured) -> _Ties:
+def held_together(captured: Captured) -> Ties:
+    """The layers that have to be on one stage."""
     # Parameters may be on several stages, and so may buffers that are only read.
     users: dict[str, list[int]] = {}
     for layer, names in enumerate(captured.layer_buffers):
@@ -187,7 +190,7 @@ def _held_together(captured: Captured) -> _Ties:
         for first, last, name in captured.costs.written_values
         if first != last
     )
-    return _Ties(ties, len(captured.layers))
+    return Ties(ties, len(captured.layers))
 
 
 def _state_names(captured: Captured) -> Iterable[list[str]]:
@@ -202,7 +205,7 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
         boundaries = list(range(num_stages))
         check_uses(captured, boundaries)
         return boundaries
-    held = _held_together(captured)
+    held = held_together(captured)
     num_layers = len(captured.layers)
     can_cut = [held.allows(cut) for cut in range(1, num_layers)]
     if sum(can_cut) < num_stages - 1:

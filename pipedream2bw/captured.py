@@ -172,7 +172,7 @@ def build_captured(
         how=how,
         notes=tuple(notes),
         layers=layers,
-        edges=_edges(layer_nodes, costs.value_bytes),
+        edges=edges_between(layer_nodes, costs.value_bytes),
         model_inputs=tuple(placeholders[i].name for i in positions),
         device=_device_of(root, layout),
         graph=graph,
@@ -228,9 +228,10 @@ def layer_name(node: fx.Node) -> str:
     return node.name
 
 
-def _edges(
-    layer_nodes: list[fx.Node], value_bytes: Mapping[str, int]
+def edges_between(
+    layer_nodes: Sequence[fx.Node], value_bytes: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
+    """(producer, consumer, bytes) of the values between layers, see :class:`Captured`."""
     index_of = {node: index for index, node in enumerate(layer_nodes)}
     edges = []
     for consumer, node in enumerate(layer_nodes):

@@ -22,17 +22,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from .clone import structural_clone
 from .codegen import Attribute
+from .device_figures import NOMINAL, DeviceFigures, Work
+from .operator_counts import OperatorCounter, SavedCounter, bytes_of, is_tensor, storage_of
 from .surroundings import torch_reports_silenced
 
-# One core of a nominal machine.
-_FLOPS_PER_SECOND = 50e9
-_BYTES_PER_SECOND = 10e9
-_SECONDS_PER_OPERATOR = 2e-6
 # A link between stages.
 _LINK_BYTES_PER_SECOND = 2e9
 _SECONDS_PER_TENSOR = 20e-6
@@ -53,6 +49,10 @@ class LayerCosts:
 
     Attributes:
         forward, backward: nominal seconds of each layer.
+        weight_grad: the part of backward that computes gradients of parameters.
+        saved_bytes: what autograd keeps of each layer for the backward; a storage counts with the
+            first layer that saves it, parameters, buffers and the graph's inputs with none.
+        described: of each value, structure, shapes, dtypes and strides.
         value_bytes: bytes of each value's tensors.
         crossing: nominal seconds that each value takes over a link between stages, its gradient
             included.
@@ -69,6 +69,9 @@ class LayerCosts:
 
     forward: list[float]
     backward: list[float]
+    weight_grad: list[float]
+    saved_bytes: list[int]
+    described: dict[str, str]
     value_bytes: dict[str, int]
     crossing: dict[str, float]
     written_buffers: set[str]
@@ -85,41 +88,16 @@ def dry_run(
     graph: fx.Graph,
     attribute_of: Callable[[fx.Node], Attribute],
     examples: Sequence[torch.Tensor],
+    figures: DeviceFigures = NOMINAL,
 ) -> LayerCosts:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
     Computes nothing and leaves the model, its buffers and the random state as they are. A layer
-    that fake tensors cannot run gets a cost in proportion to its parameters.
+    that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
+    operations and bytes into seconds.
     """
     with torch_reports_silenced():
-        return _DryRun(root, attribute_of, examples).run(graph)
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating-point operations, bytes moved and operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.bytes = 0
-        self.operators = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.operators += 1
-        packet = func._overloadpacket
-        count = flop_registry.get(packet)
-        if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
-        elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
-            shapes = (item.shape for item in args[:3])
-            self.flops += int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-        if not func.is_view:
-            self.bytes += _bytes_of((args, kwargs, result))
-        return result
+        return _DryRun(root, attribute_of, examples, figures).run(graph)
 
 
 class _DryRun:
@@ -128,7 +106,9 @@ class _DryRun:
         root: nn.Module,
         attribute_of: Callable[[fx.Node], Attribute],
         examples: Sequence[torch.Tensor],
+        figures: DeviceFigures,
     ) -> None:
+        self._figures = figures
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._attribute_of = attribute_of
         self._fake_root, self._buffer_names = self._fake_copy(root)
@@ -138,7 +118,11 @@ class _DryRun:
         self._values: dict[fx.Node, Any] = {}
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
-        self._result = LayerCosts([], [], {}, {}, set(), [], set(), {}, [], [], None)
+        self._result = LayerCosts(
+            *([], [], [], [], {}, {}, {}, set(), [], set(), {}, [], []), error=None
+        )
+        state = (*self._fake_root.parameters(), *self._fake_root.buffers())
+        self._saved = SavedCounter([*state, *self._examples])
 
     def run(self, graph: fx.Graph) -> LayerCosts:
         examples = iter(self._examples)
@@ -176,12 +160,12 @@ class _DryRun:
             self._unknown(node, parameters, buffers)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if _is_tensor(item)]
+        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if is_tensor(item)]
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = _Counter()
+        counter = OperatorCounter()
         try:
-            with counter:
+            with counter, self._saved.hooks:
                 value = self._call(node, args, kwargs)
         except _FAKE_LIMITS:
             self._unknown(node, parameters, buffers)
@@ -193,7 +177,7 @@ class _DryRun:
         self._record(node, value)
         written = [item for item, old in zip(inputs, versions, strict=True) if item._version != old]
         self._result.writes.append(
-            frozenset(_storage(item) for item in written if id(item) not in self._buffer_names)
+            frozenset(storage_of(item) for item in written if id(item) not in self._buffer_names)
         )
         statistics = self._statistics(node)
         for item, old in zip(buffers, buffer_versions, strict=True):
@@ -221,22 +205,32 @@ class _DryRun:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _cost(
-        self, counter: _Counter, parameters: list[nn.Parameter], inputs: list[Any], value: Any
+        self,
+        counter: OperatorCounter,
+        parameters: list[nn.Parameter],
+        inputs: list[Any],
+        value: Any,
     ) -> None:
-        operators = counter.operators * _SECONDS_PER_OPERATOR
-        flops = counter.flops / _FLOPS_PER_SECOND
-        moved = counter.bytes / _BYTES_PER_SECOND
-        self._result.forward.append(flops + moved + operators)
+        result, seconds = self._result, self._figures.seconds
+        result.saved_bytes.append(self._saved.take())
+        result.forward.append(seconds(counter.work))
         if not _requires_grad(value):
-            self._result.backward.append(0.0)
+            result.backward.append(0.0)
+            result.weight_grad.append(0.0)
             return
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         held = {id(parameter) for parameter in parameters}
         upstream = any(item.requires_grad for item in inputs if id(item) not in held)
-        gradients = _bytes_of(trainable) / _BYTES_PER_SECOND
-        self._result.backward.append(
-            flops * (bool(trainable) + upstream) + 2 * moved + gradients + 2 * operators
+        backward = seconds(
+            counter.work,
+            arithmetic=bool(trainable) + upstream,
+            traffic=2,
+            more_bytes=bytes_of(trainable),
+            operators=2,
         )
+        result.backward.append(backward)
+        input_grad = seconds(counter.work) if upstream else 0.0
+        result.weight_grad.append(max(0.0, backward - input_grad) if trainable else 0.0)
 
     def _unknown(
         self, node: fx.Node, parameters: list[nn.Parameter], buffers: list[torch.Tensor]
@@ -247,19 +241,24 @@ class _DryRun:
         result.writes.append(frozenset())
         result.written_buffers.update(self._buffer_names[id(item)] for item in buffers)
         flops = 2 * self._positions * sum(parameter.numel() for parameter in parameters)
-        forward = flops / _FLOPS_PER_SECOND + _SECONDS_PER_OPERATOR
+        dtype = parameters[0].dtype if parameters else torch.float32
+        forward = self._figures.seconds([Work(flops, dtype, 0)])
         result.forward.append(forward)
         result.backward.append(2 * forward)
+        result.weight_grad.append(forward if parameters else 0.0)
+        self._saved.take()
+        result.saved_bytes.append(0)
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._values[node] = value
         self._kept_alive.append(value)  # a storage's number is only unique while it lives
         leaves = pytree.tree_leaves(value)
-        tensors = [item for item in leaves if _is_tensor(item)]
+        tensors = [item for item in leaves if is_tensor(item)]
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
-        self._result.storages[node.name] = frozenset(map(_storage, tensors))
-        self._result.value_bytes[node.name] = _bytes_of(tensors)
+        self._result.storages[node.name] = frozenset(map(storage_of, tensors))
+        self._result.described[node.name] = _described(value)
+        self._result.value_bytes[node.name] = bytes_of(tensors)
         self._result.crossing[node.name] = sum(map(_crossing, tensors))
 
     def _value(self, node: fx.Node) -> Any:
@@ -327,27 +326,24 @@ def _positions(item: torch.Tensor) -> int:
     return item.numel() // max(features, 1)
 
 
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, torch.Tensor)
-
-
 def _crossing(item: torch.Tensor) -> float:
     directions = 2 if item.requires_grad else 1
     # A tensor that is not contiguous is copied before it is sent.
     copies = 1 if item.is_contiguous() else 2
-    seconds = _bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
+    seconds = bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
     return directions * (seconds + copies * _SECONDS_PER_TENSOR)
 
 
-def _storage(item: torch.Tensor) -> int:
-    return int(item.untyped_storage()._cdata)
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(
-        item.numel() * item.element_size() for item in pytree.tree_leaves(tree) if _is_tensor(item)
+def _described(value: Any) -> str:
+    leaves, structure = pytree.tree_flatten(value)
+    parts = (
+        f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
+        if is_tensor(item)
+        else repr(item)
+        for item in leaves
     )
+    return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"
 
 
 def _requires_grad(value: Any) -> bool:
-    return any(item.requires_grad for item in pytree.tree_leaves(value) if _is_tensor(item))
+    return any(item.requires_grad for item in pytree.tree_leaves(value) if is_tensor(item))

@@ -204,7 +204,7 @@ class StageRunner:
                 # The first microbatch of a layout tells how much every one of them keeps. Views of
                 # the user's batch cost nothing beyond the batch itself; what was received is
                 # counted apart if it is kept to be received again.
-                not_counted = self._state_pointers() | _storages(given.values)
+                not_counted = self._state_pointers() | _storages(given.tensors())
                 if self.recompute:
                     not_counted |= _storages(tensor for _, part in inbound for tensor in part)
                 saved = around.enter_context(SavedBytes(not_counted))
@@ -271,15 +271,7 @@ class StageRunner:
         return values
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        loss = self._loss_fn(output, target)
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise ValueError(
-                f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
-                "one floating-point number, the mean (or sum) over the microbatch"
-            )
-        return loss
+        return check_loss(self._loss_fn(output, target))
 
     def forward_while_alive(self) -> Callable[..., Any]:
         """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
@@ -296,6 +288,18 @@ class StageRunner:
             return alive(*call)
 
         return forward
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """Raises TypeError or ValueError unless a loss function may return this."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
+            "one floating-point number, the mean (or sum) over the microbatch"
+        )
+    return loss
 
 
 def pack(values: list[Any]) -> Structured:

@@ -249,7 +249,7 @@ class Channels:
         most_under_way = max(self._in_flight) + 1
         devices = {self._devices[source].type, self._devices[destination].type}
         ring = (
-            _make_ring(group, *peers, most_under_way, self._timeout) if devices == {"cpu"} else None
+            make_ring(group, *peers, most_under_way, self._timeout) if devices == {"cpu"} else None
         )
         if source in grid.stages:
             return (
@@ -277,7 +277,7 @@ class Channels:
         self._groups.clear()
 
 
-def _make_ring(
+def make_ring(
     group: dist.ProcessGroup,
     source: int,
     destination: int,

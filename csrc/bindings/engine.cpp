@@ -240,8 +240,23 @@ void bind_stage(py::module_& module) {
 }
 
 void bind_channels(py::module_& module) {
-  py::class_<Sender, std::shared_ptr<Sender>>(module, "Sender");
-  py::class_<Receiver, std::shared_ptr<Receiver>>(module, "Receiver");
+  // Stages send and receive in the engine; from Python links are measured.
+  py::class_<Sender, std::shared_ptr<Sender>>(module, "Sender")
+      .def(
+          "send",
+          [](Sender& self, LayoutId layout, std::vector<at::Tensor> tensors) {
+            Message message;
+            message.requires_grad.assign(tensors.size(), false);
+            message.tensors = std::move(tensors);
+            self.send(layout, std::move(message));
+          },
+          py::arg("layout"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+  py::class_<Receiver, std::shared_ptr<Receiver>>(module, "Receiver")
+      .def("expect", &Receiver::expect, py::arg("layout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "receive", [](Receiver& self) { return self.receive().tensors; },
+          py::call_guard<py::gil_scoped_release>());
   py::class_<LocalChannel, Sender, Receiver, std::shared_ptr<LocalChannel>>(
       module, "LocalChannel", py::multiple_inheritance())
       .def(py::init<c10::Device>(), py::arg("destination"));

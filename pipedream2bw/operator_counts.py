@@ -1,0 +1,76 @@
+"""What operators do while they run, on fake tensors too: arithmetic, traffic, what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from .device_figures import Work
+
+
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations and bytes moved, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: list[Work] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        flops = 0
+        if count is not None:
+            flops = int(count(*args, **kwargs, out_val=result))
+        elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
+            shapes = (item.shape for item in args[:3])
+            flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+        dtype = next((item.dtype for item in args if flops and is_tensor(item)), torch.float32)
+        moved = 0 if func.is_view else bytes_of((args, kwargs, result))
+        self.work.append(Work(flops, dtype, moved))
+        return result
+
+
+class SavedCounter:
+    """Counts what autograd saves: each storage once, some not at all."""
+
+    def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
+        self._seen = set(map(storage_of, not_counted))
+        self._bytes = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
+
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
+        if storage_of(tensor) not in self._seen:
+            self._seen.add(storage_of(tensor))
+            self._bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def take(self) -> int:
+        """Bytes since the last call."""
+        taken, self._bytes = self._bytes, 0
+        return taken
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether it is one."""
+    return isinstance(item, torch.Tensor)
+
+
+def storage_of(item: torch.Tensor) -> int:
+    """A number of the memory behind a tensor, unique while that lives."""
+    return int(item.untyped_storage()._cdata)
+
+
+def bytes_of(tree: Any) -> int:
+    """Those of all tensors in a structure."""
+    return sum(
+        item.numel() * item.element_size() for item in pytree.tree_leaves(tree) if is_tensor(item)
+    )

@@ -1,0 +1,89 @@
+"""What must hold in a profile, whether it was measured or read from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .profile import MicrobatchProfile, Profile, ProfiledLayer, ProfiledLinks
+
+
+def check_profile(profile: Profile) -> None:
+    """Raises ValueError that names a field, its value and the rule that it breaks."""
+    n = len(profile.layers)
+    if not profile.layers:
+        raise ValueError("layers: 0, it must be at least 1")
+    if not profile.microbatches:
+        raise ValueError("microbatches: 0, it must be at least 1")
+    _at_least(0, "device.memory_bytes", [profile.device.memory_bytes])
+    for index, layer in enumerate(profile.layers):
+        _check_layer(f"layers[{index}]", index, layer)
+    if profile.layers[-1].can_cut_after:
+        raise ValueError(
+            f"layers[{n - 1}].can_cut_after: True, it must be False for the last of {n} layers"
+        )
+    before = 0
+    for index, item in enumerate(profile.microbatches):
+        where = f"microbatches[{index}]"
+        if item.rows <= before:
+            raise ValueError(f"{where}.rows: {item.rows}, it must be more than {before}")
+        before = item.rows
+        _check_microbatch(where, n, item)
+    _at_least(0, "seconds_per_action", [profile.seconds_per_action])
+    for kind, seconds in profile.seconds_per_update_byte.items():
+        _at_least(0, f"seconds_per_update_byte.{kind}", [seconds])
+    if profile.links is not None:
+        _check_links(profile.links)
+    for index, (ranks, size, seconds) in enumerate(profile.all_reduce):
+        _at_least(2, f"all_reduce[{index}][0]", [ranks])
+        _at_least(0, f"all_reduce[{index}]", [ranks, size, seconds])
+
+
+def _check_layer(where: str, index: int, layer: ProfiledLayer) -> None:
+    _at_least(0, f"{where}.parameter_bytes", [layer.parameter_bytes])
+    if not 0 <= layer.trained_bytes <= layer.parameter_bytes:
+        raise ValueError(
+            f"{where}.trained_bytes: {layer.trained_bytes}, it must be from 0 to parameter_bytes, "
+            f"{layer.parameter_bytes}"
+        )
+    if layer.repeats is not None and not 0 <= layer.repeats < index:
+        raise ValueError(f"{where}.repeats: {layer.repeats}, it must be a layer before {index}")
+
+
+def _check_microbatch(where: str, num_layers: int, item: MicrobatchProfile) -> None:
+    for name in ("forward", "input_grad", "weight_grad", "activation_bytes", "spread"):
+        values = getattr(item, name)
+        if len(values) != num_layers:
+            raise ValueError(f"{where}.{name}: {len(values)} items, layers: {num_layers}")
+        _at_least(0, f"{where}.{name}", values)
+    for index, (producer, consumer, size) in enumerate(item.edges):
+        if not 0 <= producer < consumer < num_layers:
+            raise ValueError(
+                f"{where}.edges[{index}]: from layer {producer} to {consumer}, layers: "
+                f"{num_layers}: the producer must come before the consumer"
+            )
+        _at_least(0, f"{where}.edges[{index}]", [producer, consumer, size])
+
+
+def _check_links(links: ProfiledLinks) -> None:
+    n = len(links.latency)
+    for name, matrix in (("latency", links.latency), ("bandwidth", links.bandwidth)):
+        if len(matrix) != n or any(len(row) != n for row in matrix):
+            sizes = [len(row) for row in matrix]
+            raise ValueError(f"links.{name}: rows of {sizes} items, ranks: {n}")
+    for i, row in enumerate(links.latency):
+        _at_least(0, f"links.latency[{i}]", row)
+    for i, row in enumerate(links.bandwidth):
+        for j, value in enumerate(row):
+            if i == j and value != math.inf:
+                raise ValueError(f"links.bandwidth[{i}][{i}]: {value}, it must be infinite")
+            if i != j and not 0 < value < math.inf:
+                raise ValueError(f"links.bandwidth[{i}][{j}]: {value}, it must be > 0 and finite")
+
+
+def _at_least(least: int, where: str, values: Iterable[float]) -> None:
+    for index, value in enumerate(values):
+        if not least <= value < math.inf:
+            raise ValueError(f"{where}, item {index}: {value}, it must be >= {least} and finite")

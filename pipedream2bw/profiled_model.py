@@ -1,0 +1,120 @@
+"""A model made ready for profiling: captured, with its loss, and parted into groups of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .capture import capture
+from .captured import Captured, first_layers
+from .device_figures import DeviceFigures
+from .layer_groups import Group, group_layers
+from .materialize import Example, for_capture
+from .profile import ProfiledLayer
+from .surroundings import plain_modes
+from .with_loss import Run, with_loss
+
+# What cannot be traced by torch.fx is exported if one of so many stages could not hold it.
+_WANTED_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The captured model, its runs by number of rows, and which layers are timed together."""
+
+    root: nn.Module
+    loss: str
+    captured: Captured
+    names: list[str]
+    runs: list[Run]
+    groups: list[Group]
+    layers: tuple[ProfiledLayer, ...]
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        example: Example,
+        target: Any,
+        rows: Sequence[int],
+        replicated: Sequence[str],
+        figures: DeviceFigures,
+    ) -> Prepared:
+        """Captures the model; the arguments are those of :func:`pipedream2bw.profile`."""
+        with for_capture(root, example) as (held, (args, kwargs)), plain_modes():
+            if held is not root:  # stand-ins, which are on the CPU
+                target = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, target)
+            captured = capture_finely(held, (args, kwargs), replicated)
+            runs = [
+                with_loss(captured, held, loss_fn, target, count, replicated, figures)
+                for count in rows
+            ]
+            for run in runs:
+                if run.captured.costs.error is not None:
+                    raise ValueError(
+                        f"the model or loss_fn refuses {run.rows} rows: {run.captured.costs.error}"
+                    ) from run.captured.costs.error
+            # Nominal figures, so that groups do not depend on the device.
+            groups = group_layers(runs[-1].captured, held)
+            names = names_of_layers(captured)
+            layers = _layers(captured, held, groups, names)
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        return cls(root, name, captured, names, runs, groups, layers)
+
+
+def capture_finely(root: nn.Module, example: Example, replicated: Sequence[str]) -> Captured:
+    """In as many layers as possible: names of any graph's layers may be given to ``split=``."""
+    args, kwargs = example
+    options: dict[str, Any] = {
+        "example_args": args,
+        "example_kwargs": kwargs,
+        "replicated": replicated,
+        "prefer": "fx",
+    }
+    try:
+        return capture(root, num_stages=_WANTED_STAGES, **options)
+    except ValueError:
+        return capture(root, num_stages=1, **options)
+
+
+def names_of_layers(captured: Captured) -> list[str]:
+    """What ``PipelineModule(split=[...])`` takes for each layer."""
+    first = first_layers(captured)
+    return [
+        layer.name if first[layer.name] == index else node.name
+        for index, (layer, node) in enumerate(
+            zip(captured.layers, captured.layer_nodes, strict=True)
+        )
+    ]
+
+
+def _layers(
+    captured: Captured, root: nn.Module, groups: Sequence[Group], names: Sequence[str]
+) -> tuple[ProfiledLayer, ...]:
+    parameters = dict(root.named_parameters())
+    layers: list[ProfiledLayer] = []
+    for group in groups:
+        shift = groups[group.like].first - group.first
+        held: set[str] = set()
+        for index in group.layers:
+            if index == len(captured.layers):
+                break  # the loss
+            used = [name for name in captured.layer_parameters[index] if name not in held]
+            held.update(used)
+            new = [parameters[name] for name in used]
+            layers.append(
+                ProfiledLayer(
+                    names[index],
+                    sum(parameter.nbytes for parameter in new),
+                    sum(parameter.nbytes for parameter in new if parameter.requires_grad),
+                    index == group.end - 1,
+                    index + shift if shift else None,
+                )
+            )
+    return tuple(layers)
