@@ -142,7 +142,7 @@ def _draw_memory(
 ) -> list[Any]:
     bars = []
     for stages in ranks:
-        kinds = [bytes_by_kind(plan.stages[stage]) for stage in stages]
+        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
         bars.append({name: sum(each[name] for each in kinds) for name in MEMORY_KINDS})
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
     span = max(*(sum(bar.values()) for bar in bars), *limits)
@@ -176,7 +176,7 @@ def _rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
     devices = plan.stages[rank].devices
     shown = ", ".join(map(str, devices[:4])) + (", ..." if len(devices) > 4 else "")
     name = f"device{'s' * (len(devices) > 1)} {shown}"
-    return name if list(stages) == [rank] else f"{name}: stages {', '.join(map(str, stages))}"
+    return name if list(stages) == [rank] else f"{name}: stages {', '.join(str(s % plan.num_stages) for s in stages)}"
 
 
 def _finish(axes: Any, names: Sequence[str], label: str, span: float) -> None:

@@ -110,7 +110,9 @@ class Layout:
         )
 
     def settings(self) -> dict[str, Any]:
-        """For comparing them between ranks."""
+        """For comparing them between ranks; none if there is no plan to be compared."""
+        if self.stages_per_rank is None:
+            return {}
         schedule: object = self.schedule
         if not isinstance(schedule, str) or "\n" in schedule:
             try:  # the same file may differ between machines

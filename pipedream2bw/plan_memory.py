@@ -18,13 +18,16 @@ def bytes_by_kind(stage: StagePlan) -> dict[str, float]:
 
 
 def stages_of_ranks(plan: Plan) -> list[list[int]]:
-    """By rank of a replica, the model's stages that it holds; of two pipelines those of both."""
+    """By rank of a replica, the stages that it holds.
+
+    With two pipelines stage d + i is the second one's copy of stage i.
+    """
     made = make_schedule(
         plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank
     )
     ranks: list[list[int]] = [[] for _ in range(max(made.placement) + 1)]
     for stage, rank in enumerate(made.placement):
-        ranks[rank].append(stage % plan.num_stages)
+        ranks[rank].append(stage)
     return ranks
 
 
