@@ -48,12 +48,28 @@ class PrivateGenerator:
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 
-def partition(
-    costs: Sequence[float],
-    cut_costs: Sequence[float],
-    num_stages: int,
-    can_cut: Sequence[bool],
-) -> list[int]: ...
+def split_stages(
+    layers: Sequence[Sequence[float]],
+    edges: Sequence[tuple[int, int, int]],
+    stages: Sequence[Sequence[float]],
+    *,
+    can_cut: Sequence[bool] = ...,
+    values: Sequence[tuple[int, Sequence[int], float, float]] = ...,
+    seconds_per_byte: float = 0.0,
+    seconds_per_value: float = 0.0,
+    recompute: bool = False,
+) -> tuple[list[int], float] | None: ...
+def smallest_memory_limit(
+    layers: Sequence[Sequence[float]],
+    edges: Sequence[tuple[int, int, int]],
+    stages: Sequence[Sequence[float]],
+    *,
+    can_cut: Sequence[bool] = ...,
+    values: Sequence[tuple[int, Sequence[int], float, float]] = ...,
+    seconds_per_byte: float = 0.0,
+    seconds_per_value: float = 0.0,
+    recompute: bool = False,
+) -> float: ...
 def simulate(
     schedule: Schedule,
     stages: Sequence[Sequence[float]],
@@ -68,6 +84,10 @@ def simulate(
     list[int],
     list[float],
 ]: ...
+def planned_schedules() -> list[str]: ...
+def best_plans(
+    model: tuple[Any, ...], cluster: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[list[dict[str, Any]], str, list[str], dict[str, float]]: ...
 
 class FusedOptimizer:
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -215,22 +216,39 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
             f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
             f"{describe_layer(captured, longest.last)}, which have to be on one stage"
         )
-    costs = [layer.forward_cost + layer.backward_cost for layer in captured.layers]
-    return list(_C.partition(costs, cut_costs(captured), num_stages, can_cut))
+    layers = [(layer.forward_cost, layer.backward_cost, 0, 0, 0, 0) for layer in captured.layers]
+    without_limit = (0, 0, 0, 0, math.inf, 1)
+    split = _C.split_stages(
+        layers, [], [without_limit] * num_stages, can_cut=can_cut, values=crossing_values(captured)
+    )
+    assert split is not None
+    return split[0]
 
 
-def cut_costs(captured: Captured) -> list[float]:
-    """Nominal seconds of what crosses the cut before layer i+1; a value counts once."""
-    last_consumer: dict[str, tuple[int, int]] = {}
+def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, float]]:
+    """(producer, consumers, 0, nominal seconds of a crossing) of values that more layers read.
+
+    A model input counts as produced by layer 0, as its rank gets the model's arguments.
+    """
+    consumers_of: dict[str, tuple[int, list[int]]] = {}
     index_of = {node: index for index, node in enumerate(captured.layer_nodes)}
     for consumer, node in enumerate(captured.layer_nodes):
         for value in node.all_input_nodes:
-            if value.op != "get_attr":
-                last_consumer[value.name] = (index_of.get(value, 0), consumer)
+            producer = index_of.get(value, 0)
+            if value.op != "get_attr" and producer < consumer:
+                consumers_of.setdefault(value.name, (producer, []))[1].append(consumer)
+    return [
+        (producer, consumers, 0.0, captured.costs.crossing.get(name, 0.0))
+        for name, (producer, consumers) in consumers_of.items()
+    ]
+
+
+def _cut_costs(captured: Captured) -> list[float]:
+    """Nominal seconds of what crosses the cut before layer i+1; a value counts once."""
     costs = [0.0] * (len(captured.layers) - 1)
-    for name, (producer, consumer) in last_consumer.items():
-        for cut in range(producer, consumer):
-            costs[cut] += captured.costs.crossing.get(name, 0.0)
+    for producer, consumers, _, seconds in crossing_values(captured):
+        for cut in range(producer, consumers[-1]):
+            costs[cut] += seconds
     return costs
 
 
@@ -266,7 +284,7 @@ def _closest(captured: Captured, legal: list[int], name: str | None) -> int:
     first = first_layers(captured).get(name) if name is not None else None
     if first in legal:
         return first
-    costs = [0.0, *cut_costs(captured), 0.0]
+    costs = [0.0, *_cut_costs(captured), 0.0]
     return min(legal, key=lambda cut: costs[cut])
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 
 from .plan_json import check_number, read_json, write_json
 from .schedules import make_schedule
 from .settings import check_whole_number
 
-_FORMAT = {"format": "pipedream2bw.plan", "version": 1}
+FORMAT = "pipedream2bw.plan"
+VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON."""
-        write_json(self, Path(path), **_FORMAT)  # type: ignore[arg-type]
+        write_json(self, path, kind=FORMAT, version=VERSION)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -245,7 +245,7 @@ class Plan:
                 of another type, or does not fit the others: names it and both values.
             OSError: the file cannot be read.
         """
-        return read_json(cls, Path(path), **_FORMAT)  # type: ignore[arg-type]
+        return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
 def _check_shape(shape: Plan | Alternative) -> None:

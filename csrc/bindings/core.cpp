@@ -3,14 +3,18 @@
 #include "core/check.h"
 #include "core/generate.h"
 #include "core/global_updates.h"
-#include "core/partition.h"
 #include "core/simulate.h"
+#include "core/stage_split.h"
 #include "core/unroll.h"
 #include "core/validate.h"
 
 #include <array>
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -56,6 +60,45 @@ py::tuple simulate_for_python(const Schedule& schedule,
                         result.peak_bytes);
 }
 
+using SplitForPython = std::pair<std::vector<int>, double>;
+
+// Defines a function of a StageSplitProblem, which comes as tuples.
+template <typename Call>
+void bind_split(py::module_& module, const char* name, const char* documentation, Call call) {
+  module.def(
+      name,
+      [call](const std::vector<std::array<double, 6>>& layers,
+             const std::vector<std::tuple<int, int, std::int64_t>>& edges,
+             const std::vector<std::array<double, 6>>& stages, const std::vector<bool>& can_cut,
+             const std::vector<std::tuple<int, std::vector<int>, double, double>>& values,
+             double seconds_per_byte, double seconds_per_value, bool recompute) {
+        StageSplitProblem problem;
+        for (const auto& [forward, input, weight, activations, parameters, trained] : layers) {
+          problem.layers.push_back({forward, input, weight, activations, parameters, trained});
+        }
+        for (const auto& [producer, consumer, bytes] : edges) {
+          problem.edges.push_back({producer, consumer, bytes});
+        }
+        for (const auto& [trained, frozen, activations, inputs, limit, slowness] : stages) {
+          problem.stages.push_back({trained, frozen, activations, inputs, limit, slowness});
+        }
+        for (const auto& [producer, consumers, bytes, seconds] : values) {
+          problem.values.push_back({producer, consumers, bytes, seconds});
+        }
+        problem.can_cut = can_cut;
+        problem.seconds_per_byte = seconds_per_byte;
+        problem.seconds_per_value = seconds_per_value;
+        problem.recompute = recompute;
+        const py::gil_scoped_release no_gil;
+        return call(problem);
+      },
+      py::arg("layers"), py::arg("edges"), py::arg("stages"), py::kw_only(),
+      py::arg("can_cut") = std::vector<bool>(),
+      py::arg("values") = std::vector<std::tuple<int, std::vector<int>, double, double>>(),
+      py::arg("seconds_per_byte") = 0.0, py::arg("seconds_per_value") = 0.0,
+      py::arg("recompute") = false, documentation);
+}
+
 }  // namespace
 
 void bind_core(py::module_& module) {
@@ -94,14 +137,43 @@ void bind_core(py::module_& module) {
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
   module.def("schedule_from_text", &from_text);
   module.def("schedule_names", &schedule_names);
-  module.def(
-      "partition",
-      [](const std::vector<double>& costs, const std::vector<double>& cut_costs, int num_stages,
-         const std::vector<bool>& can_cut) {
-        const py::gil_scoped_release no_gil;
-        return partition(costs, cut_costs, num_stages, can_cut);
-      },
-      py::arg("costs"), py::arg("cut_costs"), py::arg("num_stages"), py::arg("can_cut"));
+  // The fields of LayerCost, Edge, StageMemoryRule and Value as tuples, in their order.
+  bind_split(module, "split_stages",
+             R"(Cuts layers into stages such that the slowest is as fast as possible.
+
+Exact, within the memory of each stage; csrc/core/stage_split.h states rule, ties and method.
+
+Args:
+    layers: one (forward, input_grad, weight_grad, activation_bytes, parameter_bytes,
+        trained_bytes) per layer in execution order, seconds and bytes of one microbatch.
+    edges: (producer, consumer, bytes); edges of one producer carry the same value.
+    stages: one (trained, frozen, activations, inputs, limit, slowness) per stage: what its bytes of
+        each kind are multiplied by, its memory in bytes, and what its compute is multiplied by.
+    can_cut: layers - 1: may a stage end after layer i; empty: everywhere.
+    values: (producer, consumers, bytes, seconds) of further values, seconds as paid by a stage that
+        one leaves or enters.
+    seconds_per_byte, seconds_per_value: of the messages of edges, in each direction.
+    recompute: every stage runs its forward once more.
+
+Returns:
+    (first layer of each stage, seconds per microbatch of the slowest), or None: nothing fits.
+
+Raises:
+    ValueError: sizes that do not fit, too few allowed cuts, or an amount that is negative or not
+        finite.
+)",
+             [](const StageSplitProblem& problem) -> std::optional<SplitForPython> {
+               const std::optional<StageSplit> split = split_stages(problem);
+               if (!split) return std::nullopt;
+               return SplitForPython(split->first_layers, split->slowest);
+             });
+  bind_split(module, "smallest_memory_limit",
+             R"(The smallest limit, in bytes, with which split_stages() finds something.
+
+The limit is the same for all stages; those in ``stages`` are not looked at. Arguments and errors as
+split_stages().
+)",
+             [](const StageSplitProblem& problem) { return smallest_memory_limit(problem); });
   module.def("simulate", &simulate_for_python, py::arg("schedule"), py::arg("stages"),
              py::arg("edges"), py::arg("sends"), py::arg("num_batches"));
 }

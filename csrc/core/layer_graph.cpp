@@ -23,9 +23,12 @@ void check(const LayerGraph& graph) {
     PD2_CHECK(layer.parameter_bytes >= 0, "layer ", i, " (", layer.name,
               "): parameter_bytes: ", layer.parameter_bytes, ": bytes must be >= 0");
   }
-  const auto num_layers = static_cast<std::int64_t>(graph.layers.size());
-  for (std::size_t i = 0; i < graph.edges.size(); ++i) {
-    const Edge& edge = graph.edges[i];
+  check_edges(graph.edges, static_cast<int>(graph.layers.size()));
+}
+
+void check_edges(const std::vector<Edge>& edges, int num_layers) {
+  for (std::size_t i = 0; i < edges.size(); ++i) {
+    const Edge& edge = edges[i];
     for (const int layer : {edge.producer, edge.consumer}) {
       PD2_CHECK(layer >= 0 && layer < num_layers, "edge ", i, " (", edge.producer, " -> ",
                 edge.consumer, "): layer: ", layer, ", layers: ", num_layers,

@@ -36,6 +36,9 @@ struct LayerGraph {
 // before its consumer, and costs or bytes that are negative or not finite.
 void check(const LayerGraph& graph);
 
+// The same for edges alone.
+void check_edges(const std::vector<Edge>& edges, int num_layers);
+
 // Bytes that cross the cut between layer i and layer i + 1, for i in 0 .. layers - 2. A value with
 // several consumers beyond the cut counts once (with the largest size any of those edges states).
 // Throws as check() does.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream2bw.boundaries import cut_costs
+from pipedream2bw.boundaries import crossing_values
 from pipedream2bw.capture import Captured, capture
 from pipedream2bw.stage import capture_like, choose_boundaries, place_like, split_into_stages
 from tests.unit.staged_run import cut
@@ -131,14 +131,24 @@ def test_more_stages_than_layers_name_both() -> None:
 def test_the_balanced_split_has_the_fastest_slowest_stage_of_all_splits() -> None:
     program = captured(3, Net(2))
     costs = [layer.forward_cost + layer.backward_cost for layer in program.layers]
-    crossing = [0.0, *cut_costs(program), 0.0]
+    values = crossing_values(program)
+
+    def messages(first: int, end: int) -> float:
+        """Of what enters the stage and what leaves it; what passes over it costs it nothing."""
+        stage = range(first, end)
+        return sum(
+            seconds
+            for producer, consumers, _, seconds in values
+            if (
+                any(consumer not in stage for consumer in consumers)
+                if producer in stage
+                else any(consumer in stage for consumer in consumers)
+            )
+        )
 
     def slowest(boundaries: tuple[int, ...]) -> float:
         ends = (*boundaries[1:], len(costs))
-        return max(
-            sum(costs[a:b]) + crossing[a] + crossing[b]
-            for a, b in zip(boundaries, ends, strict=True)
-        )
+        return max(sum(costs[a:b]) + messages(a, b) for a, b in zip(boundaries, ends, strict=True))
 
     best = min(slowest((0, *cuts)) for cuts in itertools.combinations(range(1, len(costs)), 2))
     assert slowest(tuple(choose_boundaries(program, 3))) == pytest.approx(best, rel=1e-12)

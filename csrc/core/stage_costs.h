@@ -1,0 +1,111 @@
+// What any stage [first, end) of a StageSplitProblem costs, as the searches for splits need it.
+
+#pragma once
+
+#include "core/stage_split.h"
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+
+// Seconds as integers: sums are exact and equal sums compare equal, which the ties need.
+using Cost = std::int64_t;
+inline constexpr Cost kInfiniteCost = std::numeric_limits<Cost>::max() / 4;
+
+// The values of problem.edges and problem.values. Edges of one producer with several sizes become
+// several values, each of what the larger ones add.
+std::vector<Value> all_values(const StageSplitProblem& problem);
+
+// Throws ValueError as split_stages().
+void check(const StageSplitProblem& problem);
+
+// The messages of a stage.
+struct Messages {
+  Cost entering = 0;
+  Cost leaving = 0;
+  double entering_bytes = 0;
+
+  Cost cost() const { return entering + leaving; }
+};
+
+// Layers that must not be separated are one piece here: every position between pieces is a cut.
+class StageCosts {
+ public:
+  // Throws ValueError as split_stages().
+  explicit StageCosts(const StageSplitProblem& problem);
+
+  int num_pieces() const { return static_cast<int>(first_layers_.size()) - 1; }
+  int num_stages() const { return static_cast<int>(rules_.size()); }
+  int first_layer(int piece) const { return first_layers_[piece]; }
+  // The stages' different slownesses, and which one stage k has.
+  const std::vector<double>& slownesses() const { return slownesses_; }
+  int slowness_of(int stage) const { return slowness_of_[stage]; }
+  const StageMemoryRule& rule(int stage) const { return rules_[stage]; }
+
+  Cost compute(int first, int end) const { return compute_[end] - compute_[first]; }
+  Cost compute(double slowness, int first, int end) const;
+  double seconds(Cost cost) const;  // as it was before the scaling
+  double trained_bytes(int first, int end) const { return trained_[end] - trained_[first]; }
+
+  // Makes the messages of [first, piece) those of [first, piece + 1). A stage without pieces has
+  // none. Never makes less enter.
+  void extend(Messages& messages, int first, int piece) const {
+    for (int i = links_at_[piece]; i < links_at_[piece + 1]; ++i) {
+      if (links_[i].previous >= first) continue;
+      messages.entering += links_[i].cost;
+      messages.entering_bytes += links_[i].bytes;
+    }
+    messages.leaving += made_[piece];
+    for (int i = ends_at_[piece]; i < ends_at_[piece + 1]; ++i) {
+      if (ends_[i].first >= first) messages.leaving -= ends_[i].second;
+    }
+  }
+  Messages messages(int first, int end) const;
+  Cost cost(int stage, int first, int end) const;  // compute and messages
+
+  double bytes(const StageMemoryRule& rule, int first, int end, double entering_bytes) const {
+    return rule.trained * (trained_[end] - trained_[first]) +
+           rule.frozen * (frozen_[end] - frozen_[first]) +
+           rule.activations * (activations_[end] - activations_[first]) +
+           rule.inputs * entering_bytes;
+  }
+  // Of the values that are made before the position and read after it.
+  double crossing_bytes(int position) const { return crossing_bytes_[position]; }
+
+ private:
+  // A consumer of a value, and its consumer before (for the first one: its producer). A stage
+  // that the first is in and the second comes before is one that the value enters.
+  struct Link {
+    int previous = 0;
+    Cost cost = 0;
+    double bytes = 0;
+  };
+
+  void add_layers(const StageSplitProblem& problem);
+  void add_values(const std::vector<Value>& values);
+  Cost scaled(double seconds) const;
+
+  std::vector<StageMemoryRule> rules_;
+  std::vector<double> slownesses_;
+  std::vector<int> slowness_of_;
+  std::vector<int> first_layers_;  // by piece, and the number of layers
+  std::vector<int> piece_of_;      // by layer
+  int exponent_ = 0;               // of the power of two that makes seconds integers
+  // Sums over the pieces before each position.
+  std::vector<Cost> compute_;
+  std::vector<double> trained_;
+  std::vector<double> frozen_;
+  std::vector<double> activations_;
+  // Values: links by the consumer's piece, costs by the producer's, (producer, cost) by that of the
+  // last consumer.
+  std::vector<int> links_at_;
+  std::vector<Link> links_;
+  std::vector<Cost> made_;
+  std::vector<int> ends_at_;
+  std::vector<std::pair<int, Cost>> ends_;
+  std::vector<double> crossing_bytes_;
+};
+
+}  // namespace pd2

@@ -1,0 +1,186 @@
+// Problems of cutting layers into stages, what any stage of them costs by definition, and the best
+// split by trying all. Shares no code with the partitioner.
+
+#pragma once
+
+#include "core/stage_split.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <random>
+#include <tuple>
+#include <vector>
+
+namespace pd2::testing {
+
+struct StageByDefinition {
+  double compute = 0;
+  double messages = 0;
+  double entering_bytes = 0;
+
+  double seconds() const { return compute + messages; }
+};
+
+inline StageByDefinition stage_by_definition(const StageSplitProblem& problem, double slowness,
+                                             int first, int end) {
+  StageByDefinition stage;
+  for (int i = first; i < end; ++i) {
+    const LayerCost& layer = problem.layers[i];
+    stage.compute += layer.forward + layer.input_grad + layer.weight_grad;
+    if (problem.recompute) stage.compute += layer.forward;
+  }
+  stage.compute *= slowness;
+  std::map<int, double> entering;  // bytes by producer
+  std::map<int, double> leaving;
+  for (const Edge& edge : problem.edges) {
+    const bool makes = first <= edge.producer && edge.producer < end;
+    const bool reads = first <= edge.consumer && edge.consumer < end;
+    if (makes == reads) continue;
+    double& bytes = (reads ? entering : leaving)[edge.producer];
+    bytes = std::max(bytes, static_cast<double>(edge.bytes));
+  }
+  for (const auto* values : {&entering, &leaving}) {
+    for (const auto& [producer, bytes] : *values) {
+      stage.messages += 2 * (bytes * problem.seconds_per_byte + problem.seconds_per_value);
+    }
+  }
+  for (const auto& [producer, bytes] : entering) stage.entering_bytes += bytes;
+  for (const Value& value : problem.values) {
+    const bool makes = first <= value.producer && value.producer < end;
+    bool reads = false;
+    bool read_elsewhere = false;
+    for (const int consumer : value.consumers) {
+      (first <= consumer && consumer < end ? reads : read_elsewhere) = true;
+    }
+    if (makes ? read_elsewhere : reads) stage.messages += value.seconds;
+    if (!makes && reads) stage.entering_bytes += value.bytes;
+  }
+  return stage;
+}
+
+inline double bytes_by_definition(const StageSplitProblem& problem, const StageMemoryRule& rule,
+                                  int first, int end, double entering_bytes) {
+  double bytes = rule.inputs * entering_bytes;
+  for (int i = first; i < end; ++i) {
+    const LayerCost& layer = problem.layers[i];
+    bytes += rule.trained * layer.trained_bytes +
+             rule.frozen * (layer.parameter_bytes - layer.trained_bytes) +
+             rule.activations * layer.activation_bytes;
+  }
+  return bytes;
+}
+
+// Everything about every stage k over the layers first .. end - 1.
+class AllStages {
+ public:
+  explicit AllStages(const StageSplitProblem& problem)
+      : n_(static_cast<int>(problem.layers.size())), d_(static_cast<int>(problem.stages.size())) {
+    for (int a = 0; a < n_; ++a) {
+      for (int b = a + 1; b <= n_; ++b) {
+        const StageByDefinition stage = stage_by_definition(problem, 1, a, b);
+        messages_[{a, b}] = stage.messages;
+        for (int k = 0; k < d_; ++k) {
+          const StageMemoryRule& rule = problem.stages[k];
+          seconds_[{k, a, b}] = stage.compute * rule.slowness + stage.messages;
+          bytes_[{k, a, b}] = bytes_by_definition(problem, rule, a, b, stage.entering_bytes);
+        }
+      }
+    }
+  }
+
+  double messages(int a, int b) const { return messages_.at({a, b}); }
+  double seconds(int k, int a, int b) const { return seconds_.at({k, a, b}); }
+  double bytes(int k, int a, int b) const { return bytes_.at({k, a, b}); }
+
+ private:
+  int n_;
+  int d_;
+  std::map<std::pair<int, int>, double> messages_;
+  std::map<std::tuple<int, int, int>, double> seconds_;
+  std::map<std::tuple<int, int, int>, double> bytes_;
+};
+
+// Calls `each(first layers)` for every split of the layers into the problem's stages.
+template <typename Each>
+void for_each_split(const StageSplitProblem& problem, Each&& each) {
+  const int n = static_cast<int>(problem.layers.size());
+  for (unsigned cuts = 0; cuts < 1u << (n - 1); ++cuts) {
+    std::vector<int> firsts = {0};
+    bool legal = true;
+    for (int i = 0; i < n - 1; ++i) {
+      if ((cuts >> i & 1) == 0) continue;
+      firsts.push_back(i + 1);
+      legal = legal && (problem.can_cut.empty() || problem.can_cut[i]);
+    }
+    if (legal && firsts.size() == problem.stages.size()) each(firsts);
+  }
+}
+
+// Calls `each(k, first, end)` for every stage of a split.
+template <typename Each>
+void for_each_stage(const StageSplitProblem& problem, const std::vector<int>& firsts, Each&& each) {
+  for (std::size_t k = 0; k < firsts.size(); ++k) {
+    const int n = static_cast<int>(problem.layers.size());
+    each(static_cast<int>(k), firsts[k], k + 1 < firsts.size() ? firsts[k + 1] : n);
+  }
+}
+
+// Small whole numbers: sums are exact, ties are many.
+inline StageSplitProblem random_problem(std::mt19937& random, int most_layers, int most_stages) {
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  StageSplitProblem problem;
+  const int n = 1 + below(most_layers);
+  const int largest = below(3) == 0 ? 2 : 20;
+  for (int i = 0; i < n; ++i) {
+    LayerCost layer;
+    layer.forward = below(largest + 1);
+    layer.input_grad = below(largest + 1);
+    layer.weight_grad = below(largest + 1);
+    layer.activation_bytes = below(20);
+    layer.parameter_bytes = below(20);
+    layer.trained_bytes = below(static_cast<int>(layer.parameter_bytes) + 1);
+    problem.layers.push_back(layer);
+  }
+  if (below(4) == 0) problem.layers[below(n)].forward = 1000;
+  const bool one_size = below(2) == 0;
+  for (int i = 0; i + 1 < n; ++i) problem.edges.push_back({i, i + 1, one_size ? 4 : below(10)});
+  const int num_skips = n > 1 ? below(2 * n) : 0;
+  for (int i = 0; i < num_skips; ++i) {
+    const int producer = below(n - 1);
+    problem.edges.push_back(
+        {producer, producer + 1 + below(n - 1 - producer), one_size ? 4 : below(10)});
+  }
+  for (int i = n > 1 ? below(4) : 0; i > 0; --i) {
+    Value value = {below(n - 1), {}, 1.0 * below(10), 1.0 * below(10)};
+    for (int reader = 1 + below(3); reader > 0; --reader) {
+      value.consumers.push_back(value.producer + 1 + below(n - 1 - value.producer));
+    }
+    problem.values.push_back(value);
+  }
+  const bool often_cut = below(2) == 0;
+  for (int i = 0; i + 1 < n; ++i) problem.can_cut.push_back(often_cut || below(3) > 0);
+  problem.seconds_per_byte = below(3);
+  problem.seconds_per_value = below(3);
+  problem.recompute = below(2) == 0;
+  const int d = 1 + below(std::min(n, most_stages));
+  const bool same_devices = below(2) == 0;
+  const double tightness = 0.5 + 0.25 * below(8);
+  double total = 0;
+  for (const LayerCost& layer : problem.layers) {
+    total += 2 * layer.parameter_bytes + layer.activation_bytes * (1 + 0.3 * d);
+  }
+  const bool limited = below(4) > 0;
+  for (int k = 0; k < d; ++k) {
+    StageMemoryRule rule;
+    rule.trained = 1 + below(3);
+    rule.activations = problem.recompute ? 1 : d - k;
+    rule.inputs = problem.recompute ? d - k : 0;
+    if (limited) rule.limit = tightness * total / d * (same_devices ? 1 : 0.5 + 0.25 * below(4));
+    if (!same_devices) rule.slowness = 0.5 * (1 + below(3));
+    problem.stages.push_back(rule);
+  }
+  return problem;
+}
+
+}  // namespace pd2::testing
