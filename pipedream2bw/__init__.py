@@ -9,6 +9,7 @@ from ._build_check import check_loaded_torch
 check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
+from .calibration import Calibration, calibrate
 from .deferred import deferred_init
 from .device_figures import KNOWN_DEVICES, DeviceFigures
 from .draw import Picture, draw_timeline
@@ -32,6 +33,7 @@ from .trace import read_events, write_events, write_trace
 __version__ = "0.1.0"
 __all__ = [
     "KNOWN_DEVICES",
+    "Calibration",
     "DeviceFigures",
     "ErrorFeedback",
     "Event",
@@ -49,10 +51,11 @@ __all__ = [
     "StageMemory",
     "Timeline",
     "add_loss",
+    "calibrate",
     "collect_losses",
     "deferred_init",
-    "draw_text",
     "draw_plan",
+    "draw_text",
     "draw_timeline",
     "find_deadlock",
     "load_schedule",

@@ -176,7 +176,9 @@ def _rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
     devices = plan.stages[rank].devices
     shown = ", ".join(map(str, devices[:4])) + (", ..." if len(devices) > 4 else "")
     name = f"device{'s' * (len(devices) > 1)} {shown}"
-    return name if list(stages) == [rank] else f"{name}: stages {', '.join(str(s % plan.num_stages) for s in stages)}"
+    if list(stages) == [rank]:
+        return name
+    return f"{name}: stages {', '.join(str(stage % plan.num_stages) for stage in stages)}"
 
 
 def _finish(axes: Any, names: Sequence[str], label: str, span: float) -> None:

@@ -21,7 +21,9 @@ DEFAULT_SCHEDULE = "".join(("2", "bw"))
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What ``PipelineModule`` takes under these names; None (of the schedule ``DEFAULT_SCHEDULE``): not given.
+    """What ``PipelineModule`` takes under these names.
+
+    None, and of the schedule ``DEFAULT_SCHEDULE``: not given.
 
     Attributes:
         order: the process of each replica's rank, [replicas][ranks], if it is not the usual one.

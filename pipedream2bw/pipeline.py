@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from .accumulation import Accumulation, check_same_part
+from .auto_plan import plan_for_devices_at_hand
 from .capture import as_root
 from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
@@ -35,6 +36,7 @@ from .modes import Mode, Modes
 from .planned import as_plan, check_model
 from .planner import Plan
 from .precision import Precision
+from .profile import Profile
 from .schedules import Schedule, check_runnable
 from .settings import (
     bucket_bytes,
@@ -88,8 +90,18 @@ class PipelineModule(nn.Module):
         loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar;
             ``output`` is what the model returns, of any structure. What arises in inner stages is
             returned by the model, or added by :func:`add_loss`.
-        num_stages: the depth d; may be left out for a list of modules.
-        num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
+        plan: what :func:`plan` made, or the path where it was saved, in place of num_stages,
+            num_microbatches, schedule, stages_per_rank, split, width and recompute: these may be
+            given besides if they say the same. Processes are the plan's devices in the order of
+            their numbers. The predictions hold for batches of ``plan.batch // plan.width`` rows.
+        num_stages: the depth d; may be left out for a list of modules. ``"auto"``: the model is
+            profiled, and planned for all processes, or in one process for all ``devices``. The
+            plan keeps to ``schedule`` (so what is trained does not depend on it) and to
+            num_microbatches, width and stages_per_rank if they are given; a replica's batch has
+            the rows of ``example_target``. It takes some seconds: two for each of up to three
+            sizes of microbatches, and between processes one more for each process.
+        num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
+            ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
             ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
@@ -100,6 +112,9 @@ class PipelineModule(nn.Module):
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
             any number of rows >= 1.
+        example_target: with ``num_stages="auto"``: a batch's target.
+        profile: with ``num_stages="auto"``: used in place of measuring. The path of a file that
+            does not exist: what is measured is saved there.
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
@@ -171,12 +186,14 @@ class PipelineModule(nn.Module):
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
         plan: Plan | str | os.PathLike[str] | None = None,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_microbatches: int | None = None,
         schedule: str | os.PathLike[str] | Schedule = DEFAULT_SCHEDULE,
         stages_per_rank: int | None = None,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
+        example_target: Any = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
         split: str | Sequence[str] | None = None,
         width: int | None = None,
         mesh: DeviceMesh | None = None,
@@ -197,9 +214,30 @@ class PipelineModule(nn.Module):
         super().__init__()
         error: Exception | None = None
         model_device = torch.device("cpu")
+        is_auto = isinstance(num_stages, str) and num_stages == "auto" and plan is None
         given = layout = Layout(
-            num_stages, num_microbatches, schedule, stages_per_rank, split, width, recompute, mesh
+            None if is_auto else num_stages,  # type: ignore[arg-type]
+            num_microbatches,
+            schedule,
+            stages_per_rank,
+            split,
+            width,
+            recompute,
+            mesh,
         )
+        if is_auto:
+            plan = plan_for_devices_at_hand(
+                model,
+                loss_fn,
+                given,
+                example_args=example_args,
+                example_kwargs=example_kwargs,
+                example_target=example_target,
+                replicated=replicated,
+                profile=profile,
+                devices=devices,
+                timeout=timeout,
+            )
         try:
             made_plan = as_plan(plan)
             layout = given.complete(model, made_plan)

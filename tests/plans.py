@@ -74,10 +74,9 @@ def plan_for(
     model: Any, cuts: Sequence[str], args: Sequence[Any], *, width: int = 1, **changes: Any
 ) -> Plan:
     """Of a model whose stages begin at these layers; device k of a replica has stage k."""
-    from pipedream2bw.profiler import layer_names
-
     from pipedream2bw.capture import as_root
     from pipedream2bw.profile import describe_parameters, fingerprint_of
+    from pipedream2bw.profiler import layer_names
 
     root = as_root(model)
     names = layer_names(root, example_args=args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -122,7 +123,7 @@ class Uneven(nn.Module):
         super().__init__()
         wide = [1, *([channels] * convolutions)]
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(a, b, 3, 1, 1) for a, b in zip(wide, wide[1:], strict=False)
+            nn.Conv2d(a, b, 3, 1, 1) for a, b in itertools.pairwise(wide)
         )
         self.linears = nn.ModuleList(
             [nn.Linear(channels, hidden), *(nn.Linear(hidden, hidden) for _ in range(3))]

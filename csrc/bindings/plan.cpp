@@ -25,7 +25,7 @@ using ClusterRow = std::tuple<std::vector<TypeRow>, std::vector<int>, std::strin
                               std::vector<LinkRow>, std::vector<std::tuple<int, double, double>>>;
 using OptionsRow =
     std::tuple<int, int, std::vector<std::string>, std::vector<int>, std::vector<std::string>,
-               std::string, double, double, double, double>;
+               std::string, double, double, double, double, int, int>;
 
 ProfiledModel read_model(const ModelRow& row) {
   ProfiledModel model;
@@ -90,8 +90,10 @@ Objective parse_objective(const std::string& name) {
 PlanOptions read_options(const OptionsRow& row) {
   PlanOptions options;
   const auto& [batch, largest_batch, schedules, stages_per_rank, recompute, objective, slack,
-               num_batches, gradient, state] = row;
+               num_batches, gradient, state, width, ranks] = row;
   options.batch = batch;
+  options.width = width;
+  options.ranks = ranks;
   options.largest_batch = largest_batch;
   options.schedules = schedules;
   options.stages_per_rank = stages_per_rank;

@@ -109,8 +109,11 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& lay
   Adder adder(problem, layouts, list);
   const int devices = problem.cluster.num_devices();
   const int most = most_stages(problem.model);
+  const auto is_wanted = [](int wanted, int given) { return wanted == 0 || wanted == given; };
   for (int width = 1; width <= std::min(devices, problem.options.largest_batch); ++width) {
+    if (!is_wanted(problem.options.width, width)) continue;
     for (int ranks = 1; ranks <= std::min(devices / width, most); ++ranks) {
+      if (!is_wanted(problem.options.ranks, ranks)) continue;
       bool has_flushed = false;
       bool has_other = false;
       for (const std::string& name : problem.options.schedules) {

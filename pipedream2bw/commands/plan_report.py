@@ -148,8 +148,7 @@ def _alternatives(plan: Plan) -> _Table:
 
 def _gains(plan: Plan) -> list[str]:
     return [
-        f"one more {what}: "
-        + (f"{_seconds(seconds)} less a batch" if seconds else "no faster")
+        f"one more {what}: " + (f"{_seconds(seconds)} less a batch" if seconds else "no faster")
         for what, seconds in plan.gains.items()
     ]
 

@@ -72,9 +72,7 @@ def trains_as_the_oracle(folder: str) -> None:
         ours = []
         for batch in by_replica[pipe.replica]:
             args = batch.args if pipe.is_first_stage else ()
-            ours.append(
-                pipe.train_step(*args, target=batch.target if pipe.is_last_stage else None)
-            )
+            ours.append(pipe.train_step(*args, target=batch.target if pipe.is_last_stage else None))
             opt.step()
         state = pipe.state_dict()
         mine = torch.tensor([float(loss) for loss in ours])
