@@ -87,8 +87,13 @@ def plan_for_devices_at_hand(
             )
             if isinstance(profile, (str, os.PathLike)):
                 _shared(control, lambda: found.save(profile))
+        _shared(
+            control,
+            lambda: _check_profile(found, model, example_args, example_kwargs, replicated),
+        )
         in_processes = control.size > 1
-        return _shared(control, lambda: _best(found, given, rows, ranks, width, in_processes))
+        made: Plan = _shared(control, lambda: _best(found, given, rows, ranks, width, in_processes))
+        return made
     finally:
         control.close()
 
@@ -144,10 +149,27 @@ def _cached(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
     return profile
 
 
+def _check_profile(
+    found: Profile,
+    model: nn.Module | Sequence[nn.Module],
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    replicated: Sequence[str],
+) -> None:
+    from .profiler import layer_names
+
+    names = layer_names(
+        model, example_args=example_args, example_kwargs=example_kwargs, replicated=replicated
+    )
+    found.check_model(model, names)
+
+
 def _best(
     found: Profile, given: Layout, rows: int, ranks: int, width: int | None, in_processes: bool
 ) -> Plan:
     """Of the widths that use all ranks the one with the most rows per second."""
+    if width is not None and width > 1 and not in_processes:
+        raise ValueError(f"width: {width}, processes: 1: every replica needs some of its own")
     widths = [width] if width is not None else range(1, ranks + 1 if in_processes else 2)
     plans: list[Plan] = []
     errors: list[ValueError] = []
@@ -161,14 +183,10 @@ def _best(
             plans.append(_with(found, given, rows, w, d, v, ranks))
         except ValueError as error:
             errors.append(error)
+    if not plans and not errors:
+        raise ValueError(f"width: {width}, processes: {ranks}: every replica needs as many of them")
     if not plans:
-        raise (
-            errors[0]
-            if errors
-            else ValueError(
-                f"width: {width}, processes: {ranks}: every replica needs as many of them"
-            )
-        )
+        raise errors[0]
     return max(plans, key=lambda each: each.rows_per_second)
 
 

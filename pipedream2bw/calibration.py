@@ -57,6 +57,16 @@ class Calibration:
         )
         return dataclasses.replace(profile, microbatches=microbatches)
 
+    def memory_left(self, memory: float) -> float:
+        """Bytes of a device for what a profile predicts.
+
+        Raises:
+            ValueError: none are left.
+        """
+        if not memory > self.offset:
+            raise ValueError(f"memory: {memory:.0f} bytes, the calibration's offset: {self.offset}")
+        return memory - self.offset
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON."""
         write_json(self, path, kind=FORMAT, version=VERSION)

@@ -90,10 +90,10 @@ Objective parse_objective(const std::string& name) {
 PlanOptions read_options(const OptionsRow& row) {
   PlanOptions options;
   const auto& [batch, largest_batch, schedules, stages_per_rank, recompute, objective, slack,
-               num_batches, gradient, state, width, ranks] = row;
+               num_batches, gradient, state, width, num_stages] = row;
   options.batch = batch;
   options.width = width;
-  options.ranks = ranks;
+  options.num_stages = num_stages;
   options.largest_batch = largest_batch;
   options.schedules = schedules;
   options.stages_per_rank = stages_per_rank;

@@ -50,6 +50,7 @@ class Adder {
 
   void add(const ScheduleRule& rule, int width, int ranks, int stages_per_rank) {
     const PlanOptions& options = problem_.options;
+    if (options.num_stages != 0 && ranks * stages_per_rank != options.num_stages) return;
     const auto& sizes = problem_.model.microbatches;
     for (int size = 0; size < static_cast<int>(sizes.size()); ++size) {
       const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
@@ -109,11 +110,9 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& lay
   Adder adder(problem, layouts, list);
   const int devices = problem.cluster.num_devices();
   const int most = most_stages(problem.model);
-  const auto is_wanted = [](int wanted, int given) { return wanted == 0 || wanted == given; };
   for (int width = 1; width <= std::min(devices, problem.options.largest_batch); ++width) {
-    if (!is_wanted(problem.options.width, width)) continue;
+    if (problem.options.width != 0 && width != problem.options.width) continue;
     for (int ranks = 1; ranks <= std::min(devices / width, most); ++ranks) {
-      if (!is_wanted(problem.options.ranks, ranks)) continue;
       bool has_flushed = false;
       bool has_other = false;
       for (const std::string& name : problem.options.schedules) {

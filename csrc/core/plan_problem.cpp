@@ -71,7 +71,7 @@ void check(const PlanOptions& options) {
   PD2_CHECK(options.largest_batch >= options.batch, "largest_batch: ", options.largest_batch,
             ", batch: ", options.batch, ": it must be at least the batch");
   PD2_CHECK(options.width >= 0, "width: ", options.width, ": it must be >= 0");
-  PD2_CHECK(options.ranks >= 0, "ranks: ", options.ranks, ": it must be >= 0");
+  PD2_CHECK(options.num_stages >= 0, "num_stages: ", options.num_stages, ": it must be >= 0");
   PD2_CHECK(!options.schedules.empty(), "schedules: none: give at least one");
   for (const std::string& name : options.schedules) schedule_rule(name);
   for (const int v : options.stages_per_rank) {

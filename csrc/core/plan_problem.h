@@ -44,7 +44,7 @@ struct PlanOptions {
   int batch = 1;          // rows of all replicas, at least
   int largest_batch = 1;  // at most
   int width = 0;          // of every candidate; 0: any
-  int ranks = 0;          // of a replica, likewise
+  int num_stages = 0;     // likewise
   std::vector<std::string> schedules;
   std::vector<int> stages_per_rank = {2};  // tried where a schedule has chunks
   std::vector<Recompute> recompute = {Recompute::kNone, Recompute::kStages, Recompute::kBlocks};

@@ -43,7 +43,11 @@ def add_plan_command(commands: Any) -> None:
     what.add_argument("--memory", metavar="SIZE", help='of each device, like "16GiB"')
     what.add_argument("--batch", type=int, metavar="ROWS", help="of all replicas, at least")
     what.add_argument("--largest-batch", type=int, metavar="ROWS", help="at most; default: --batch")
-    what.add_argument("--schedules", metavar="NAME,...", help="to choose among; default: 2bw alone")
+    what.add_argument(
+        "--schedules",
+        metavar="NAME,...",
+        help="to choose among; default: all that the planner knows",
+    )
     what.add_argument("--optimizer", default="adamw", help="sgd, momentum or adamw (default)")
     what.add_argument(
         "--objective", default="throughput", help="throughput (default), cost or memory"

@@ -92,14 +92,38 @@ def refusals(rank: int, folder: str) -> dict[str, tuple[str, str]]:
         "contradiction": attempt(
             lambda: build(plan=replicas, **({"num_microbatches": 2} if rank == 2 else {}))
         ),
+        "auto": attempt(lambda: build(num_stages="auto" if rank == 0 else 2, num_microbatches=M)),
+        "no target": attempt(
+            lambda: build(
+                num_stages="auto",
+                num_microbatches=M,
+                example_target=None if rank == 1 else torch.zeros(8),
+            )
+        ),
         "missing": attempt(lambda: build(plan=here / "no.json" if rank == 3 else replicas)),
         "other": attempt(lambda: build(plan=here / "usual.json" if rank == 0 else replicas)),
     }
 
 
+def finds_one_plan(folder: str) -> None:
+    """All four ranks are used, in whatever replicas are fastest, or in those asked for."""
+    batch = TASK.batches([8])[0]
+    options = {"num_stages": "auto", "example_target": batch.target}
+    options["profile"] = Path(folder, "profile.json")
+    for given, depth in (({"width": 2}, 2), ({"width": 1}, 4), ({}, None)):
+        with build(**options, **given, num_microbatches=M) as pipe:
+            assert pipe.width * pipe.num_stages == 4
+            assert pipe.num_stages == depth or depth is None
+            opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+            loss = pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
+            assert float(loss) > 0
+
+
 def plans(rank: int, world: int, folder: str) -> dict[str, tuple[str, str]]:
     torch.set_num_threads(1)
     trains_as_the_oracle(folder)
+    finds_one_plan(folder)
     return refusals(rank, folder)
 
 
@@ -107,6 +131,8 @@ OUTCOMES = {
     "world": ("ValueError", ["world size: 4", "1 * 2 = 2"]),
     "model": ("ValueError", ["plan of another model", "layers"]),
     "contradiction": ("ValueError", ["num_microbatches: 2, of the plan: 4"]),
+    "auto": ("ValueError", ["num_stages must be the same on every rank", "0: auto", "1: 2"]),
+    "no target": ("ValueError", ["example_target"]),
     "other": ("ValueError", ["order of the plan's devices must be the same", "[[3, 1], [0, 2]]"]),
 }
 
@@ -116,6 +142,15 @@ def test_ranks_train_where_the_plan_has_them_and_refuse_what_does_not_fit(tmp_pa
     planned([[3, 0], [1, 2]]).save(tmp_path / "replicas.json")
     planned([[0, 2], [1, 3]]).save(tmp_path / "usual.json")
     planned([[0], [1]]).save(tmp_path / "two.json")
+    batch = TASK.batches([8])[0]
+    pd2.profile(
+        model(),
+        TASK.loss_fn,
+        example_args=batch.args,
+        target=batch.target,
+        microbatch_rows=(2,),
+        dry=pd2.KNOWN_DEVICES["v100"],
+    ).save(tmp_path / "profile.json")
     for result in run_ranks(plans, 4, args=[str(tmp_path)], timeout=150):
         for name, (kind, texts) in OUTCOMES.items():
             raised, said = result.value[name]

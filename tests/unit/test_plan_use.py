@@ -157,3 +157,75 @@ def test_processes_are_in_the_order_of_the_devices() -> None:
     assert order((9,), (4,)) == [[1, 0]]
     chunks = {"schedule": "interleaved", "stages_per_rank": 2, "num_microbatches": 2}
     assert order((1,), (0,), (1,), (0,), **chunks) == [[1, 0]]
+
+
+def dry_profile(path: Path, *rows: int) -> pd2.Profile:
+    profile = pd2.profile(
+        model(),
+        mse_loss,
+        example_args=(X,),
+        target=Y,
+        microbatch_rows=rows,
+        dry=pd2.KNOWN_DEVICES["v100"],
+    )
+    profile.save(path)
+    return profile
+
+
+def auto(**options: Any) -> pd2.PipelineModule:
+    return build(**{"num_stages": "auto", "example_target": Y, "devices": ["cpu"] * 3, **options})
+
+
+def test_auto_uses_all_devices_and_keeps_to_what_is_given(tmp_path: Path) -> None:
+    profile = dry_profile(tmp_path / "p.json", 1, 2)
+    for options in ({"num_microbatches": 4}, {"num_microbatches": 8, "schedule": "1f1b"}, {}):
+        for source in (profile, tmp_path / "p.json", str(tmp_path / "p.json")):
+            with auto(profile=source, **options) as pipe:
+                assert (pipe.num_stages, pipe.width) == (3, 1)
+                assert pipe.schedule == options.get("schedule", "2bw")
+                assert pipe.num_microbatches == options.get("num_microbatches", 4)
+                opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+                losses = []
+                for _ in range(4):
+                    losses.append(pipe.train_step(X, target=Y))
+                    opt.step()
+                assert float(losses[-1]) < float(losses[0])
+
+
+def test_auto_measures_and_keeps_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with auto(devices=["cpu"] * 2, num_microbatches=4, profile=path) as pipe:
+        assert pipe.num_stages == 2
+    profile = pd2.Profile.load(path)
+    assert profile.device.measured
+    assert [item.rows for item in profile.microbatches] == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"devices": None}, ValueError, r"num_stages: 'auto', devices: None, processes: 1"),
+        ({"example_target": None}, ValueError, r"example_target: no tensor with rows"),
+        ({"num_microbatches": 9}, ValueError, r"example_target: 8 rows, num_microbatches: 9"),
+        ({"num_microbatches": 2}, ValueError, r"num_microbatches"),  # 2bw needs m >= 3
+        ({"split": ["1"]}, ValueError, r"split: \['1'\], num_stages: 'auto'"),
+        ({"width": 0}, ValueError, r"width: 0, it must be at least 1"),
+        ({"width": 2}, ValueError, r"width: 2, processes: 1"),
+        ({"profile": 3}, TypeError, r"profile: int given"),
+        ({"schedule": "3bw"}, ValueError, r"3bw"),
+        ({"schedule": pd2.make_schedule("2bw", 2, 4)}, ValueError, r"give a schedule's name"),
+        ({"recompute": True}, ValueError, r"recompute: True, of the plan: \[False"),
+        ({"model": nn.Linear(4, 4)}, ValueError, r"profile of another model"),
+    ],
+)
+def test_auto_refuses_what_it_cannot_plan(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    profile = dry_profile(tmp_path / "p.json", 1, 2, 4)
+    with pytest.raises(kind, match=message):
+        auto(**{"profile": profile, **options})
+
+
+def test_a_plan_and_auto_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match=r"num_stages: 'auto', of the plan: 2"):
+        build(plan=plan(), num_stages="auto")
