@@ -7,6 +7,7 @@ values share memory and which layers write in place, which decides where the gra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,7 +27,14 @@ from torch.utils import _pytree as pytree
 from .clone import structural_clone
 from .codegen import Attribute
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_counts import OperatorCounter, SavedCounter, bytes_of, is_tensor, storage_of
+from .operator_counts import (
+    OperatorCounter,
+    SavedCounter,
+    bytes_of,
+    described,
+    is_tensor,
+    storage_of,
+)
 from .surroundings import torch_reports_silenced
 
 # A link between stages.
@@ -48,10 +56,9 @@ class LayerCosts:
     """What the dry run found out, by layer (in execution order) and by value (node name).
 
     Attributes:
-        forward, backward: nominal seconds of each layer.
-        weight_grad: the part of backward that computes gradients of parameters.
-        saved_bytes: what autograd keeps of each layer for the backward; a storage counts with the
-            first layer that saves it, parameters, buffers and the graph's inputs with none.
+        forward, backward: nominal seconds; weight_grad: the part of backward for parameters.
+        saved_bytes: what autograd keeps of each layer, 0 if not asked for; a storage counts with
+            the first layer that saves it, parameters, buffers and the graph's inputs with none.
         described: of each value, structure, shapes, dtypes and strides.
         value_bytes: bytes of each value's tensors.
         crossing: nominal seconds that each value takes over a link between stages, its gradient
@@ -89,15 +96,18 @@ def dry_run(
     attribute_of: Callable[[fx.Node], Attribute],
     examples: Sequence[torch.Tensor],
     figures: DeviceFigures = NOMINAL,
+    *,
+    count_saved: bool = False,
 ) -> LayerCosts:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
     Computes nothing and leaves the model, its buffers and the random state as they are. A layer
     that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
-    operations and bytes into seconds.
+    operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; there are fewer
+    operators then, autograd making no views.
     """
     with torch_reports_silenced():
-        return _DryRun(root, attribute_of, examples, figures).run(graph)
+        return _DryRun(root, attribute_of, examples, figures, count_saved).run(graph)
 
 
 class _DryRun:
@@ -107,6 +117,7 @@ class _DryRun:
         attribute_of: Callable[[fx.Node], Attribute],
         examples: Sequence[torch.Tensor],
         figures: DeviceFigures,
+        count_saved: bool,
     ) -> None:
         self._figures = figures
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -123,6 +134,7 @@ class _DryRun:
         )
         state = (*self._fake_root.parameters(), *self._fake_root.buffers())
         self._saved = SavedCounter([*state, *self._examples])
+        self._hooks = self._saved.hooks if count_saved else contextlib.nullcontext()
 
     def run(self, graph: fx.Graph) -> LayerCosts:
         examples = iter(self._examples)
@@ -163,9 +175,9 @@ class _DryRun:
         inputs = [item for item in pytree.tree_leaves((args, kwargs)) if is_tensor(item)]
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = OperatorCounter()
+        counter = OperatorCounter(free_ones_too=self._figures.free_ones_too)
         try:
-            with counter, self._saved.hooks:
+            with counter, self._hooks:
                 value = self._call(node, args, kwargs)
         except _FAKE_LIMITS:
             self._unknown(node, parameters, buffers)
@@ -257,7 +269,7 @@ class _DryRun:
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
         self._result.storages[node.name] = frozenset(map(storage_of, tensors))
-        self._result.described[node.name] = _described(value)
+        self._result.described[node.name] = described(value)
         self._result.value_bytes[node.name] = bytes_of(tensors)
         self._result.crossing[node.name] = sum(map(_crossing, tensors))
 
@@ -332,17 +344,6 @@ def _crossing(item: torch.Tensor) -> float:
     copies = 1 if item.is_contiguous() else 2
     seconds = bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
     return directions * (seconds + copies * _SECONDS_PER_TENSOR)
-
-
-def _described(value: Any) -> str:
-    leaves, structure = pytree.tree_flatten(value)
-    parts = (
-        f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
-        if is_tensor(item)
-        else repr(item)
-        for item in leaves
-    )
-    return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"
 
 
 def _requires_grad(value: Any) -> bool:

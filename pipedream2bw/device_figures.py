@@ -33,6 +33,8 @@ class DeviceFigures:
         efficiency, memory_efficiency: the part of the peaks that kernels reach.
         seconds_per_operator: that every operator takes beside its work.
         overlapped: False: arithmetic and traffic are added.
+        free_ones_too: also operators that compute nothing take ``seconds_per_operator``, and those
+            of them that are no views their tensors' traffic.
 
     Raises:
         ValueError: a figure that is not positive and finite; float32 is missing.
@@ -47,6 +49,7 @@ class DeviceFigures:
     memory_efficiency: float = 0.8
     seconds_per_operator: float = 5e-6
     overlapped: bool = True
+    free_ones_too: bool = False
 
     def __post_init__(self) -> None:
         if torch.float32 not in self.flops_per_second:
@@ -113,6 +116,7 @@ NOMINAL = DeviceFigures(
     memory_efficiency=1.0,
     seconds_per_operator=2e-6,
     overlapped=False,
+    free_ones_too=True,
 )
 """By which models are cut where nothing is measured; only ratios of its seconds matter."""
 

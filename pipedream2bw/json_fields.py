@@ -77,9 +77,12 @@ class Field:
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
             self.fail("a number")
         try:
-            return float(self.value)
+            value = float(self.value)
         except OverflowError:
-            return math.inf if self.value > 0 else -math.inf
+            value = math.inf
+        if not math.isfinite(value):
+            self.fail("a finite number")
+        return value
 
     def _inner(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
@@ -93,7 +96,8 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON: {error}") from None
     if not isinstance(document, dict):
@@ -103,3 +107,7 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
         if type(given) is not type(wanted) or given != wanted:
             raise ValueError(f"{name}: {given!r}, it must be {wanted!r}")
     return document
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number there")

@@ -45,9 +45,12 @@ class Group:
         return range(self.first, self.end)
 
 
-def group_layers(captured: Captured, root: nn.Module) -> list[Group]:
-    """Parts a capture whose last layer is the loss, which stays with the layer before."""
-    boundaries = [*_boundaries(captured), len(captured.layers)]
+def group_layers(captured: Captured, root: nn.Module, seconds: Sequence[float]) -> list[Group]:
+    """Parts a capture whose last layer is the loss, which stays with the layer before.
+
+    ``seconds`` are nominal, of each layer: the same on every machine.
+    """
+    boundaries = [*_boundaries(captured, seconds), len(captured.layers)]
     known: dict[Hashable, int] = {}
     groups = []
     for index, (first, end) in enumerate(itertools.pairwise(boundaries)):
@@ -72,13 +75,12 @@ def crossing_bytes(captured: Captured) -> list[int]:
     return list(itertools.accumulate(changes))[:-1]
 
 
-def _boundaries(captured: Captured) -> list[int]:
+def _boundaries(captured: Captured, seconds: Sequence[float]) -> list[int]:
     n = len(captured.layers)
     held = held_together(captured)
     allowed = [cut for cut in range(1, n - 1) if held.allows(cut)]
     crossing = crossing_bytes(captured)
-    costs = zip(captured.costs.forward, captured.costs.backward, strict=True)
-    until = list(itertools.accumulate((f + b for f, b in costs), initial=0.0))
+    until = list(itertools.accumulate(seconds, initial=0.0))
     least = min(_LEAST_SECONDS, until[n] * _LEAST_PART)
     chosen = [0]
     for cut in _valleys(allowed, crossing):

@@ -14,10 +14,15 @@ from .device_figures import Work
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating-point operations and bytes moved, by operator."""
+    """Counts floating-point operations and bytes moved, by operator.
 
-    def __init__(self) -> None:
+    Args:
+        free_ones_too: those that only make views or look at a tensor's properties.
+    """
+
+    def __init__(self, *, free_ones_too: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._free_ones_too = free_ones_too
         self.work: list[Work] = []
 
     def __torch_dispatch__(
@@ -25,6 +30,8 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not self._free_ones_too and (func.is_view or func.namespace == "prim"):
+            return result
         packet = func._overloadpacket
         count = flop_registry.get(packet)
         flops = 0
@@ -74,3 +81,15 @@ def bytes_of(tree: Any) -> int:
     return sum(
         item.numel() * item.element_size() for item in pytree.tree_leaves(tree) if is_tensor(item)
     )
+
+
+def described(value: Any) -> str:
+    """Structure, shapes, strides, dtypes and whether gradients are required: not the numbers."""
+    leaves, structure = pytree.tree_flatten(value)
+    parts = (
+        f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
+        if is_tensor(item)
+        else repr(item)
+        for item in leaves
+    )
+    return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"

@@ -60,8 +60,8 @@ class Prepared:
                     raise ValueError(
                         f"the model or loss_fn refuses {run.rows} rows: {run.captured.costs.error}"
                     ) from run.captured.costs.error
-            # Nominal figures, so that groups do not depend on the device.
-            groups = group_layers(runs[-1].captured, held)
+            nominal = [layer.forward_cost + layer.backward_cost for layer in captured.layers]
+            groups = group_layers(runs[-1].captured, held, [*nominal, 0.0])
             names = names_of_layers(captured)
             layers = _layers(captured, held, groups, names)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

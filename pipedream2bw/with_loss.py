@@ -70,9 +70,10 @@ def with_loss(
         for leaf in captured.layout.tensors
     ]
     given = [of_rows(leaf, rows) for leaf, i in zip(leaves, is_input, strict=True) if i]
-    costs = dry_run(root, graph, captured.attribute_of, [*examples, *given], figures)
+    tensors = [*examples, *given]
+    costs = dry_run(root, graph, captured.attribute_of, tensors, figures, count_saved=True)
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
-    values = dict(zip(placeholders, [*examples, *given], strict=True))
+    values = dict(zip(placeholders, tensors, strict=True))
     made = dataclasses.replace(
         captured,
         layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1], 0)],

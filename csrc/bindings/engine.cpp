@@ -252,8 +252,7 @@ void bind_channels(py::module_& module) {
           },
           py::arg("layout"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
   py::class_<Receiver, std::shared_ptr<Receiver>>(module, "Receiver")
-      .def("expect", &Receiver::expect, py::arg("layout"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("expect", &Receiver::expect, py::arg("layout"), py::call_guard<py::gil_scoped_release>())
       .def(
           "receive", [](Receiver& self) { return self.receive().tensors; },
           py::call_guard<py::gil_scoped_release>());

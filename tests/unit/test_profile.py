@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_bytes_of_a_model_counted_by_hand(make: Any) -> None:
     if make is dry:
         assert microbatch.activation_bytes == (0, 0, value, value, value + 5 * 4 * 4)
     assert microbatch.edges == (
-        *((0, 1, value), (1, 2, value), (0, 3, value), (2, 3, value), (3, 4, value)),
+        *((0, 1, value), (1, 2, value), (2, 3, value), (0, 3, value), (3, 4, value)),
     )
 
 
@@ -194,7 +195,8 @@ def test_blocks_that_differ_are_not_taken_for_equal(change: str) -> None:
     x = torch.randn(4, 8)
     captured = capture_finely(model, ((x,), {}), ())
     run = with_loss(captured, model, squares, x, 4, (), V100)
-    groups = group_layers(run.captured, model)
+    seconds = [layer.forward_cost + layer.backward_cost for layer in run.captured.layers]
+    groups = group_layers(run.captured, model, seconds)
     odd_layers = {
         index
         for index, node in enumerate(run.captured.layer_nodes)
@@ -241,58 +243,50 @@ def test_a_profile_survives_its_file(tmp_path: Path, profile: pd2.Profile) -> No
     assert pd2.Profile.load(tmp_path / "profile.json") == profile
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Any:
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items if isinstance(value, (dict, list)) else ():
-        yield from places(item, (*path, key))
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(item, (*path, key))
 
 
 DOCUMENT = json.loads(json.dumps(WITH_LINKS._document()))
-PLACES = [path for path in places(DOCUMENT) if path]
+NONSENSE = [None, -1, -0.5, 7, math.nan, math.inf, "x", True, [], {}, 10**400]
 
 
-@given(path=st.sampled_from(PLACES), data=st.data())
+def load_or_reason(file: Path) -> pd2.Profile | str:
+    try:
+        return pd2.Profile.load(file)
+    except ValueError as error:
+        return str(error)
+
+
+@given(
+    path=st.sampled_from([path for path in places(DOCUMENT) if path]),
+    new=st.sampled_from([..., *NONSENSE]),
+)
 @settings(max_examples=400, deadline=None)
-def test_a_damaged_field_is_named(
-    tmp_path_factory: pytest.TempPathFactory, path: tuple[Any, ...], data: st.DataObject
+def test_a_damaged_field_is_refused_by_name_or_read_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, path: tuple[Any, ...], new: Any
 ) -> None:
     document = json.loads(json.dumps(DOCUMENT))
     holder = document
     for key in path[:-1]:
         holder = holder[key]
-    old = holder[path[-1]]
-    nonsense = st.sampled_from([None, -1, -0.5, math.nan, math.inf, "x", True, [], {}, 10**400])
-    new = data.draw(st.one_of(st.just(...), nonsense), label="new")
     if new is ...:
         del holder[path[-1]]
     else:
         holder[path[-1]] = new
     file = tmp_path_factory.getbasetemp() / "damaged.json"
     file.write_text(json.dumps(document), encoding="utf-8")
-    try:
-        loaded = pd2.Profile.load(file)
-    except ValueError as error:
-        # A matrix's diagonal is said of the matrix; a missing item of its list.
-        names = [str(key) for key in path if isinstance(key, str)]
-        hidden = {"model.parameters", "layers"} if old != new else set()
-        assert any(name in str(error) for name in names) or hidden, str(error)
-        return
-    except TypeError as error:  # pragma: no cover
-        raise AssertionError(f"{path}: {new!r}") from error
-    # What is still a profile is another one, or the same written in another way.
-    same = json.loads(json.dumps(loaded._document())) == DOCUMENT
-    free = ("device", "torch", "loss", "seconds_per_update_byte", "all_reduce", "links")
-    assert same or path[0] in free or path[:2] == ("model", "name") or _may_be(path, new), path
-
-
-def _may_be(path: tuple[Any, ...], new: Any) -> bool:
-    """Whether a profile may have this here."""
-    if path[0] == "layers":
-        return path[-1] in ("can_cut_after", "repeats") and (new is True or new is None)
-    if path[0] == "microbatches":
-        return path[-1] == "edges" or len(path) > 3 or new is ... or new == []
-    return False
+    found = load_or_reason(file)
+    if not isinstance(found, str):
+        assert json.loads(json.dumps(found._document())) == document
+    elif new is not math.inf and new is not math.nan:  # these are no JSON
+        assert any(str(key) in found for key in path if isinstance(key, str)) or (
+            # Fewer layers, or other parameters: what no longer fits them is named.
+            path[0] in ("layers", "model") and ("fingerprint" in found or "layers" in found)
+        ), found
 
 
 @pytest.mark.parametrize(
@@ -375,13 +369,13 @@ def test_layers_that_fake_tensors_cannot_run_have_no_dry_profile() -> None:
 def test_figures_that_no_device_has() -> None:
     with pytest.raises(ValueError, match="bytes_per_second: 0"):
         dataclasses.replace(V100, bytes_per_second=0)
-    with pytest.raises(ValueError, match="efficiency: 1.5, it must be at most 1"):
+    with pytest.raises(ValueError, match=r"efficiency: 1\.5, it must be at most 1"):
         dataclasses.replace(V100, efficiency=1.5)
-    with pytest.raises(ValueError, match=r"torch.float32 is missing"):
+    with pytest.raises(ValueError, match="float32 is missing"):
         dataclasses.replace(V100, flops_per_second={torch.float16: 1e12})
 
 
-@pytest.mark.parametrize("count", range(1, 12))
+@pytest.mark.parametrize("count", range(2, 12))
 def test_every_pair_of_ranks_meets_once(count: int) -> None:
     rounds = rounds_of_pairs(count)
     pairs = [pair for pairs in rounds for pair in pairs]
@@ -389,7 +383,7 @@ def test_every_pair_of_ranks_meets_once(count: int) -> None:
     for together in rounds:
         busy = [rank for pair in together for rank in pair]
         assert len(busy) == len(set(busy))
-    assert len([pairs for pairs in rounds if pairs]) == max(0, count - 1 + count % 2)
+    assert len([pairs for pairs in rounds if pairs]) == count - 1 + count % 2
 
 
 MODEL = """
