@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -145,7 +146,8 @@ def _draw_memory(
         kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
         bars.append({name: sum(each[name] for each in kinds) for name in MEMORY_KINDS})
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
-    span = max(*(sum(bar.values()) for bar in bars), *limits)
+    span = max(sum(bar.values()) for bar in bars)
+    span = max([span, *(limit for limit in limits if limit < math.inf)])
     unit, size = next((name, size) for name, size in _BYTES if span >= size or size == 1)
     for row, (bar, limit) in enumerate(zip(bars, limits, strict=True)):
         left = 0.0
@@ -160,7 +162,8 @@ def _draw_memory(
                 linewidth=0.6,
             )
             left += bar[name]
-        axes.plot([limit / size] * 2, [row - 0.5, row + 0.5], color=_LIMIT, linewidth=1.8)
+        if limit < math.inf:
+            axes.plot([limit / size] * 2, [row - 0.5, row + 0.5], color=_LIMIT, linewidth=1.8)
     handles = [
         matplotlib.patches.Patch(facecolor=colour, label=name) for name, colour in _MEMORY.items()
     ]

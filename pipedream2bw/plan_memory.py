@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 from .planner import Plan, StagePlan
 from .schedules import make_schedule
 
@@ -32,5 +35,6 @@ def stages_of_ranks(plan: Plan) -> list[list[int]]:
 
 
 def limit_of_rank(plan: Plan, rank: int) -> float:
-    """Bytes that its device has."""
-    return plan.stages[rank].memory_limit
+    """Bytes that its device has; infinite if that was not limited (JSON has no infinity)."""
+    limit = plan.stages[rank].memory_limit
+    return math.inf if limit == sys.float_info.max else limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -120,8 +121,8 @@ def _memory(plan: Plan) -> _Table:
                 ", ".join(str(stage % plan.num_stages) for stage in stages),
                 *map(_bytes, sums),
                 _bytes(sum(sums)),
-                _bytes(limit),
-                f"{100 * sum(sums) / limit:.0f} %" if limit else "-",
+                _bytes(limit) if limit < math.inf else "-",
+                f"{100 * sum(sums) / limit:.0f} %" if 0 < limit < math.inf else "-",
             ]
         )
     columns = ("devices", "stages", *MEMORY_KINDS, "peak", "limit", "used")
