@@ -9,6 +9,7 @@ from ._build_check import check_loaded_torch
 check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
+from .cluster import Cluster, DeviceType
 from .deferred import deferred_init
 from .draw import Picture, draw_timeline
 from .local_shards import use_local_shards
@@ -17,6 +18,8 @@ from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .planner import plan
+from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
 from .simulate import Simulation, find_deadlock, simulate
@@ -27,6 +30,9 @@ from .trace import read_events, write_events, write_trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "Alternative",
+    "Cluster",
+    "DeviceType",
     "ErrorFeedback",
     "Event",
     "LearningRateDiscount",
@@ -36,10 +42,12 @@ __all__ = [
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
+    "Plan",
     "Profile",
     "Schedule",
     "Simulation",
     "StageMemory",
+    "StagePlan",
     "Timeline",
     "add_loss",
     "collect_losses",
@@ -49,6 +57,7 @@ __all__ = [
     "find_deadlock",
     "load_schedule",
     "make_schedule",
+    "plan",
     "read_events",
     "schedule_names",
     "simulate",
