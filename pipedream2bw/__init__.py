@@ -10,6 +10,7 @@ check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
 from .calibration import Calibration, calibrate
+from .cluster import Cluster, DeviceType
 from .deferred import deferred_init
 from .device_figures import KNOWN_DEVICES, DeviceFigures
 from .draw import Picture, draw_timeline
@@ -20,7 +21,8 @@ from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
-from .planner import Plan
+from .planner import plan
+from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .profiler import profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
@@ -33,8 +35,11 @@ from .trace import read_events, write_events, write_trace
 __version__ = "0.1.0"
 __all__ = [
     "KNOWN_DEVICES",
+    "Alternative",
     "Calibration",
+    "Cluster",
     "DeviceFigures",
+    "DeviceType",
     "ErrorFeedback",
     "Event",
     "LearningRateDiscount",
@@ -49,6 +54,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageMemory",
+    "StagePlan",
     "Timeline",
     "add_loss",
     "calibrate",
@@ -60,6 +66,7 @@ __all__ = [
     "find_deadlock",
     "load_schedule",
     "make_schedule",
+    "plan",
     "profile",
     "read_events",
     "schedule_names",

@@ -18,7 +18,8 @@ from .control import ControlPlane
 from .layout import Layout
 from .materialize import home_of
 from .mesh import check_mesh
-from .planner import Plan, plan
+from .planner import plan
+from .plans import Plan
 from .profile import Profile
 from .settings import check_whole_number
 from .wiring import join_world

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from .memory import StageMemory
 from .plan_json import check_number, read_json, write_json
 from .plan_memory import bytes_by_kind, stages_of_ranks
-from .planner import Plan
+from .plans import Plan
 from .profile import Profile
 
 FORMAT = "pipedream2bw.calibration"

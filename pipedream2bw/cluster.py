@@ -25,8 +25,8 @@ class DeviceType:
         name: of the kind.
         count: how many there are.
         memory: of one; None: that of :func:`plan`'s ``memory``.
-        throughput: of the model, over that of the profiled device. Of a table of throughputs (Gavel,
-            OSDI 2020) the quotient.
+        throughput: of the model, over that of the profiled device: of a table of throughputs by
+            type (Gavel, OSDI 2020) the quotient.
         price_per_hour: of one. Or a list of (hours from now, price) as spot prices change, the
             first at hour 0.
     """

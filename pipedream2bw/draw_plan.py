@@ -9,7 +9,7 @@ from typing import Any
 
 from .draw import Matplotlib, Picture, time_unit
 from .plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
-from .planner import Plan, StagePlan
+from .plans import Plan, StagePlan
 
 _MESSAGES = "messages to and from the next stage"
 _TIMES = (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh import check_mesh, described
-from .planner import Plan
+from .plans import Plan
 from .schedules import Schedule, fingerprint, schedule_for
 from .settings import length_of, what_to_recompute
 

@@ -34,7 +34,7 @@ from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
 from .planned import as_plan, check_model
-from .planner import Plan
+from .plans import Plan
 from .precision import Precision
 from .profile import Profile
 from .schedules import Schedule, check_runnable

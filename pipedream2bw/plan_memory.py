@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
-from .planner import Plan, StagePlan
+from .plans import Plan, StagePlan
 from .schedules import make_schedule
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")

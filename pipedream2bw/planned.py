@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from .materialize import Example
-from .planner import Plan
+from .plans import Plan
 from .profile import describe_parameters, fingerprint_of
 
 

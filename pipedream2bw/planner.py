@@ -2,256 +2,231 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-from .plan_json import check_number, read_json, write_json
-from .schedules import make_schedule
+from . import _C
+from .calibration import Calibration
+from .cluster import Cluster, as_cluster
+from .plans import Alternative, Plan, StagePlan
+from .profile import Profile
 from .settings import check_whole_number
+from .units import parse_bytes
 
-FORMAT = "pipedream2bw.plan"
-VERSION = 1
+__all__ = ["Alternative", "Cluster", "Plan", "StagePlan", "blocks_of", "plan"]
+
+_SHAPE = ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches")
+_SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_bytes")
 
 
-@dataclasses.dataclass(frozen=True)
-class StagePlan:
-    """One stage of a :class:`Plan`.
+def plan(
+    profile: Profile,
+    *,
+    devices: int | Cluster,
+    memory: str | float,
+    batch: int,
+    largest_batch: int | None = None,
+    schedules: Sequence[str] = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera"),
+    stages_per_rank: Sequence[int] = (2, 4),
+    recompute: Sequence[str] = ("none", "stages", "blocks"),
+    objective: str = "throughput",
+    slack: float = 0.1,
+    num_batches: int | None = None,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    split_master: bool = False,
+    width: int | None = None,
+    num_stages: int | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:
+    """The best way to train the profiled model on some devices.
 
-    Attributes:
-        begins_at: the name for ``split=`` of the layer that the stage begins at; "" for stage 0.
-        layers: the profile's layers, from the first to the one after the last.
-        devices: numbers of the devices that hold the stage, one for each replica; with chimera the
-            first pipeline's copy.
-        forward, input_grad, weight_grad: predicted seconds of one microbatch, on the slowest of
-            the devices.
-        recompute: seconds of running forwards again, of one microbatch.
-        message: seconds that a microbatch's values take to the next stage, and their gradients
-            back, each; 0 for the last stage.
-        update, all_reduce: seconds of one batch.
-        num_versions: of the weights.
-        weight_bytes: what is trained, in one version.
-        frozen_bytes: what is not.
-        gradient_bytes, state_bytes: masters count as state.
-        most_in_flight: microbatches between forward and backward at once.
-        activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
-            whole stage is recomputed, it is there from that on.
-        input_bytes: of one microbatch, if the whole stage is recomputed: what it received, else 0.
-        peak_bytes: all of that, of one copy of the stage, at its peak.
-        memory_limit: bytes that each device has, of whatever stages it holds.
-        recomputed: whether the whole stage is, or the names of the modules that are.
+    Searches every width w, depth d, profiled microbatch size b, schedule and way to recompute
+    (arXiv 2006.09503, section 4, Algorithm 1), with layers put on stages so that the slowest one
+    takes the least time. docs/planner.md says how, and what a plan's time is made of. ::
+
+        plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)
+        plan.save("plan.json")
+
+    Args:
+        profile: of the model, as it will be trained (dtype included).
+        devices: how many, with the profile's links if it has any, else free ones. Or a cluster.
+        memory: bytes of a device, a number or like "16GiB", unless its type has its own.
+        batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
+        largest_batch: at most so many; the batch if None. The largest that trains well.
+        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
+        stages_per_rank: tried with "interleaved".
+        recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
+            the blocks that its memory demands, of those the ones that take the least time. A block
+            is a module in a list, like "layers.3".
+        objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
+            a device, of plans that take at most 1 + slack of the least time.
+        slack: see ``objective``.
+        num_batches: for prices that change: what so many batches cost, beginning now. None: at
+            today's prices.
+        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time if profiled.
+        precision: "bf16" or "fp16" if the pipeline will have it; the profile is of such weights.
+        split_master: as in :class:`PipelineModule`.
+        width, num_stages: plans have so many replicas, and stages; None: the best number.
+        calibration: what :func:`calibrate` learnt from a run: plans leave its margin of memory.
+
+    Raises:
+        ValueError: the model fits on no plan (by how much, and which memory would do), no sizes
+            make such a batch, or an argument is wrong: names it and both values.
+        TypeError: an argument is of a wrong type.
     """
+    bytes_per_device = parse_bytes("memory", memory)
+    check_whole_number("batch", batch)
+    largest = batch if largest_batch is None else largest_batch
+    check_whole_number("largest_batch", largest)
+    if num_batches is not None:
+        check_whole_number("num_batches", num_batches)
+    for name, number in (("width", width), ("num_stages", num_stages)):
+        if number is not None:
+            check_whole_number(name, number)
+    if calibration is not None:
+        profile = calibration.applied_to(profile)
+        bytes_per_device = calibration.memory_left(bytes_per_device)
+    gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
+    cluster = as_cluster(devices, profile.links)
+    if objective == "cost" and not any(
+        price > 0 for each in cluster.types for _, price in each.prices()
+    ):
+        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    blocks = blocks_of([layer.name for layer in profile.layers])
+    found, bound_by, lost_by, gains = _C.best_plans(
+        _model_row(profile, blocks, optimizer),
+        _cluster_row(cluster, bytes_per_device, profile if isinstance(devices, int) else None),
+        (
+            *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
+            *(objective, slack, num_batches or 0, gradient, state, width or 0, num_stages or 0),
+        ),
+    )
+    best, *others = found
+    alternatives = [
+        Alternative(
+            **{name: other[name] for name in _SHARED},
+            recompute=other["recompute"],
+            rows_per_second=_rows(other) / other["seconds_per_batch"],
+            lost_by=why,
+        )
+        for other, why in zip(others, lost_by, strict=True)
+    ]
+    return Plan(
+        **{name: best[name] for name in _SHARED},
+        batch=_rows(best),
+        stages=tuple(_stage(stage, best, profile, blocks) for stage in best["stages"]),
+        rows_per_second=_rows(best) / best["seconds_per_batch"],
+        bubble=best["bubble"],
+        bound_by=bound_by,
+        alternatives=tuple(alternatives),
+        gains=gains,
+        profile_fingerprint=profile.fingerprint,
+    )
 
-    begins_at: str
-    layers: tuple[int, int]
-    devices: tuple[int, ...]
-    forward: float
-    input_grad: float
-    weight_grad: float
-    recompute: float
-    message: float
-    update: float
-    all_reduce: float
-    num_versions: int
-    weight_bytes: float
-    frozen_bytes: float
-    gradient_bytes: float
-    state_bytes: float
-    most_in_flight: int
-    activation_bytes: float
-    input_bytes: float
-    peak_bytes: float
-    memory_limit: float
-    recomputed: bool | tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type == "float":
-                check_number(field.name, getattr(self, field.name))
-        if not 0 <= self.layers[0] < self.layers[1]:
-            raise ValueError(f"layers: {self.layers}, a stage needs 0 <= first < end")
-        if not self.devices or min(self.devices) < 0 or len({*self.devices}) < len(self.devices):
-            raise ValueError(f"devices: {self.devices}, they must be different numbers >= 0")
-        check_whole_number("num_versions", self.num_versions)
-        check_whole_number("most_in_flight", self.most_in_flight)
+def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The modules in lists that hold adjacent layers and no others: first layer, and end.
 
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A plan that came after the best one.
-
-    Attributes:
-        schedule, width, num_stages, stages_per_rank, microbatch_rows, num_microbatches: as in
-            :class:`Plan`.
-        recompute: "none", "stages" or "blocks".
-        seconds_per_batch, rows_per_second, price_per_hour, peak_bytes: likewise.
-        lost_by: a sentence.
+    A layer "decoder.layers.3.mlp.up" is in "decoder.layers.3", up to the first number.
     """
-
-    schedule: str
-    width: int
-    num_stages: int
-    stages_per_rank: int
-    microbatch_rows: int
-    num_microbatches: int
-    recompute: str
-    seconds_per_batch: float
-    rows_per_second: float
-    price_per_hour: float
-    peak_bytes: float
-    lost_by: str
-
-    def __post_init__(self) -> None:
-        _check_shape(self)
-        if self.recompute not in ("none", "stages", "blocks"):
-            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
-        check_number("peak_bytes", self.peak_bytes)
+    places: dict[str, list[int]] = {}
+    for index, name in enumerate(layers):
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        if numbers and numbers[0] > 0:
+            places.setdefault(".".join(parts[: numbers[0] + 1]), []).append(index)
+    return {
+        name: (held[0], held[-1] + 1)
+        for name, held in places.items()
+        if len(held) == held[-1] + 1 - held[0]
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a model is to be trained on given devices, and what that will take; see :func:`plan`.
+def _bytes_per_trained_byte(
+    optimizer: str, precision: str | None, split_master: bool
+) -> tuple[float, float]:
+    """Of gradients, and of optimizer state with masters."""
+    states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+    if optimizer not in states:
+        raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
+    if split_master and precision != "bf16":
+        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
+    if precision in (None, "fp32"):
+        return 1.0, states[optimizer]
+    # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
+    return 2.0, 2 * states[optimizer] + (1 if split_master else 2)
 
-    Attributes:
-        schedule: its name.
-        width: replicas w of every stage.
-        num_stages: the depth d.
-        stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
-        microbatch_rows: b.
-        num_microbatches: m, of one replica's batch.
-        batch: rows of all replicas, ``width * microbatch_rows * num_microbatches``.
-        stages: one for each stage.
-        seconds_per_batch: predicted, in the steady state.
-        rows_per_second: of all replicas.
-        bubble: share of that time in which the busiest rank does nothing, 0 to 1.
-        price_per_hour: of all devices that are used, now.
-        peak_bytes: of the device that holds the most.
-        bound_by: what keeps it from being faster; a sentence.
-        alternatives: the next best plans, at most five.
-        gains: seconds per batch that one more GiB of memory, or GB/s of a kind of link, would save.
-        profile_fingerprint: of the profiled model.
-    """
 
-    schedule: str
-    width: int
-    num_stages: int
-    stages_per_rank: int
-    microbatch_rows: int
-    num_microbatches: int
-    batch: int
-    stages: tuple[StagePlan, ...]
-    seconds_per_batch: float
-    rows_per_second: float
-    bubble: float
-    price_per_hour: float
-    peak_bytes: float
-    bound_by: str
-    alternatives: tuple[Alternative, ...]
-    gains: dict[str, float]
-    profile_fingerprint: str
-
-    def __post_init__(self) -> None:
-        _check_shape(self)
-        rows = self.width * self.microbatch_rows * self.num_microbatches
-        if self.batch != rows:
-            raise ValueError(
-                f"batch: {self.batch}, width * microbatch_rows * num_microbatches: {rows}: they "
-                "must be equal"
-            )
-        predicted = self.batch / self.seconds_per_batch
-        if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
-            raise ValueError(
-                f"rows_per_second: {self.rows_per_second}, batch / seconds_per_batch: {predicted}: "
-                "they must be equal"
-            )
-        if not 0 <= self.bubble <= 1:
-            raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
-        check_number("peak_bytes", self.peak_bytes)
-        for name, seconds in self.gains.items():
-            check_number(f"gains[{name}]", seconds)
-        self._check_stages()
-
-    def _check_stages(self) -> None:
-        if len(self.stages) != self.num_stages:
-            raise ValueError(
-                f"stages: {len(self.stages)}, num_stages: {self.num_stages}: one for each"
-            )
-        end = 0
-        whole = {isinstance(stage.recomputed, bool) for stage in self.stages}
-        held_by: dict[int, int] = {}
-        num_ranks = self.num_stages // self.stages_per_rank
-        for index, stage in enumerate(self.stages):
-            where = f"stages[{index}]"
-            if stage.layers[0] != end:
-                raise ValueError(
-                    f"{where}.layers: {stage.layers}, the stage before ends at {end}: it must "
-                    "begin there"
+def _model_row(
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str
+) -> tuple[Any, ...]:
+    parameters = [
+        (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
+    ]
+    microbatches = [
+        (
+            each.rows,
+            [
+                (*costs, *held)
+                for costs, held in zip(
+                    zip(
+                        each.forward,
+                        each.input_grad,
+                        each.weight_grad,
+                        map(float, each.activation_bytes),
+                        strict=True,
+                    ),
+                    parameters,
+                    strict=True,
                 )
-            end = stage.layers[1]
-            if (stage.begins_at == "") != (index == 0):
-                raise ValueError(
-                    f"{where}.begins_at: {stage.begins_at!r}, it must be the name of a layer, "
-                    "and '' for stage 0 alone"
-                )
-            if len(stage.devices) != self.width:
-                raise ValueError(
-                    f"{where}.devices: {len(stage.devices)}, width: {self.width}: one for each "
-                    "replica"
-                )
-            for device in stage.devices:
-                if held_by.setdefault(device, index % num_ranks) != index % num_ranks:
-                    raise ValueError(
-                        f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
-                        f"{where} is on rank {index % num_ranks}: it must have one rank's"
-                    )
-            if len(whole) > 1:
-                raise ValueError(
-                    f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "
-                    "false, or all have names"
-                )
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that are used."""
-        return self.width * self.num_stages // self.stages_per_rank
-
-    @property
-    def split(self) -> list[str]:
-        """What ``PipelineModule(split=)`` takes."""
-        return [stage.begins_at for stage in self.stages[1:]]
-
-    @property
-    def recompute(self) -> bool | list[bool] | list[str]:
-        """What ``PipelineModule(recompute=)`` takes."""
-        if all(isinstance(stage.recomputed, bool) for stage in self.stages):
-            return [bool(stage.recomputed) for stage in self.stages]
-        names = [
-            name
-            for stage in self.stages
-            if not isinstance(stage.recomputed, bool)
-            for name in stage.recomputed
-        ]
-        return names or False
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        write_json(self, path, kind=FORMAT, version=VERSION)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: no JSON, another format or version, or a field that is missing, unknown,
-                of another type, or does not fit the others: names it and both values.
-            OSError: the file cannot be read.
-        """
-        return read_json(cls, path, kind=FORMAT, version=VERSION)
+            ],
+            list(each.edges),
+        )
+        for each in profile.microbatches
+    ]
+    can_cut = [layer.can_cut_after for layer in profile.layers[:-1]]
+    per_byte = profile.seconds_per_update_byte.get(optimizer, 0.0)
+    return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
 
 
-def _check_shape(shape: Plan | Alternative) -> None:
-    for name in ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches"):
-        check_whole_number(name, getattr(shape, name))
-    make_schedule(shape.schedule, shape.num_stages, shape.num_microbatches, shape.stages_per_rank)
-    check_number("seconds_per_batch", shape.seconds_per_batch, positive=True)
-    check_number("rows_per_second", shape.rows_per_second, positive=True)
-    check_number("price_per_hour", shape.price_per_hour)
+def _cluster_row(cluster: Cluster, memory: float, measured: Profile | None) -> tuple[Any, ...]:
+    types = [
+        (
+            each.name,
+            1 / each.throughput,
+            memory if each.memory is None else parse_bytes("memory", each.memory),
+            each.prices(),
+        )
+        for each in cluster.types
+    ]
+    type_of = [index for index, each in enumerate(cluster.types) for _ in range(each.count)]
+    all_reduce = [] if measured is None or measured.links is None else list(measured.all_reduce)
+    return types, type_of, cluster.topology, list(cluster.sizes), list(cluster.links), all_reduce
+
+
+def _rows(found: dict[str, Any]) -> int:
+    return int(found["width"] * found["microbatch_rows"] * found["num_microbatches"])
+
+
+def _stage(
+    stage: dict[str, Any],
+    found: dict[str, Any],
+    profile: Profile,
+    blocks: dict[str, tuple[int, int]],
+) -> StagePlan:
+    names = list(blocks)
+    first = stage["layers"][0]
+    limit = stage["memory_limit"]
+    recomputed: bool | tuple[str, ...] = found["recompute"] == "stages"
+    if found["recompute"] == "blocks":
+        recomputed = tuple(names[block] for block in stage["blocks"])
+    fields = {name: value for name, value in stage.items() if name != "blocks"}
+    return StagePlan(
+        **{**fields, "memory_limit": min(limit, sys.float_info.max)},
+        begins_at=profile.layers[first].name if first else "",
+        recomputed=recomputed,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipedream2bw.planner import Plan, StagePlan
+from pipedream2bw.plans import Plan, StagePlan
 
 
 def stage_plan(layers: tuple[int, int], **changes: Any) -> StagePlan:

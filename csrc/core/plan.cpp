@@ -44,7 +44,9 @@ class Best {
   std::vector<Evaluation> kept_;
 };
 
-// All candidates of a problem with their bounds, the least bound first.
+// All candidates of a problem with their bounds, the least bound first. Those that recompute blocks
+// come after all others: their bound is low, and when something else is known most can be dropped
+// before their blocks are chosen.
 class Queue {
  public:
   Queue(const PlanProblem& problem, const Layouts& layouts, const Evaluator& evaluator)
@@ -67,14 +69,20 @@ class Queue {
                     candidate,
                     layouts.grid(candidate.layout, candidate.shape.ranks, candidate.width), seconds)
               : seconds / candidate.batch();
-      bounds_.emplace_back(score, static_cast<int>(i));
+      const bool is_late = candidate.recompute == Recompute::kBlocks;
+      (is_late ? late_ : bounds_).emplace_back(score, static_cast<int>(i));
     }
     std::ranges::make_heap(bounds_, std::greater{});
   }
 
   // The next one whose bound is below `worth`.
   const Candidate* next(double worth) {
-    if (bounds_.empty() || !(bounds_.front().first < worth)) return nullptr;
+    if (bounds_.empty() || !(bounds_.front().first < worth)) {
+      if (late_.empty()) return nullptr;
+      bounds_ = std::exchange(late_, {});
+      std::ranges::make_heap(bounds_, std::greater{});
+      return next(worth);
+    }
     std::ranges::pop_heap(bounds_, std::greater{});
     const int index = bounds_.back().second;
     bounds_.pop_back();
@@ -90,6 +98,7 @@ class Queue {
 
   std::vector<Candidate> list_;
   std::vector<std::pair<double, int>> bounds_;  // a heap
+  std::vector<std::pair<double, int>> late_;
 };
 
 struct Nearest {

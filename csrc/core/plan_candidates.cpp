@@ -11,16 +11,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The bytes that a stage which begins at the layer receives at least: what that layer reads.
-std::vector<double> least_received(const ProfiledRows& profiled) {
-  std::vector<double> bytes(profiled.layers.size(), 0);
-  for (const Edge& edge : profiled.edges) {
-    // Edges of one producer and consumer carry one value.
-    bytes[edge.consumer] = std::max(bytes[edge.consumer], static_cast<double>(edge.bytes));
-  }
-  return bytes;
-}
-
 bool may_cut(const ProfiledModel& model, int after) {
   return model.can_cut.empty() || model.can_cut[after];
 }
@@ -29,15 +19,6 @@ int most_stages(const ProfiledModel& model) {
   int stages = 1;
   for (int i = 0; i + 1 < model.num_layers(); ++i) stages += may_cut(model, i);
   return stages;
-}
-
-double least_hop(const ProfiledModel& model, const ProfiledRows& profiled, const Link& link) {
-  const std::vector<double> received = least_received(profiled);
-  double least = kInfinity;
-  for (int i = 0; i + 1 < model.num_layers(); ++i) {
-    if (may_cut(model, i)) least = std::min(least, received[i + 1]);
-  }
-  return least == kInfinity ? 0 : link.seconds(least);
 }
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -64,15 +45,19 @@ class Adder {
                              .rows = sizes[size].rows};
       for (const Recompute recompute : options.recompute) {
         candidate.recompute = recompute;
-        if (recompute != Recompute::kBlocks || may_choose_blocks(rule)) add_layouts(candidate);
+        if (recompute != Recompute::kBlocks || may_choose_blocks(candidate)) {
+          add_layouts(candidate);
+        }
       }
     }
   }
 
  private:
-  // The copies of a stage on two ranks would have to choose the same ones.
-  bool may_choose_blocks(const ScheduleRule& rule) const {
-    return !problem_.model.blocks.empty() && !rule.is_bidirectional;
+  // With fewer blocks than stages some stage has none to recompute. The copies of a stage on two
+  // ranks would have to choose the same ones.
+  bool may_choose_blocks(const Candidate& candidate) const {
+    return candidate.shape.depth() <= static_cast<int>(problem_.model.blocks.size()) &&
+           !candidate.shape.rule->is_bidirectional;
   }
 
   void add_layouts(Candidate& candidate) {
@@ -89,6 +74,19 @@ class Adder {
 };
 
 }  // namespace
+
+double least_received(const ProfiledModel& model, int size) {
+  const ProfiledRows& profiled = model.microbatches[size];
+  std::vector<double> bytes(profiled.layers.size(), 0);
+  for (const Edge& edge : profiled.edges) {
+    bytes[edge.consumer] = std::max(bytes[edge.consumer], static_cast<double>(edge.bytes));
+  }
+  double least = kInfinity;
+  for (int i = 0; i + 1 < model.num_layers(); ++i) {
+    if (may_cut(model, i)) least = std::min(least, bytes[i + 1]);
+  }
+  return least == kInfinity ? 0 : least;
+}
 
 bool same_but_layout(const Candidate& a, const Candidate& b) {
   return a.shape.rule == b.shape.rule && a.shape.ranks == b.shape.ranks &&
@@ -154,7 +152,7 @@ Bounds::Bounds(const PlanProblem& problem)
       totals.slowest_layer = std::max(totals.slowest_layer, all);
       totals.slowest_recomputed = std::max(totals.slowest_recomputed, all + layer.forward);
     }
-    totals.hop = least_hop(model, profiled, best_link_);
+    totals.hop = best_link_.seconds(least_received(model, static_cast<int>(totals_.size())));
     totals_.push_back(totals);
   }
   for (const LayerCost& layer : model.microbatches.front().layers) {

@@ -34,6 +34,10 @@ std::string to_string(const Candidate& candidate);
 // the same.
 std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& layouts);
 
+// The bytes of a microbatch that a stage receives at least, but the first: what the layer reads
+// that it begins with.
+double least_received(const ProfiledModel& model, int size);
+
 // Lower bounds on the seconds per batch, in closed form from sums over the layers. With totals over
 // the model F, I, W (R = F where stages are recomputed), of the slowest layer s, the shortest hop
 // c, S = sum over ranks of 1 / slowness (p on the profiled device), each of these is one:

@@ -29,6 +29,8 @@ struct Evaluator::Plan {
 
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
 // Of a block or a stage: the bytes of the values from before it that its layers read. The edges are
 // sorted by producer and consumer.
 double received_bytes(const std::vector<Edge>& edges, int first, int end) {
@@ -81,6 +83,20 @@ double held_always(const PlannedStage& stage, int num_versions) {
          costs.state_bytes;
 }
 
+// Of a batch, from the work of one stage and of what comes before it.
+double least_seconds_of_stage(const Candidate& candidate, const LayerCost& before,
+                              const LayerCost& stage, double slowness, double least_slowness) {
+  const ScheduleRule& rule = *candidate.shape.rule;
+  const double m = candidate.shape.num_microbatches * (rule.is_bidirectional ? 0.5 : 1);
+  const bool again = candidate.recompute == Recompute::kStages;
+  const double halves = stage.forward + stage.input_grad;
+  const double work = m * slowness * (halves + stage.weight_grad + (again ? stage.forward : 0));
+  if (!rule.is_flushed() || rule.is_bidirectional || rule.has_chunks) return work;
+  const double way = least_slowness * (before.forward + before.input_grad);
+  if (rule.is_split) return std::max(work, way + m * slowness * halves);
+  return way + least_slowness * before.weight_grad + work;
+}
+
 // Stages of the model on one rank.
 int stages_sharing(const PipelineShape& shape) {
   return shape.rule->is_bidirectional ? 2 : shape.stages_per_rank;
@@ -97,7 +113,13 @@ const Link& slower(const Link& a, const Link& b, double bytes) {
 
 Evaluator::Evaluator(const PlanProblem& problem, const Layouts& layouts)
     : problem_(problem), layouts_(layouts), bounds_(problem) {
-  for (const ProfiledRows& profiled : problem.model.microbatches) add_sums(profiled);
+  for (const DeviceType& type : problem.cluster.types) {
+    least_slowness_ = std::min(least_slowness_, type.slowness);
+  }
+  for (const ProfiledRows& profiled : problem.model.microbatches) {
+    received_.push_back(least_received(problem.model, static_cast<int>(received_.size())));
+    add_sums(profiled);
+  }
 }
 
 void Evaluator::add_sums(const ProfiledRows& profiled) {
@@ -117,9 +139,12 @@ void Evaluator::add_sums(const ProfiledRows& profiled) {
   std::ranges::sort(edges, {}, [](const Edge& e) { return std::pair(e.producer, e.consumer); });
   std::vector<LayerCost>& blocks = blocks_.emplace_back();
   std::vector<double>& inputs = block_inputs_.emplace_back();
+  double& least = seconds_per_saved_byte_.emplace_back(kInfinity);
   for (const Block& block : problem_.model.blocks) {
     blocks.push_back(sum_of(sums, block.first, block.end));
     inputs.push_back(received_bytes(edges, block.first, block.end));
+    const double saved = blocks.back().activation_bytes - inputs.back();
+    if (saved > 0) least = std::min(least, blocks.back().forward / saved);
   }
 }
 
@@ -168,23 +193,59 @@ const std::vector<int>& Evaluator::balanced_split(const Plan& plan) {
   return place->second;
 }
 
-// The furthest that stages reach, each one filled with its rank's memory, must be the last layer.
-// Far cheaper than a split.
-bool Evaluator::may_fit(const Plan& plan) const {
+// Where ranks hold several stages: what all ranks hold, against all of their memory. Of activations
+// only those that every stage keeps of the fewest microbatches.
+bool Evaluator::may_fit_together(const Plan& plan,
+                                 const std::vector<StageMemoryRule>& rules) const {
+  const LayerCost& all = sums_[plan.candidate.size].back();
+  double inputs = 0;
+  double fewest = kInfinity;
+  for (std::size_t k = 0; k < rules.size(); ++k) {
+    if (k > 0) inputs += rules[k].inputs * received_[plan.candidate.size];
+    fewest = std::min(fewest, rules[k].activations);
+  }
+  if (plan.candidate.recompute != Recompute::kNone) fewest = 0;
+  const int copies = plan.shape().rule->is_bidirectional ? 2 : 1;
+  const double bytes = rules.front().trained * all.trained_bytes +
+                       rules.front().frozen * (all.parameter_bytes - all.trained_bytes) + inputs +
+                       fewest * all.activation_bytes;
+  double limits = 0;
+  for (const double limit : plan.limits) limits += limit;
+  return is_within(copies * bytes, limits);
+}
+
+// The furthest that stages reach, each one filled with `sharing` times
+// its share of the memory and with as much work as
+// leaves the batch below `seconds`, must be the last layer. Far cheaper than a split. Where batches
+// drain, what comes before a stage on a microbatch's way there and back leaves it less time.
+bool Evaluator::may_fit(const Plan& plan, int sharing, double seconds) const {
   const std::vector<StageMemoryRule> rules = memory_rules(plan);
-  const int sharing = stages_sharing(plan.shape());
+  const bool chooses_blocks = plan.candidate.recompute == Recompute::kBlocks;
+  if (sharing > 1 && !may_fit_together(plan, rules)) return false;
   const std::vector<LayerCost>& sums = sums_[plan.candidate.size];
   const int n = problem_.model.num_layers();
   const std::vector<bool>& can_cut = problem_.model.can_cut;
   int first = 0;
   for (const StageMemoryRule& rule : rules) {
+    const LayerCost before = sum_of(sums, 0, first);
+    const double inputs = first > 0 ? rule.inputs * received_[plan.candidate.size] : 0;
     int reached = first;
     for (int end = first + 1; end <= n; ++end) {
       const LayerCost sum = sum_of(sums, first, end);
-      const double bytes = rule.trained * sum.trained_bytes +
-                           rule.frozen * (sum.parameter_bytes - sum.trained_bytes) +
-                           rule.activations * sum.activation_bytes;
-      if (!is_within(bytes, sharing * rule.limit)) break;
+      double bytes = inputs + rule.trained * sum.trained_bytes +
+                     rule.frozen * (sum.parameter_bytes - sum.trained_bytes) +
+                     rule.activations * sum.activation_bytes;
+      double least =
+          least_seconds_of_stage(plan.candidate, before, sum, rule.slowness, least_slowness_);
+      if (chooses_blocks && bytes > sharing * rule.limit) {
+        // At the least seconds per byte that any block saves.
+        const double saved = (bytes - sharing * rule.limit) / rule.activations;
+        if (saved > sum.activation_bytes) break;
+        bytes = 0;
+        least += plan.shape().num_microbatches * rule.slowness * saved *
+                 seconds_per_saved_byte_[plan.candidate.size];
+      }
+      if (!is_within(bytes, sharing * rule.limit) || least > seconds * (1 + 1e-9)) break;
       if (end == n || can_cut.empty() || can_cut[end - 1]) reached = end;
     }
     if (reached == n) return true;
@@ -196,6 +257,7 @@ bool Evaluator::may_fit(const Plan& plan) const {
 std::optional<std::vector<int>> Evaluator::fitting_split(const Plan& plan) const {
   StageSplitProblem split = split_problem(plan);
   split.stages = memory_rules(plan);
+  if (!may_fit(plan, 1, kInfinity)) return std::nullopt;
   std::optional<StageSplit> found = split_stages(split);
   if (!found) return std::nullopt;
   return std::move(found->first_layers);
@@ -315,8 +377,8 @@ void Evaluator::recompute_block(Plan& plan, int k, int b) const {
   if (plan.shape().rule->is_split) stage.costs.weight_grad += plan.slowness[k] * sum.forward;
 }
 
-bool Evaluator::choose_split(Plan& plan) {
-  if (!may_fit(plan)) return false;
+bool Evaluator::choose_split(Plan& plan, double seconds) {
+  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) return true;
   const std::optional<std::vector<int>> fitting = fitting_split(plan);
@@ -325,19 +387,13 @@ bool Evaluator::choose_split(Plan& plan) {
   return set_memory(plan);
 }
 
-bool Evaluator::choose_split_for_blocks(Plan& plan) {
+bool Evaluator::choose_split_for_blocks(Plan& plan, double seconds) {
+  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) {
     const std::vector<Recompute>& ways = problem_.options.recompute;
     return std::ranges::find(ways, Recompute::kNone) == ways.end();
   }
-  if (recompute_blocks(plan)) return set_memory(plan);
-  Candidate whole = plan.candidate;
-  whole.recompute = Recompute::kStages;
-  Plan other = begin(whole);
-  const std::optional<std::vector<int>> fitting = fitting_split(other);
-  if (!fitting) return false;
-  set_stages(plan, *fitting);
   return recompute_blocks(plan) && set_memory(plan);
 }
 
@@ -438,8 +494,11 @@ Evaluator::Plan Evaluator::begin(const Candidate& candidate) const {
 std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double worth) {
   Plan plan = begin(candidate);
   Evaluation& result = plan.result;
-  const bool fits = candidate.recompute == Recompute::kBlocks ? choose_split_for_blocks(plan)
-                                                              : choose_split(plan);
+  const bool is_timed = problem_.options.objective != Objective::kCost;
+  const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
+  const bool fits = candidate.recompute == Recompute::kBlocks
+                        ? choose_split_for_blocks(plan, seconds)
+                        : choose_split(plan, seconds);
   if (!fits) return std::nullopt;
   set_links(plan, DeviceGrid(result.devices));
   const double speed = layouts_.speed(candidate.layout, candidate.shape.ranks, candidate.width);

@@ -42,8 +42,7 @@ struct Evaluation {
 //            If a rank's stages need more than its memory: the best split of which every stage
 //            keeps to an equal share of its rank's memory.
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
-//            time (plan_blocks.h); if it does not fit so, the split that fits with whole stages
-//            recomputed. A split that fits without is kNone's alone.
+//            time (plan_blocks.h). A split that fits without is kNone's alone.
 //   devices  the layout's; with a measured matrix the best mapping by closed_form_period(), or the
 //            layout's if that takes less time in the end.
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's. Never less
@@ -74,10 +73,11 @@ class Evaluator {
   StageSplitProblem split_problem(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
   const std::vector<int>& balanced_split(const Plan& plan);
-  bool may_fit(const Plan& plan) const;
+  bool may_fit(const Plan& plan, int sharing, double seconds) const;
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
-  bool choose_split(Plan& plan);
-  bool choose_split_for_blocks(Plan& plan);
+  bool may_fit_together(const Plan& plan, const std::vector<StageMemoryRule>& rules) const;
+  bool choose_split(Plan& plan, double seconds);
+  bool choose_split_for_blocks(Plan& plan, double seconds);
   void set_stages(Plan& plan, const std::vector<int>& firsts) const;
   bool set_memory(Plan& plan) const;
   bool recompute_blocks(Plan& plan) const;
@@ -88,10 +88,13 @@ class Evaluator {
   const PlanProblem& problem_;
   const Layouts& layouts_;
   Bounds bounds_;
+  double least_slowness_ = std::numeric_limits<double>::infinity();
   std::vector<std::vector<LayerCost>> sums_;       // by size, over the layers before
   std::vector<std::vector<Edge>> edges_;           // by size, by producer and consumer
   std::vector<std::vector<LayerCost>> blocks_;     // by size: sums over a block
   std::vector<std::vector<double>> block_inputs_;  // by size: bytes that a block reads
+  std::vector<double> seconds_per_saved_byte_;     // by size: of the best block
+  std::vector<double> received_;                   // by size: least_received()
   std::map<SplitKey, std::vector<int>> balanced_;
 };
 

@@ -9,7 +9,8 @@ from typing import Any
 from ..cluster import Cluster
 from ..device_figures import KNOWN_DEVICES
 from ..draw_plan import draw_plan
-from ..planner import Plan, plan
+from ..planner import plan
+from ..plans import Plan
 from ..profile import Profile
 from ..profiler import profile
 from .model import build_model

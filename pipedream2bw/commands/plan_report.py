@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
-from ..planner import Plan
+from ..plans import Plan
 
 _MOST_DEVICES = 4  # that are listed
 

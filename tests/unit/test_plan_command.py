@@ -12,7 +12,7 @@ import pipedream2bw as pd2
 from pipedream2bw.__main__ import main
 from pipedream2bw.commands.plan import parse_topology
 from pipedream2bw.commands.plan_report import print_plan
-from pipedream2bw.planner import Alternative
+from pipedream2bw.plans import Alternative
 from tests.plans import plan_of, stage_plan
 
 GIB = 2.0**30

@@ -210,6 +210,7 @@ TEST(Plan, ThousandLayersOnAThousandDevicesTakeLessThanASecond) {
     for (Edge& edge : profiled.edges) edge.bytes *= rows;
     sizes.push_back(profiled);
   }
+  for (int first = 0; first < 1000; first += 4) problem.model.blocks.push_back({first, first + 4});
   problem.cluster.topology = Servers{8, {5e-6, 3e11}, {1e-5, 2.5e10}};
   problem.options.batch = problem.options.largest_batch = 4096;
   const std::clock_t begin = std::clock();
