@@ -208,7 +208,7 @@ def _with(found: Profile, given: Layout, rows: int, w: int, d: int, v: int, rank
         batch=batch,
         largest_batch=largest,
         schedules=(str(given.schedule),),
-        stages_per_rank=(v,),
+        stages_per_rank=(max(2, v),),  # of schedules that have several at all
         width=w,
         num_stages=d,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from measuring.stages import TransformerBlock
@@ -146,16 +147,16 @@ def mlp(hidden: int, layers: int) -> nn.Module:
 
 
 MODELS = {
-    "GPT": Model("GPT", lambda: GPT(6, 256, 64, 512), (64,), (64, 512), 4, num_tokens=512),
-    "MLP": Model("MLP", lambda: mlp(768, 10), (768,), (768,), 96),
-    "ResNet": Model("ResNet", lambda: ResNet(16, 2), (3, 32, 32), (10,), 8),
-    "skips": Model("skips", lambda: Skips(6, 512), (512,), (512,), 96),
+    "GPT": Model("GPT", partial(GPT, 6, 256, 64, 512), (64,), (64, 512), 4, num_tokens=512),
+    "MLP": Model("MLP", partial(mlp, 768, 10), (768,), (768,), 96),
+    "ResNet": Model("ResNet", partial(ResNet, 16, 2), (3, 32, 32), (10,), 8),
+    "skips": Model("skips", partial(Skips, 6, 512), (512,), (512,), 96),
 }
-UNEVEN = Model("uneven", lambda: Uneven(24, 24, 8, 768), (1, 24, 24), (768,), 8)
+UNEVEN = Model("uneven", partial(Uneven, 24, 24, 8, 768), (1, 24, 24), (768,), 8)
 SMOKE_MODELS = {
-    "GPT": Model("GPT", lambda: GPT(2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32),
-    "MLP": Model("MLP", lambda: mlp(32, 4), (32,), (32,), 4),
-    "ResNet": Model("ResNet", lambda: ResNet(4, 1), (3, 8, 8), (10,), 2),
-    "skips": Model("skips", lambda: Skips(2, 32), (32,), (32,), 4),
+    "GPT": Model("GPT", partial(GPT, 2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32),
+    "MLP": Model("MLP", partial(mlp, 32, 4), (32,), (32,), 4),
+    "ResNet": Model("ResNet", partial(ResNet, 4, 1), (3, 8, 8), (10,), 2),
+    "skips": Model("skips", partial(Skips, 2, 32), (32,), (32,), 4),
 }
-SMOKE_UNEVEN = Model("uneven", lambda: Uneven(8, 4, 3, 32), (1, 8, 8), (32,), 2)
+SMOKE_UNEVEN = Model("uneven", partial(Uneven, 8, 4, 3, 32), (1, 8, 8), (32,), 2)
