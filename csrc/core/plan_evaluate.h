@@ -70,6 +70,7 @@ class Evaluator {
 
   void add_sums(const ProfiledRows& profiled);
   Plan begin(const Candidate& candidate) const;
+  void set_mean_message(Plan& plan);
   StageSplitProblem split_problem(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
   const std::vector<int>& balanced_split(const Plan& plan);
@@ -95,6 +96,7 @@ class Evaluator {
   std::vector<std::vector<double>> block_inputs_;  // by size: bytes that a block reads
   std::vector<double> seconds_per_saved_byte_;     // by size: of the best block
   std::vector<double> received_;                   // by size: least_received()
+  std::map<std::pair<int, int>, std::pair<double, double>> mean_messages_;  // by ranks, width
   std::map<SplitKey, std::vector<int>> balanced_;
 };
 
