@@ -52,9 +52,9 @@ class Adder {
   }
 
  private:
-  // With fewer blocks than stages some stage has none to recompute. Of many blocks there must be two
-  // for each stage, as cuts go through some. The copies of a stage on two ranks would have to choose
-  // the same ones.
+  // With fewer blocks than stages some stage has none to recompute. Of many blocks there must be
+  // two for each stage, as cuts go through some. The copies of a stage on two ranks would have to
+  // choose the same ones.
   bool may_choose_blocks(const Candidate& candidate) const {
     constexpr int kMany = 64;
     const auto blocks = static_cast<int>(problem_.model.blocks.size());

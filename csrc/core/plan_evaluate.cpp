@@ -400,6 +400,25 @@ bool Evaluator::choose_split_for_blocks(Plan& plan, double seconds) {
   return recompute_blocks(plan) && set_memory(plan);
 }
 
+// Where all devices are alike, other layouts of a candidate have the same stages, or none. What did
+// not fit the time does not fit less time either.
+bool Evaluator::choose_stages(Plan& plan, double seconds) {
+  const bool are_alike = problem_.cluster.types.size() == 1;
+  if (are_alike && last_ && same_but_layout(last_->candidate, plan.candidate) &&
+      (last_->fits || seconds <= last_->seconds)) {
+    plan.result.stages = last_->stages;
+    plan.result.costs.edges = last_->edges;
+    plan.result.peak_bytes = last_->peak_bytes;
+    return last_->fits;
+  }
+  const bool fits = plan.candidate.recompute == Recompute::kBlocks
+                        ? choose_split_for_blocks(plan, seconds)
+                        : choose_split(plan, seconds);
+  last_ = {plan.candidate,        fits, seconds, plan.result.stages, plan.result.costs.edges,
+           plan.result.peak_bytes};
+  return fits;
+}
+
 // Hops, and the time of adding up gradients, with these devices.
 void Evaluator::set_links(Plan& plan, const DeviceGrid& devices) const {
   const PipelineShape& shape = plan.shape();
@@ -516,10 +535,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   Evaluation& result = plan.result;
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
-  const bool fits = candidate.recompute == Recompute::kBlocks
-                        ? choose_split_for_blocks(plan, seconds)
-                        : choose_split(plan, seconds);
-  if (!fits) return std::nullopt;
+  if (!choose_stages(plan, seconds)) return std::nullopt;
   set_links(plan, DeviceGrid(result.devices));
   const double speed = layouts_.speed(candidate.layout, candidate.shape.ranks, candidate.width);
   Costs without_links = result.costs;

@@ -174,7 +174,7 @@ DeviceGrid anneal_mapping(const Cluster& cluster, const DeviceGrid& grid,
   std::mt19937 random(1);
   const auto below = [&](std::size_t n) { return std::size_t(random()) % n; };
   // From a twentieth of the time down to a millionth, as most swaps change little.
-  const int steps = static_cast<int>(std::clamp<std::size_t>(200 * places.count(), 2000, 10'000));
+  const int steps = std::clamp(1'000'000 / cluster.num_devices(), 1000, 10'000);
   for (int step = 0; step < steps; ++step) {
     const double temperature = best.seconds * 0.05 * std::pow(2e-5, double(step) / steps);
     const std::size_t a = below(places.used());
