@@ -214,15 +214,18 @@ TEST(Plan, ThousandLayersOnAThousandDevicesTakeLessThanASecond) {
   problem.cluster.topology = Servers{8, {5e-6, 3e11}, {1e-5, 2.5e10}};
   problem.options.batch = problem.options.largest_batch = 4096;
   problem.options.schedules = {"2bw", "1f1b", "interleaved", "zero_bubble", "chimera"};
-  const std::clock_t begin = std::clock();
-  const std::vector<Evaluation> plans = best_plans(problem);
-  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-  RecordProperty("seconds", std::to_string(seconds));
-  RecordProperty("plan", to_string(plans.front().candidate));
-  EXPECT_EQ(plans.size(), 6u);
+  for (const bool with_blocks : {false, true}) {
+    problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+    if (with_blocks) problem.options.recompute.push_back(Recompute::kBlocks);
+    const std::clock_t begin = std::clock();
+    const std::vector<Evaluation> plans = best_plans(problem);
+    const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+    RecordProperty(with_blocks ? "with_blocks" : "seconds", std::to_string(seconds));
+    EXPECT_EQ(plans.size(), 6u);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds, 1.0);
+    EXPECT_LT(seconds, with_blocks ? 2.0 : 1.0);  // generous for the second: other jobs run beside
 #endif
+  }
 }
 
 TEST(Plan, ExplanationNamesWhatBounds) {
