@@ -142,6 +142,12 @@ def adams(named: Named) -> list[torch.optim.Optimizer]:
     ]
 
 
+def muon_and_adamw(named: Named) -> list[torch.optim.Optimizer]:
+    matrices, biases, scales = sorted_out(named)
+    rest = {"params": biases + scales}
+    return [torch.optim.Muon([{"params": matrices}], lr=0.02), AdamW([rest], lr=0.01)]
+
+
 class Unequal(nn.Module):
     """Its stages have matrices only, vectors only, or nothing to train."""
 
@@ -164,7 +170,9 @@ def any_optimizers(rank: int, world: int, width: int) -> None:
     d = world // width
     unequal = Task(lambda: nn.Sequential(*map(Unequal, range(4))), draw)
     split = [str(4 // d * i) for i in range(1, d)]
-    for make, exact in ((by_groups, True), (several, True), (adams, False)):
+    ways: list[tuple[Make, bool]] = [(by_groups, True), (several, True), (adams, False)]
+    ways += [(muon_and_adamw, False)] if hasattr(torch.optim, "Muon") else []
+    for make, exact in ways:
         check(unequal, width, make, exact=exact, split=split)
         check(TASKS["mlp"], width, make, exact=exact)
 
