@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 _BYTES = {
     "B": 1,
@@ -48,7 +49,7 @@ def parse_seconds(name: str, given: object) -> float:
 
 
 def _parse(
-    name: str, given: object, units: dict[str, float], example: str, *, allows_zero: bool
+    name: str, given: object, units: Mapping[str, float], example: str, *, allows_zero: bool
 ) -> float:
     if isinstance(given, bool) or not isinstance(given, (str, int, float)):
         raise TypeError(

@@ -53,10 +53,14 @@ class Adder {
   }
 
  private:
-  // With fewer blocks than stages some stage has none to recompute. The copies of a stage on two
-  // ranks would have to choose the same ones.
+  // With fewer blocks than stages some stage has none to recompute. Of many blocks there must be
+  // two for each stage, as cuts go through some. The copies of a stage on two ranks would have to
+  // choose the same ones.
   bool may_choose_blocks(const Candidate& candidate) const {
-    return candidate.shape.depth() <= static_cast<int>(problem_.model.blocks.size()) &&
+    constexpr int kMany = 64;
+    const auto blocks = static_cast<int>(problem_.model.blocks.size());
+    const int stages = candidate.shape.depth();
+    return stages <= (blocks > kMany ? blocks / 2 : blocks) &&
            !candidate.shape.rule->is_bidirectional;
   }
 

@@ -242,7 +242,8 @@ bool Evaluator::may_fit(const Plan& plan, int sharing, double seconds) const {
         const double saved = (bytes - sharing * rule.limit) / rule.activations;
         if (saved > sum.activation_bytes) break;
         bytes = 0;
-        least += plan.shape().num_microbatches * rule.slowness * saved *
+        const int times = plan.shape().rule->is_split ? 2 : 1;
+        least += times * plan.shape().num_microbatches * rule.slowness * saved *
                  seconds_per_saved_byte_[plan.candidate.size];
       }
       if (!is_within(bytes, sharing * rule.limit) || least > seconds * (1 + 1e-9)) break;
@@ -379,6 +380,7 @@ void Evaluator::recompute_block(Plan& plan, int k, int b) const {
 
 bool Evaluator::choose_split(Plan& plan, double seconds) {
   if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
+  set_mean_message(plan);
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) return true;
   const std::optional<std::vector<int>> fitting = fitting_split(plan);
@@ -389,12 +391,32 @@ bool Evaluator::choose_split(Plan& plan, double seconds) {
 
 bool Evaluator::choose_split_for_blocks(Plan& plan, double seconds) {
   if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
+  set_mean_message(plan);
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) {
     const std::vector<Recompute>& ways = problem_.options.recompute;
     return std::ranges::find(ways, Recompute::kNone) == ways.end();
   }
   return recompute_blocks(plan) && set_memory(plan);
+}
+
+// Where all devices are alike, other layouts of a candidate have the same stages, or none. What did
+// not fit the time does not fit less time either.
+bool Evaluator::choose_stages(Plan& plan, double seconds) {
+  const bool are_alike = problem_.cluster.types.size() == 1;
+  if (are_alike && last_ && same_but_layout(last_->candidate, plan.candidate) &&
+      (last_->fits || seconds <= last_->seconds)) {
+    plan.result.stages = last_->stages;
+    plan.result.costs.edges = last_->edges;
+    plan.result.peak_bytes = last_->peak_bytes;
+    return last_->fits;
+  }
+  const bool fits = plan.candidate.recompute == Recompute::kBlocks
+                        ? choose_split_for_blocks(plan, seconds)
+                        : choose_split(plan, seconds);
+  last_ = {plan.candidate,        fits, seconds, plan.result.stages, plan.result.costs.edges,
+           plan.result.peak_bytes};
+  return fits;
 }
 
 // Hops, and the time of adding up gradients, with these devices.
@@ -461,27 +483,44 @@ double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
   return price_of(problem_.cluster, devices.devices(), hours * rows) / rows;
 }
 
+// Of the links between neighbouring ranks, in all layouts: one split does for all.
+void Evaluator::set_mean_message(Plan& plan) {
+  const int ranks = plan.shape().ranks;
+  const int width = plan.candidate.width;
+  const auto [place, is_new] = mean_messages_.try_emplace({ranks, width});
+  auto& [per_byte, per_value] = place->second;
+  for (int layout = 0; layout < layouts_.count() && ranks > 1 && is_new; ++layout) {
+    const DeviceGrid devices = layouts_.grid(layout, ranks, width);
+    const double share = 1.0 / (double(layouts_.count()) * width * (ranks - 1));
+    for (int rank = 1; rank < ranks; ++rank) {
+      for (int replica = 0; replica < width; ++replica) {
+        const Link link = link_between(problem_.cluster.topology, devices.at(rank - 1, replica),
+                                       devices.at(rank, replica));
+        per_byte += share / link.bandwidth;
+        per_value += share * link.latency;
+      }
+    }
+  }
+  plan.seconds_per_byte = per_byte;
+  plan.seconds_per_value = per_value;
+}
+
 Evaluator::Plan Evaluator::begin(const Candidate& candidate) const {
   const PipelineShape& shape = candidate.shape;
   Plan plan = {candidate, problem_.model.microbatches[candidate.size], {}, {}, {}, 0, 0};
   plan.result.candidate = candidate;
   plan.result.devices = layouts_.grid(candidate.layout, shape.ranks, candidate.width);
   const DeviceGrid& devices = plan.result.devices;
-  std::vector<double> slowness(shape.ranks, 0);
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    double limit = std::numeric_limits<double>::infinity();
-    for (int replica = 0; replica < candidate.width; ++replica) {
-      const DeviceType& type = problem_.cluster.type(devices.at(rank, replica));
+  std::vector<double> slowness(shape.ranks, problem_.cluster.types.front().slowness);
+  plan.limits.assign(shape.ranks, problem_.cluster.types.front().memory_bytes);
+  for (int rank = 0; rank < shape.ranks && problem_.cluster.types.size() > 1; ++rank) {
+    slowness[rank] = 0;
+    plan.limits[rank] = kInfinity;
+    for (const int device : devices.of_rank(rank)) {
+      const DeviceType& type = problem_.cluster.type(device);
       slowness[rank] = std::max(slowness[rank], type.slowness);
-      limit = std::min(limit, type.memory_bytes);
-      if (rank == 0) continue;
-      const Link link = link_between(problem_.cluster.topology, devices.at(rank - 1, replica),
-                                     devices.at(rank, replica));
-      const double share = 1.0 / (candidate.width * (shape.ranks - 1));
-      plan.seconds_per_byte += share / link.bandwidth;
-      plan.seconds_per_value += share * link.latency;
+      plan.limits[rank] = std::min(plan.limits[rank], type.memory_bytes);
     }
-    plan.limits.push_back(limit);
   }
   for (int stage = 0; stage < shape.depth(); ++stage) {
     double slowest = 0;
@@ -496,10 +535,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   Evaluation& result = plan.result;
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
-  const bool fits = candidate.recompute == Recompute::kBlocks
-                        ? choose_split_for_blocks(plan, seconds)
-                        : choose_split(plan, seconds);
-  if (!fits) return std::nullopt;
+  if (!choose_stages(plan, seconds)) return std::nullopt;
   set_links(plan, DeviceGrid(result.devices));
   const double speed = layouts_.speed(candidate.layout, candidate.shape.ranks, candidate.width);
   Costs without_links = result.costs;

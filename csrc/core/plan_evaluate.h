@@ -66,16 +66,26 @@ class Evaluator {
 
  private:
   struct Plan;  // a candidate that is being evaluated
+  struct Last {
+    Candidate candidate;
+    bool fits;
+    double seconds;
+    std::vector<PlannedStage> stages;
+    std::vector<EdgeCosts> edges;
+    double peak_bytes;
+  };
   using SplitKey = std::tuple<int, int, bool, double, double, std::vector<double>>;
 
   void add_sums(const ProfiledRows& profiled);
   Plan begin(const Candidate& candidate) const;
+  void set_mean_message(Plan& plan);
   StageSplitProblem split_problem(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
   const std::vector<int>& balanced_split(const Plan& plan);
   bool may_fit(const Plan& plan, int sharing, double seconds) const;
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
   bool may_fit_together(const Plan& plan, const std::vector<StageMemoryRule>& rules) const;
+  bool choose_stages(Plan& plan, double seconds);
   bool choose_split(Plan& plan, double seconds);
   bool choose_split_for_blocks(Plan& plan, double seconds);
   void set_stages(Plan& plan, const std::vector<int>& firsts) const;
@@ -94,7 +104,9 @@ class Evaluator {
   std::vector<std::vector<LayerCost>> blocks_;     // by size: sums over a block
   std::vector<std::vector<double>> block_inputs_;  // by size: bytes that a block reads
   std::vector<double> seconds_per_saved_byte_;     // by size: of the best block
+  std::optional<Last> last_;                       // that stages were chosen for
   std::vector<double> received_;                   // by size: least_received()
+  std::map<std::pair<int, int>, std::pair<double, double>> mean_messages_;  // by ranks, width
   std::map<SplitKey, std::vector<int>> balanced_;
 };
 

@@ -59,10 +59,9 @@ class Places {
     return a != b && cluster_.type_of[devices_[a]] == cluster_.type_of[devices_[b]];
   }
   void swap(std::size_t a, std::size_t b) { std::swap(devices_[a], devices_[b]); }
-  // Or of different types.
-  bool are_rising(std::size_t a, std::size_t b) const {
-    return devices_[a] < devices_[b] || !may_swap(a, b);
-  }
+  // Whether replicas may come in any order. Not if a device of another type is in one of them.
+  bool are_alike() const { return cluster_.types.size() == 1; }
+  bool are_rising(std::size_t a, std::size_t b) const { return devices_[a] < devices_[b]; }
 
   const DeviceGrid& grid() {
     std::copy_n(devices_.begin(), used(), grid_.devices().begin());
@@ -87,8 +86,8 @@ struct Best {
   }
 };
 
-// Every way to fill places `place` .. : swaps each later device in. Replicas are alike, so devices
-// of one type at rank 0 come in rising order.
+// Every way to fill places `place` .. : swaps each later device in. Where replicas are alike, those
+// of rank 0 come in rising order.
 void enumerate(Places& places, std::size_t place, int width,
                const std::function<double(const DeviceGrid&)>& seconds, Best& best) {
   if (place == places.used()) {
@@ -99,7 +98,8 @@ void enumerate(Places& places, std::size_t place, int width,
   for (std::size_t other = place; other < places.count(); ++other) {
     if (other != place && !places.may_swap(place, other)) continue;
     places.swap(place, other);
-    if (place == 0 || place >= std::size_t(width) || places.are_rising(place - 1, place)) {
+    if (place == 0 || place >= std::size_t(width) || !places.are_alike() ||
+        places.are_rising(place - 1, place)) {
       enumerate(places, place + 1, width, seconds, best);
     }
     places.swap(place, other);
@@ -174,7 +174,7 @@ DeviceGrid anneal_mapping(const Cluster& cluster, const DeviceGrid& grid,
   std::mt19937 random(1);
   const auto below = [&](std::size_t n) { return std::size_t(random()) % n; };
   // From a twentieth of the time down to a millionth, as most swaps change little.
-  const int steps = static_cast<int>(std::clamp<std::size_t>(200 * places.count(), 2000, 10'000));
+  const int steps = std::clamp(1'000'000 / cluster.num_devices(), 1000, 10'000);
   for (int step = 0; step < steps; ++step) {
     const double temperature = best.seconds * 0.05 * std::pow(2e-5, double(step) / steps);
     const std::size_t a = below(places.used());

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,12 @@ def test_every_damaged_field_is_named(tmp_path: Path) -> None:
     made_plan(recompute=["blocks", "none"], memory="18MB").save(path)
     document = json.loads(path.read_text())
     names = paths_in(document)
-    assert len(names) > 100
+    assert len(names) > 80
     for place in names:
         wrong = {"no": "such thing"} if place[0] != "gains" or len(place) > 1 else "wrong"
         path.write_text(json.dumps(replaced(document, place, wrong)))
-        with pytest.raises(ValueError, match=rf"{place[-1] if place[-1:] != (0,) else ''}"):
+        name = [part for part in place if isinstance(part, str)][-1]
+        with pytest.raises(ValueError, match=re.escape(name)):
             pd2.Plan.load(path)
         if isinstance(place[-1], str) and place[0] != "gains":
             changed = copy.deepcopy(document)
@@ -195,13 +197,13 @@ def test_a_model_too_large_is_told_what_would_do() -> None:
 
 def test_depth_goes_where_messages_are_fast_and_width_where_all_reduces_are() -> None:
     """On a mesh the layout turns with the bandwidths of rows and columns."""
-    profile = made_profile([1e-3] * 4, megabytes=4, message_bytes=4_000_000)
+    profile = made_profile([1e-3] * 2, megabytes=8, message_bytes=4_000_000)
 
     def plan(row: str, column: str) -> pd2.Plan:
         return pd2.plan(
             profile,
             devices=pd2.Cluster.mesh(2, 2, row=row, column=column),
-            memory="55MB",
+            memory="60MB",
             batch=16,
             schedules=["2bw"],
             recompute=["none"],

@@ -213,15 +213,19 @@ TEST(Plan, ThousandLayersOnAThousandDevicesTakeLessThanASecond) {
   for (int first = 0; first < 1000; first += 4) problem.model.blocks.push_back({first, first + 4});
   problem.cluster.topology = Servers{8, {5e-6, 3e11}, {1e-5, 2.5e10}};
   problem.options.batch = problem.options.largest_batch = 4096;
-  const std::clock_t begin = std::clock();
-  const std::vector<Evaluation> plans = best_plans(problem);
-  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-  RecordProperty("seconds", std::to_string(seconds));
-  std::printf("%f s: %s\n", seconds, to_string(plans.front().candidate).c_str());
-  EXPECT_EQ(plans.size(), 6u);
+  problem.options.schedules = {"2bw", "1f1b", "interleaved", "zero_bubble", "chimera"};
+  for (const bool with_blocks : {false, true}) {
+    problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+    if (with_blocks) problem.options.recompute.push_back(Recompute::kBlocks);
+    const std::clock_t begin = std::clock();
+    const std::vector<Evaluation> plans = best_plans(problem);
+    const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+    RecordProperty(with_blocks ? "with_blocks" : "seconds", std::to_string(seconds));
+    EXPECT_EQ(plans.size(), 6u);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds, 1.0);
+    EXPECT_LT(seconds, with_blocks ? 2.0 : 1.0);  // generous for the second: other jobs run beside
 #endif
+  }
 }
 
 TEST(Plan, ExplanationNamesWhatBounds) {
@@ -244,6 +248,8 @@ TEST(Plan, ExplanationNamesWhatBounds) {
 TEST(Plan, GainsAreWhatAnotherPlanSaves) {
   PlanProblem problem = uniform(8, 4, 1.3e9);
   problem.options.state = 300;
+  problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+  for (LayerCost& layer : problem.model.microbatches.front().layers) layer.activation_bytes = 1e8;
   problem.cluster.topology = Servers{4, {0, 1e8}, {0, 1e8}};
   const std::vector<Evaluation> plans = best_plans(problem);
   const Explanation why = explain(problem, plans);
