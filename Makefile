@@ -3,7 +3,7 @@
 #   make             virtual environment, torch if there is none, extension
 #   make demo        trains a small GPT with two stages under torchrun
 #   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
-#   make test-tsan   C++ tests under the thread sanitizer
+#   make test-tsan   C++ tests that start threads, under the thread sanitizer
 #   make lint        clang-format, ruff, mypy
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run

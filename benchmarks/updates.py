@@ -1,12 +1,14 @@
-"""What updates cost: step time with a long update and with clipping by norm over that without.
+"""What updates cost: step time with a long update, clipping and replicas over that without.
 
-8 processes, stages that sleep, m = 8. The update sleeps for as long as a forward takes, on every
-stage: as an optimizer's step, or replicas' all-reduce, would that need no processor here.
+8 stages that sleep, m = 8, in a process each. The update sleeps for as long as a forward takes, on
+every stage, as an optimizer's step would that needs no processor here.
 
     python benchmarks/updates.py [--rounds 5] [--smoke] [--json PATH]
 
-2bw here and 1F1B of torch.distributed.pipelining, all in one set of processes, in turns. Figures
-are the medians of the rounds' ratios.
+2bw here and 1F1B of torch.distributed.pipelining. Without replicas all are in one set of processes,
+in turns. Two replicas, with clipping and the long update, are 16 processes: these and the plain
+ones start anew in every round, one pipeline at a time. Figures are the medians of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -99,6 +101,51 @@ def measure(
     return measured if rank == world_size - 1 else None
 
 
+def measure_alone(
+    rank: int, world_size: int, workload: Workload, num_stages: int, case: Case, steps: int
+) -> dict[str, float] | None:
+    """As many replicas as there are ranks for. Runs on every rank; the last one returns seconds."""
+    width = world_size // num_stages
+    make = long_step(workload.forward_seconds) if case.is_long else adamw
+    norm = MAX_NORM if case.clips else None
+    m = num_stages
+    ours = Pipeline(
+        workload, num_stages, m, "2bw", make_optimizer=make, max_grad_norm=norm, width=width
+    )
+    block = ours.train(steps)
+    ours.close()
+    theirs = TorchPipeline(
+        workload, rank, num_stages, m, make_optimizer=make, max_grad_norm=norm, width=width
+    )
+    stock = theirs.train(steps)
+    if rank < world_size - 1:
+        return None
+    return {
+        "2bw": block.steady_seconds_per_step,
+        "torch 1F1B": stock.steady_seconds_per_step,
+    }
+
+
+def replicas(workload: Workload, num_stages: int, rounds: int, steps: int) -> list[Figure]:
+    """Two replicas and everything else, over one replica and nothing else."""
+    taken: dict[str, tuple[list[float], list[float]]] = {}
+    for _ in range(rounds):
+        for which, (width, case) in enumerate(((1, CASES[0]), (2, CASES[-1]))):
+            arguments = (workload, num_stages, case, steps)
+            of_all = run_on_ranks(width * num_stages, measure_alone, *arguments)[-1]
+            for name, seconds in of_all.items():
+                taken.setdefault(name, ([], []))[which].append(seconds)
+    return [
+        Figure(
+            f"{2 * num_stages} ranks",
+            f"{name}: both, and two replicas, over plain on {num_stages} ranks",
+            [full / plain for plain, full in zip(*of_name, strict=True)],
+            at_most=MOST_COST if name == "2bw" else None,
+        )
+        for name, of_name in taken.items()
+    ]
+
+
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=5).parse_args()
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.5)
@@ -121,6 +168,7 @@ def main() -> None:
             figures.append(
                 Figure(setting, f"{name}: {case.label} over plain", ratios, at_most=at_most)
             )
+    figures += replicas(workload, p, rounds, MIN_STEPS + (0 if options.smoke else 8))
     print_table(times, judged=False)
     print()
     print_table(figures, judged=not options.smoke)

@@ -81,6 +81,7 @@ class Pipeline:
         recompute: bool = False,
         make_optimizer: MakeOptimizer = adamw,
         max_grad_norm: float | None = None,
+        width: int = 1,
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -91,6 +92,7 @@ class Pipeline:
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             recompute=recompute,
+            width=width,
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(
@@ -128,7 +130,8 @@ class TorchPipeline:
     """One of torch.distributed.pipelining's schedules.
 
     Set up as fast as it goes: no outputs kept, the microbatch's loss scaled instead of all
-    gradients afterwards, AdamW in one fused pass. To clip, all ranks' squares are added up.
+    gradients afterwards, AdamW in one fused pass. Replicas average their gradients in one message.
+    To clip, all ranks' squares are added up.
     """
 
     def __init__(
@@ -141,19 +144,29 @@ class TorchPipeline:
         stages_per_rank: int = 1,
         make_optimizer: MakeOptimizer = adamw,
         max_grad_norm: float | None = None,
+        width: int = 1,
     ) -> None:
         self.max_grad_norm = max_grad_norm
+        self.width = width
+        num_ranks = num_stages // stages_per_rank
+        pipelines, self.replicas = (
+            dist.new_subgroups_by_enumeration([list(part) for part in parts])[0]
+            for parts in (
+                [range(r * num_ranks, (r + 1) * num_ranks) for r in range(width)],
+                [range(i, width * num_ranks, num_ranks) for i in range(num_ranks)],
+            )
+        )
+        rank %= num_ranks
 
         def scaled_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(output, target) / num_microbatches
 
-        num_ranks = num_stages // stages_per_rank
         indices = list(range(rank, num_stages, num_ranks))
         if schedule.startswith("ZBV"):
             indices = [rank, num_stages - 1 - rank]
         modules = nn.ModuleList([workload.stage(index) for index in indices])
         self.stages = [
-            PipelineStage(module, index, num_stages, torch.device("cpu"))
+            PipelineStage(module, index, num_stages, torch.device("cpu"), group=pipelines)
             for index, module in zip(indices, modules, strict=True)
         ]
         kind = get_schedule_class(schedule)
@@ -174,6 +187,8 @@ class TorchPipeline:
         for _ in range(steps):
             losses: list[torch.Tensor] = []
             self.schedule.step(*self.args, target=self.target, losses=losses, return_outputs=False)
+            if self.width > 1:
+                self._average()
             if self.max_grad_norm is not None:
                 self._clip(self.max_grad_norm)
             self.optimizer.step()
@@ -184,9 +199,18 @@ class TorchPipeline:
         block.ended = time.perf_counter()
         return block
 
+    def _average(self) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, dist.ReduceOp.SUM, group=self.replicas)
+        flat /= self.width
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
     def _clip(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        squares = nn.utils.get_total_norm(gradients).square()
+        squares = nn.utils.get_total_norm(gradients).square() / self.width
         dist.all_reduce(squares)
         nn.utils.clip_grads_with_norm_(self.parameters, max_norm, squares.sqrt())
 

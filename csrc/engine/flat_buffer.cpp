@@ -3,18 +3,12 @@
 #include "core/check.h"
 #include "engine/huge_pages.h"
 
+#include <c10/util/strides.h>
+
 namespace pd2 {
 namespace {
 
 constexpr std::int64_t kAlignmentBytes = 64;
-
-std::vector<std::int64_t> contiguous_strides(at::IntArrayRef sizes) {
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t i = sizes.size(); i > 1; --i) {
-    strides[i - 2] = strides[i - 1] * std::max<std::int64_t>(sizes[i - 1], 1);
-  }
-  return strides;
-}
 
 }  // namespace
 
@@ -30,8 +24,12 @@ FlatLayout::FlatLayout(const std::vector<at::Tensor>& parameters) {
     view.offset = numel_;
     view.numel = parameter.numel();
     view.sizes = parameter.sizes().vec();
-    view.strides = parameter.is_non_overlapping_and_dense() ? parameter.strides().vec()
-                                                            : contiguous_strides(parameter.sizes());
+    if (parameter.is_non_overlapping_and_dense()) {
+      view.strides = parameter.strides().vec();
+    } else {
+      const c10::DimVector strides = c10::contiguous_strides(parameter.sizes());
+      view.strides.assign(strides.begin(), strides.end());
+    }
     parameter_numel_ += view.numel;
     numel_ += (view.numel + alignment - 1) / alignment * alignment;
     views_.push_back(std::move(view));

@@ -176,7 +176,16 @@ def test_equal_blocks_are_timed_once() -> None:
             assert sizes == [layer.parameter_bytes for layer in original], begin
 
 
-@pytest.mark.parametrize("change", ["width", "setting", "frozen", "dtype", "order"])
+class Scaled(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(*shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("change", ["width", "setting", "frozen", "one more", "order", "parameter"])
 def test_blocks_that_differ_are_not_taken_for_equal(change: str) -> None:
     def block(*, odd: bool) -> nn.Module:
         width = 24 if odd and change == "width" else 16
@@ -186,10 +195,11 @@ def test_blocks_that_differ_are_not_taken_for_equal(change: str) -> None:
             parts = [nn.Linear(8, 8), nn.Linear(8, 8), act]
         if odd and change == "frozen":
             parts[0].weight.requires_grad_(False)
-        return nn.Sequential(*parts)
+        scaled = Scaled(*((1, 8) if odd and change == "parameter" else (8,)))
+        return nn.Sequential(*parts, scaled)
 
     blocks = [block(odd=i == 2) for i in range(5)]
-    if change == "dtype":
+    if change == "one more":
         blocks[2] = nn.Sequential(nn.Dropout(0.5), *blocks[2])
     model = nn.Sequential(*blocks)
     x = torch.randn(4, 8)
@@ -201,6 +211,7 @@ def test_blocks_that_differ_are_not_taken_for_equal(change: str) -> None:
         index
         for index, node in enumerate(run.captured.layer_nodes)
         if str(node.target).startswith("2.")
+        or any(str(used.target).startswith("2.") for used in node.all_input_nodes)
     }
     for group in groups:
         if not odd_layers.isdisjoint(group.layers):

@@ -184,16 +184,18 @@ TEST(Schedule, ZeroBubbleOfFourStages) {
   for (int stage = 0; stage < 4; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 4);
 }
 
-TEST(Schedule, ZeroBubbleWithTwiceTheMemoryOfThreeStages) {
+// The paper's figure of ZB-H2: 2 d - 1 microbatches in flight on every worker.
+TEST(Schedule, ZeroBubbleWithTwiceTheMemoryOfFourStages) {
   const std::vector<std::string> batches = {
-      "F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 U5",
-      "F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 U5",
-      "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5 U5"};
+      "F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7 U7",
+      "F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 F7 I3 W1 I4 W2 I5 W3 I6 W4 I7 W5 W6 W7 U7",
+      "F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 F7 I5 W1 I6 W2 I7 W3 W4 W5 W6 W7 U7",
+      "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7 U7"};
   std::vector<TypedRank> grid;
   for (const std::string& batch : batches) grid.push_back({batch, batch, ""});
-  const Schedule schedule = make_schedule("zero_bubble_2p", 3, 6);
+  const Schedule schedule = make_schedule("zero_bubble_2p", 4, 8);
   expect_grid(schedule, grid);
-  for (int stage = 0; stage < 3; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 5);
+  for (int stage = 0; stage < 4; ++stage) EXPECT_EQ(max_in_flight(schedule, stage), 7);
 }
 
 // ZB-H1 over chunks: W fills what the shorter warm-up would leave empty.
