@@ -7,7 +7,7 @@
 #   make lint        clang-format, ruff, mypy
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run
-#   make study       how 2BW and the remedies for its delay converge
+#   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 
 PYTHON ?= python3
@@ -26,6 +26,7 @@ CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.c
 CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 STUDY := benchmarks/convergence
+PAPER := benchmarks/paper
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The constraint keeps any extra's dependency from replacing the torch that the extension is built
@@ -139,13 +140,17 @@ build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
 bench: $(STAMPS)/test $(STAMPS)/extension
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
+	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
+	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
 bench-smoke: $(STAMPS)/test $(STAMPS)/extension
-	set -e; for file in $(BENCHMARKS) $(STUDY)/study.py; do echo "== $$file"; \
+	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
+	    $(STUDY)/study.py $(STUDY)/precision.py; do echo "== $$file"; \
 	    $(BIN)/python $$file --smoke; done
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
+	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py

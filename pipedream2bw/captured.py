@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,7 +200,6 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
     known.update(name for name, _ in root.named_buffers(remove_duplicate=False))
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - known
     constants = {target: operator.attrgetter(target)(traced) for target in targets}
-    owner = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()}
     for target, value in constants.items():
         if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
             raise ValueError(
@@ -208,6 +207,16 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
                 "constant: the forward refers to it in another way than as an attribute of its "
                 "module (a closure, or an object or nested container that holds it)"
             )
+    refuse_views(
+        constants.values(),
+        {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()},
+    )
+    return constants
+
+
+def refuse_views(constants: Iterable[Any], owner: Mapping[int, str]) -> None:
+    """Raises ValueError if one is over memory of which ``owner`` tells the parameter."""
+    for value in constants:
         if isinstance(value, torch.Tensor) and value.numel():
             name = owner.get(value.untyped_storage().data_ptr())
             if name is not None:
@@ -216,7 +225,13 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
                     "way than as an attribute of its module (a closure, or an object or nested "
                     "container that holds it)"
                 )
-    return constants
+
+
+def constants_of(captured: Captured) -> list[Any]:
+    """What the graph takes from the traced module that is no state of the model."""
+    nodes = (node for node in captured.graph.nodes if node.op == "get_attr")
+    attributes = map(captured.attribute_of, nodes)
+    return [attribute.value for attribute in attributes if attribute.kind == "constant"]
 
 
 def layer_name(node: fx.Node) -> str:

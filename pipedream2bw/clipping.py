@@ -12,6 +12,7 @@ from . import _C
 from .control import make_board
 from .loss import LazyNumber
 from .loss_scale import LossScale
+from .settings import check_number
 
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
@@ -30,12 +31,8 @@ class Clipping:
         """Raises ValueError or TypeError, naming the rule and the value."""
         for name in ("max_grad_norm", "norm_type", "clip_grad_value"):
             value = getattr(self, name)
-            if value is None and name != "norm_type":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name}: {value!r} given, it must be a number")
-            if not value > 0:
-                raise ValueError(f"{name}: {value}, it must be > 0")
+            if value is not None or name == "norm_type":
+                check_number(name, value)
         if self.max_grad_norm is not None and self.clip_grad_value is not None:
             raise ValueError(
                 f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from . import _C
 from .control import ControlPlane
+from .failure import failure
 from .stages import LocalStages
 
 
@@ -96,7 +97,7 @@ class Ending:
         original = self._stages.first_error()
         cause = self._control.report_cause(mine)
         self.end(cause)
-        raise RuntimeError(cause) from original
+        raise failure(cause) from original
 
 
 _all: weakref.WeakSet[Ending] = weakref.WeakSet()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _C
 from .loss import LazyNumber
+from .settings import check_number, check_whole_number
 
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
@@ -41,24 +42,10 @@ class LossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-            value = getattr(self, name)
-            whole = name == "growth_interval"
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                kind = "an int" if whole else "a number"
-                raise TypeError(f"LossScale: {name}: {value!r} given, it must be {kind}")
-        if not 0 < self.init_scale < math.inf:
-            raise ValueError(f"LossScale: init_scale: {self.init_scale}, must be > 0 and finite")
-        if not 1 < self.growth_factor < math.inf:
-            raise ValueError(f"LossScale: growth_factor: {self.growth_factor}, it must be > 1")
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"LossScale: backoff_factor: {self.backoff_factor}, it must be between 0 and 1"
-            )
-        if self.growth_interval < 1:
-            raise ValueError(
-                f"LossScale: growth_interval: {self.growth_interval}, it must be at least 1"
-            )
+        check_number("LossScale: init_scale", self.init_scale, below=math.inf)
+        check_number("LossScale: growth_factor", self.growth_factor, above=1.0, below=math.inf)
+        check_number("LossScale: backoff_factor", self.backoff_factor, below=1.0)
+        check_whole_number("LossScale: growth_interval", self.growth_interval)
 
     def install(self, version: int) -> _C.LossScale:
         """The scale of W(version), the newest there is, and of those that will follow."""

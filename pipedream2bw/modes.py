@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from .capture import Captured, capture
-from .captured import blocks_of_layers
+from .captured import blocks_of_layers, constants_of, refuse_views
 from .materialize import Example, for_capture
+from .precision import Precision
 from .profile import describe_parameters
 from .stage import StageProgram, choose_boundaries, place_like, split_into_stages
 
@@ -42,13 +43,15 @@ class Modes:
         split: str | Sequence[str],
         replicated: Sequence[str],
         recomputed_blocks: Sequence[str],
+        precision: Precision,
     ) -> None:
         self._root = root
         self._num_stages = num_stages
-        self._example = example
+        self._example = precision.cast(example)
         self._split = split
         self._replicated = replicated
         self._recomputed_blocks = recomputed_blocks
+        self._precision = precision
         self._by_training: dict[bool, Mode] = {}
 
     @property
@@ -68,7 +71,10 @@ class Modes:
 
     def capture(self, training: bool) -> Mode:
         """Captures the model as its modules behave now, which is as ``training`` says."""
-        with for_capture(self._root, self._example) as (root, (args, kwargs)):
+        with (
+            self._precision.as_in_stages() as storages,
+            for_capture(self._root, self._example) as (root, (args, kwargs)),
+        ):
             captured = capture(
                 root,
                 num_stages=self._num_stages,
@@ -77,6 +83,7 @@ class Modes:
                 split=self._split,
                 replicated=self._replicated,
             )
+            refuse_views(constants_of(captured), storages)
         if self._by_training:
             boundaries = place_like(captured, self.first.programs)
         else:

@@ -110,7 +110,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for state in sorted(self._states, key=lambda state: state.index_in_model):
             with self._pipe._ending.failing_closes():
                 state.engine.arrange(
-                    reads_first=None not in self._kinds, waits=self._norm is not None
+                    reads_first=None not in self._kinds,
+                    waits=self._norm is not None,
+                    fault=self._pipe._fault,
                 )
             state.show_newest()
             rule = self._remedies.correction

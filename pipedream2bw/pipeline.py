@@ -165,7 +165,9 @@ class PipelineModule(nn.Module):
             of the stages' dtype, and targets as they are. ``parameters()``,
             ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters, so
             that nothing is lost between. ``"fp32"``: everything is float32. None: the model's
-            own dtypes, stepped in them.
+            own dtypes, stepped in them. A dtype in which the device multiplies no matrices is
+            refused; another operator that it lacks in that dtype ends the first microbatch that
+            comes to it, with an error that names the stage and the operator.
         split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
             not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
@@ -272,10 +274,11 @@ class PipelineModule(nn.Module):
             self._modes = Modes(
                 root,
                 self._schedule.depth,
-                self._precision.cast(example),
+                example,
                 layout.split if isinstance(layout.split, str) else tuple(layout.split or ()),
                 tuple(replicated),
                 blocks,
+                self._precision,
             )
         except Exception as raised:
             error = raised
@@ -335,8 +338,7 @@ class PipelineModule(nn.Module):
         try:
             in_processes = dist.get_world_size() if self._grid.in_processes else 1
             places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            with self._precision.as_in_stages():
-                mode = self._modes.capture(root.training)
+            mode = self._modes.capture(root.training)
             check_ties(self._schedule, find_ties(mode.programs), root)
             without_values = materialize(root, self._modes.names_in(self.stages))
         except Exception as raised:
@@ -794,10 +796,7 @@ class PipelineModule(nn.Module):
             others = self._stages.others
             error: Exception | None = None
             try:
-                with (
-                    others.in_place() if others else contextlib.nullcontext(),
-                    self._precision.as_in_stages(),
-                ):
+                with others.in_place() if others else contextlib.nullcontext():
                     self._modes.capture(self.training)
             except Exception as raised:
                 error = raised

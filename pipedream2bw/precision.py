@@ -40,6 +40,8 @@ class Precision:
         _check_precision(precision, split_master)
         _check_autocast(autocast, device_type)
         self.dtype = None if precision is None else _DTYPES[str(precision)]
+        if self.dtype is not None:
+            _check_device(str(precision), self.dtype, device_type)
         self.split_master = bool(split_master)
         self._autocast = autocast if isinstance(autocast, torch.dtype) else None
         self._root = root
@@ -63,6 +65,11 @@ class Precision:
         """The dtype in which stages compute with a parameter of the model."""
         return self._parameters.get(name, parameter.dtype)
 
+    def of_master(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter is kept, whatever its handle shows."""
+        is_master = self.dtype is not None and parameter.requires_grad
+        return torch.float32 if is_master else parameter.dtype
+
     def cast(self, values: Any) -> Any:
         """The same with floating-point tensors in the dtype of the precision."""
         if self.dtype is None:
@@ -80,9 +87,17 @@ class Precision:
         return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
 
     @contextlib.contextmanager
-    def as_in_stages(self) -> Iterator[None]:
-        """The model with the dtypes that its stages will have, for a capture."""
+    def as_in_stages(self) -> Iterator[dict[int, str]]:
+        """The model with the dtypes that its stages will have, for a capture.
+
+        Gives the storages that its parameters have otherwise, with their names.
+        """
         tensors = self._tensors()
+        storages = {
+            tensor.untyped_storage().data_ptr(): name
+            for name, tensor, _ in tensors
+            if isinstance(tensor, nn.Parameter)
+        }
         before = [
             (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
             for _, tensor, _ in tensors
@@ -92,7 +107,7 @@ class Precision:
                 if tensor.is_leaf:
                     tensor.grad = None  # a fake tensor would get one of the other dtype
                 tensor.data = tensor.data.to(dtype)
-            yield
+            yield storages
         finally:
             for tensor, data, gradient in before:
                 tensor.data = data
@@ -144,6 +159,19 @@ def _check_precision(precision: object, split_master: object) -> None:
             f"split_master: True, precision: {precision!r}: it must be 'bf16', whose 16 bits are "
             "the upper half of float32"
         )
+
+
+def _check_device(precision: str, dtype: torch.dtype, device_type: str) -> None:
+    """Tries what every model needs; which other operators there are torch does not tell."""
+    try:
+        with torch.enable_grad():
+            matrix = torch.ones(2, 2, dtype=dtype, device=device_type, requires_grad=True)
+            (matrix @ matrix).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ValueError(
+            f"precision: {precision!r}, device: {device_type}: torch cannot multiply matrices of "
+            f"{dtype} there: {error}"
+        ) from error
 
 
 def _check_autocast(autocast: object, device_type: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ._C import Schedule
+from .aliases import check_aliases, check_views
 from .local_shards import is_dtensor
-from .tied import check_aliases
 
 
 def length_of(model: Any) -> int:
@@ -35,14 +35,8 @@ def check_settings(
         raise ValueError(f"loss_reduction: {loss_reduction!r}, known: 'mean', 'sum'")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout: {timeout!r} given, it must be a number of seconds")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout: {timeout} seconds, it must be > 0 and finite")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
-        raise TypeError(f"bucket_cap_mb: {bucket_cap_mb!r} given, it must be a number of MiB")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb: {bucket_cap_mb} MiB, it must be > 0")
+    check_number("timeout", timeout, below=math.inf)
+    check_number("bucket_cap_mb", bucket_cap_mb)
     if isinstance(replicated, str):
         raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
@@ -61,6 +55,7 @@ def check_example(args: object, kwargs: object) -> None:
 def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     check_aliases(root)
+    check_views(root)
     for name, parameter in root.named_parameters():
         if is_dtensor(parameter):
             raise ValueError(
@@ -131,6 +126,17 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
     if len(items) != d:
         raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
     return items, ()
+
+
+def check_number(
+    name: str, value: object, *, above: float = 0.0, below: float | None = None
+) -> None:
+    """Raises TypeError unless the value is a number, ValueError unless it is between the two."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r} given, it must be a number")
+    if not above < value or not (below is None or value < below):  # nor is NaN
+        bounds = {None: "", math.inf: " and finite"}.get(below, f" and < {below}")
+        raise ValueError(f"{name}: {value}, it must be > {above:g}{bounds}")
 
 
 def check_whole_number(name: str, value: object, at_least: int = 1) -> None:

@@ -74,7 +74,7 @@ class StageState:
             if not parameter.requires_grad and name not in taken:
                 parameter.data = parameter.data.to(device)
         own = {  # on one device in the same memory, if frozen
-            name: nn.Parameter(p.detach().to(device), p.requires_grad) if name in taken else p
+            name: _another(p, part.precision, device) if name in taken else p
             for name, p in self.in_root.items()
         }
         self.trainable = {name: p for name, p in own.items() if p.requires_grad}
@@ -328,7 +328,11 @@ def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
     taken: dict[nn.Module, set[str]] = {}  # by root
     for pipeline in sorted({part.pipeline for part in parts}):
         mine = [part for part in parts if part.pipeline == pipeline]
-        root = model if pipeline == 0 or mine[0].copies is None else _second_model(model)
+        root = (
+            model
+            if pipeline == 0 or mine[0].copies is None
+            else _second_model(model, mine[0].precision)
+        )
         of_pipeline: list[StageState] = []
         names = taken.setdefault(root, set())
         for part in mine:
@@ -352,12 +356,17 @@ def take_over(
         state.take_over(first, group_of(state.index))
 
 
-def _second_model(model: nn.Module) -> nn.Module:
+def _another(
+    parameter: nn.Parameter, precision: Precision, device: torch.device | None = None
+) -> nn.Parameter:
+    """One for another copy, to be given the first one's values: that may show rounded ones."""
+    data = parameter.detach().to(device, precision.of_master(parameter))
+    return nn.Parameter(data, parameter.requires_grad)
+
+
+def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
     """The model over parameters and buffers of its own, for a second pipeline in this process."""
-    parameters = {
-        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        for parameter in model.parameters()
-    }
+    parameters = {parameter: _another(parameter, precision) for parameter in model.parameters()}
     return structural_clone(model, parameters, own_buffers=True)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .settings import check_whole_number
+from .settings import check_number, check_whole_number
 
 if TYPE_CHECKING:
     from .pipeline import PipelineModule
@@ -81,7 +81,7 @@ class ErrorFeedback:
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
-        _check_number("coefficient", self.coefficient, math.inf)
+        check_number("coefficient", self.coefficient, below=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class NesterovCorrection:
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
-        _check_number("momentum", self.momentum, 1.0)
+        check_number("momentum", self.momentum, below=1.0)
 
 
 Correction = ErrorFeedback | NesterovCorrection
@@ -262,10 +262,3 @@ class StepCorrection:
                     )
                 loaded[i] = state[name].to(handle, copy=True)
         self._kept = loaded
-
-
-def _check_number(name: str, value: object, below: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: {value!r} given, it must be a number")
-    if not 0 < value < below:
-        raise ValueError(f"{name}: {value}, it must be > 0 and < {below:g}")

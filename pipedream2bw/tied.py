@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,35 +57,6 @@ def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> 
             "stages before any of these reads version t + 1; a split that puts all uses into one "
             "stage does not",
         )
-
-
-def check_aliases(root: nn.Module) -> None:
-    """Refuses two Parameters over the same memory, which the stages' copies would take apart.
-
-    Raises:
-        ValueError: names both and tells which is frozen.
-    """
-    placed = sorted(
-        (parameter.data_ptr(), number, name, parameter)
-        for number, (name, parameter) in enumerate(root.named_parameters())
-        if _is_dense(parameter.data) and parameter.data_ptr()
-    )
-    for (begin, _, one, first), (other_begin, _, other, second) in itertools.pairwise(placed):
-        if other_begin < begin + first.nbytes:
-            raise ValueError(
-                f"parameters {one} and {other} are two Parameters over the same memory, with "
-                f"requires_grad {first.requires_grad} and {second.requires_grad}: a tied weight "
-                "must be one Parameter, trained or frozen wherever it is used: assign the "
-                "Parameter itself (head.weight = embedding.weight)"
-            )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its memory, in whatever order, is its elements and no others."""
-    if type(tensor) is not torch.Tensor or not tensor.numel():
-        return False
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 class Ties:

@@ -1,4 +1,4 @@
-"""The study's curves: the loss, and how far it is from the synchronous run of the same seed.
+"""A study's curves: the loss, and how far it is from the first method's run of the same seed.
 
 python benchmarks/convergence/pictures.py RESULTS FOLDER
 """
@@ -19,14 +19,14 @@ Runs = dict[str, list[list[float]]]
 """By method: each seed's losses."""
 
 
-def draw(report: dict[str, Any], folder: Path) -> list[Path]:
-    """A PNG for each task: a column for each optimizer and learning rate."""
+def draw(report: dict[str, Any], folder: Path, name: str = "{}") -> list[Path]:
+    """A PNG for each task, named by it: a column for each optimizer and learning rate."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for task in dict.fromkeys(result["task"] for result in report["results"]):
         mine = [result for result in report["results"] if result["task"] == task]
         settings = list(dict.fromkeys((r["optimizer"], r["learning_rate"]) for r in mine))
-        figure = Figure(figsize=(4 * len(settings), 7), layout="constrained", dpi=80)
+        figure = Figure(figsize=(max(6, 4 * len(settings)), 7), layout="constrained", dpi=80)
         axes = figure.subplots(2, len(settings), squeeze=False, sharex=True)
         for column, setting in enumerate(settings):
             runs: Runs = {}
@@ -49,10 +49,16 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
                     least = min(x for x in losses if not math.isnan(x))
                     each.set_ylim(least - 0.05 * most if each is below else 0.9 * least, most)
         axes[0][0].set_ylabel(f"training loss of the {task}")
-        axes[1][0].set_ylabel("difference from synchronous")
+        axes[1][0].set_ylabel(f"difference from {mine[0]['method']}")
         handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-        paths.append(folder / f"{task.replace(' ', '_')}.png")
+        figure.legend(
+            handles,
+            labels,
+            loc="outside upper center",
+            ncols=min(3, 1 + len(settings)),
+            frameon=False,
+        )
+        paths.append(folder / f"{name.format(task.replace(' ', '_'))}.png")
         figure.savefig(paths[-1])
     return paths
 

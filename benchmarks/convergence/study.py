@@ -44,6 +44,8 @@ class Method:
     warmup_batches: int = 0
     staleness: tuple[Any, ...] = ()
     momentum: float = 0.9  # of the optimizer itself
+    of_pipeline: dict[str, Any] = dataclasses.field(default_factory=dict)  # further options
+    loss_scale: pd2.LossScale | None = None
 
 
 def methods(num_batches: int) -> list[Method]:
@@ -123,8 +125,8 @@ def main() -> None:
         draw(report, options.pictures)
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_options(description: str = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--batches", type=int, default=200, help="of a run; default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="quick: the losses mean nothing")
@@ -146,15 +148,18 @@ def run(
     losses = []
     with pd2.PipelineModule(
         model,
-        task.loss_fn,
+        lambda output, target: task.loss_fn(output.float(), target),
         num_stages=1,
         num_microbatches=1,
         schedule=method.schedule,
         warmup_batches=method.warmup_batches,
         example_args=task.held_out[:1],
+        **method.of_pipeline,
     ) as pipe:
         wrapped = make_optimizers(task, optimizer, pipe, learning_rate, method.momentum)
-        opt = pd2.PipelineOptimizer(*wrapped, staleness=method.staleness)
+        opt = pd2.PipelineOptimizer(
+            *wrapped, staleness=method.staleness, loss_scale=method.loss_scale
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / num_batches))
         for _ in range(num_batches):
             tokens, target = next(batches)
@@ -163,7 +168,7 @@ def run(
             scheduler.step()
         numbers = [float(loss) for loss in losses]
         pipe.eval()
-        output = pipe(task.held_out[0])
+        output = pipe(task.held_out[0]).float()
         held_out = float(task.loss_fn(output, task.held_out[1]))
         right = (output.argmax(-1) == task.held_out[1]).float().mean()
     windows = [numbers[i : i + WINDOW] for i in range(0, num_batches, WINDOW)]

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclasses.dataclass
 class Figure:
@@ -129,7 +131,7 @@ def write_json(
     at = options.index("--json") if "--json" in options else len(options)
     del options[at : at + 2]  # where the results went is no part of how they were measured
     report = {
-        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *options]),
+        "command": " ".join(["python", str(Path(script).resolve().relative_to(ROOT)), *options]),
         "machine": where,
         "figures": [
             dataclasses.asdict(figure) | {"median": figure.median, "verdict": figure.verdict}

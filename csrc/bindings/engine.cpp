@@ -224,8 +224,13 @@ void bind_stage(py::module_& module) {
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
-      .def("arrange", &Stage::arrange, py::arg("reads_first"), py::arg("waits"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "arrange",
+          [](Stage& self, bool reads_first, bool waits, const std::shared_ptr<Fault>& fault) {
+            self.arrange(reads_first, waits, [&fault] { return fault->raised(); });
+          },
+          py::arg("reads_first"), py::arg("waits"), py::arg("fault"),
+          py::call_guard<py::gil_scoped_release>())
       .def("restart_delay", &Stage::restart_delay)
       .def("bytes", [](const Stage& self) {
         const StageBytes bytes = self.bytes();

@@ -3,21 +3,11 @@
 #include <algorithm>
 
 namespace pd2 {
-namespace {
-
-constexpr std::size_t kMostSteps = 4 << 20;
-
-}  // namespace
 
 StageRows::StageRows(const StageCosts& costs, const MemoryFit& memory, Cost low, Cost high)
-    : costs_(costs),
-      memory_(memory),
-      bits_(costs.slownesses().size()),
-      least_entering_(costs.num_pieces() + 1, 0),
-      least_leaving_(costs.num_pieces() + 1, 0) {
+    : costs_(costs), memory_(memory), bits_(costs.slownesses().size()) {
   const int n = costs.num_pieces();
   const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
-  std::size_t num_stages = 0;
   int end = 0;
   for (int a = 0; a < n; ++a) {
     end = std::max(end, a);
@@ -25,26 +15,22 @@ StageRows::StageRows(const StageCosts& costs, const MemoryFit& memory, Cost low,
     int within = a;  // the memory of any stage
     for (const std::vector<int>& farthest : memory.farthest) within = std::max(within, farthest[a]);
     row_end_.push_back(std::min(end, within));
-    num_stages += row_end_.back() - a;
+    add_row(a, low, high);
   }
-  while (num_stages / step_ > kMostSteps) step_ *= 2;
-  for (int a = 0; a < n; ++a) add_row(a, low, high);
 }
 
 void StageRows::add_row(int first, Cost low, Cost high) {
   const int end = row_end_[first];
-  row_begin_.push_back(bits_[0].size());
-  steps_begin_.push_back(steps_.size());
+  row_begin_.push_back(words_.size());
   if (end == first) return;
-  for (auto& bits : bits_) bits.resize(bits.size() + (end / 64 - (first + 1) / 64 + 1), 0);
+  words_.resize(words_.size() + (end / 64 - first_word(first) + 1), {0, kInfiniteCost});
+  for (auto& bits : bits_) bits.resize(words_.size(), 0);
   Messages messages;
   for (int b = first + 1; b <= end; ++b) {
+    Word& word = words_[index(first, b / 64)];
+    if (b % 64 == 0) word.before = messages.cost();  // still without the piece b - 1
     costs_.extend(messages, first, b - 1);
-    if ((b - first) % step_ == 0) steps_.push_back(messages.cost());
-    if (b - first == kNear) {
-      least_entering_[first] = messages.entering;
-      least_leaving_[b] = messages.leaving;
-    }
+    word.least = std::min(word.least, messages.cost());
     for (int s = 0; s < static_cast<int>(bits_.size()); ++s) {
       const Cost cost = costs_.compute(costs_.slownesses()[s], first, b) + messages.cost();
       if (cost < low) {
@@ -57,54 +43,50 @@ void StageRows::add_row(int first, Cost low, Cost high) {
 }
 
 void StageRows::set(const Pending& stage, bool value) {
-  const std::size_t word = row_begin_[stage.first] + stage.end / 64 - (stage.first + 1) / 64;
   const std::uint64_t bit = std::uint64_t{1} << (stage.end % 64);
-  std::uint64_t& bits = bits_[stage.slowness][word];
+  std::uint64_t& bits = bits_[stage.slowness][index(stage.first, stage.end / 64)];
   bits = value ? bits | bit : bits & ~bit;
 }
 
-int StageRows::farthest(int k, int first) const {
-  return std::min(row_end_[first], memory_.farthest[k][first]);
+int StageRows::last_word(int k, int first) const {
+  const int last = std::min(row_end_[first], memory_.farthest[k][first]);
+  return last > first ? last / 64 : first_word(first) - 1;
+}
+
+std::uint64_t StageRows::ends(int k, int first, int word) const {
+  const std::uint64_t bits = bits_[costs_.slowness_of(k)][index(first, word)];
+  const int more = memory_.farthest[k][first] - 64 * word;  // ends of the word beyond its first
+  return more >= 63 ? bits : bits & ~(~std::uint64_t{1} << more);
 }
 
 bool StageRows::allows(int k, int first, int end) const {
-  if (end <= first || end > farthest(k, first)) return false;
-  const std::size_t word = row_begin_[first] + end / 64 - (first + 1) / 64;
-  return bits_[costs_.slowness_of(k)][word] >> (end % 64) & 1;
+  return end > first && end / 64 <= last_word(k, first) &&
+         (ends(k, first, end / 64) >> (end % 64) & 1);
 }
 
-template <typename Each>
-bool StageRows::any_word(int k, int first, Each&& each) const {
-  const int last = farthest(k, first);
-  if (last == first) return false;
-  const std::uint64_t* row = &bits_[costs_.slowness_of(k)][row_begin_[first]];
-  const int begin = (first + 1) / 64;
-  for (int word = begin; word < last / 64; ++word) {
-    if (each(row[word - begin], word)) return true;
+bool StageRows::meets(int k, int first, const Positions& positions) const {
+  for (int word = first_word(first); word <= last_word(k, first); ++word) {
+    if (ends(k, first, word) & positions[word]) return true;
   }
-  const std::uint64_t mask = ~std::uint64_t{0} >> (63 - last % 64);
-  return each(row[last / 64 - begin] & mask, last / 64);
+  return false;
 }
 
-bool StageRows::meets(int k, int first, const Positions& ends) const {
-  return any_word(k, first, [&](std::uint64_t bits, int word) { return (bits & ends[word]) != 0; });
+void StageRows::add_ends(int k, int first, Positions& positions) const {
+  for (int word = first_word(first); word <= last_word(k, first); ++word) {
+    positions[word] |= ends(k, first, word);
+  }
 }
 
-void StageRows::add_ends(int k, int first, Positions& ends) const {
-  any_word(k, first, [&](std::uint64_t bits, int word) {
-    ends[word] |= bits;
-    return false;
-  });
-}
-
-Cost StageRows::message_cost(int first, int end) const {
-  const int steps = (end - first) / step_;
+std::array<Cost, 64> StageRows::messages(int first, int word) const {
+  std::array<Cost, 64> costs = {};
   Messages messages;
-  if (steps > 0) messages.entering = steps_[steps_begin_[first] + steps - 1];
-  for (int piece = first + steps * step_; piece < end; ++piece) {
-    costs_.extend(messages, first, piece);
+  messages.entering = words_[index(first, word)].before;
+  const int last = std::min(row_end_[first], 64 * word + 63);
+  for (int end = std::max(first + 1, 64 * word); end <= last; ++end) {
+    costs_.extend(messages, first, end - 1);
+    costs[end % 64] = messages.cost();
   }
-  return messages.cost();
+  return costs;
 }
 
 std::vector<Positions> coverable(const StageCosts& costs, const StageRows& rows, Cost limit) {

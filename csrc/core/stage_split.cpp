@@ -65,8 +65,8 @@ Cost slowest_of_any(const StageCosts& costs, const StageRows& rows,
                     const std::vector<Positions>& from) {
   Cost slowest = 0;
   for (int k = 0, a = 0; k < costs.num_stages(); ++k) {
-    int end = rows.farthest(k, a);
-    while (!has(from[k + 1], end) || !rows.allows(k, a, end)) --end;
+    int end = a + 1;
+    while (!has(from[k + 1], end) || !rows.allows(k, a, end)) ++end;
     slowest = std::max(slowest, costs.cost(k, a, end));
     a = end;
   }

@@ -74,9 +74,11 @@ struct StageSplit {
 // nothing fits.
 //
 // Method: of a limit on the slowest stage it is known which stages [first, end) keep it, and
-// whether d of them cover the layers is a search from the back over sets of positions; the limit
-// is bisected among costs that stages really have. Time: O(d P / 64) words for each of O(log P)
-// limits, P the number of stages below a greedy split's slowest, of which there are about n^2 / d.
+// whether d of them cover the layers is a search from the back over sets of positions; the limit is
+// bisected among costs that stages really have. Of P stages whose compute is at most what a greedy
+// split achieves (about n^2 / d; n^2 / 2 where one layer is slower than all others together) it
+// looks at each once and takes O(d P / 64) steps for each of O(log P) limits. Ties take O(d P) at
+// worst, O(d P / 64) where bounds on 64 ends at a time decide.
 //
 // Throws ValueError for no stage or more than layers, fewer allowed cuts than stages - 1, sizes
 // that don't fit, edges as check_edges(), costs, bytes or factors that are negative or not finite,

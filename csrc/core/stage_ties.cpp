@@ -3,51 +3,11 @@
 #include "core/check.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 
 namespace pd2 {
 namespace {
-
-// Minima over ranges of positions, and the search for the best position by a bound on it.
-class MinimumTree {
- public:
-  explicit MinimumTree(int num_positions) {
-    while (leaves_ < num_positions) leaves_ *= 2;
-    minimum_.assign(2 * leaves_, kInfiniteCost);
-  }
-
-  void assign(const std::vector<Cost>& keys) {
-    std::copy(keys.begin(), keys.end(), minimum_.begin() + leaves_);
-    for (int i = leaves_ - 1; i > 0; --i) {
-      minimum_[i] = std::min(minimum_[2 * i], minimum_[2 * i + 1]);
-    }
-  }
-
-  // Lowers `best` to the least cost_of(position) of the positions begin .. end - 1, given that
-  // cost_of(position) >= floor + the position's key.
-  template <typename CostOf>
-  void search(int begin, int end, Cost floor, CostOf&& cost_of, Cost& best) const {
-    search(1, 0, leaves_, begin, end, floor, cost_of, best);
-  }
-
- private:
-  template <typename CostOf>
-  void search(int node, int low, int high, int begin, int end, Cost floor, CostOf& cost_of,
-              Cost& best) const {
-    if (high <= begin || end <= low || floor + minimum_[node] >= best) return;
-    if (high - low == 1) {
-      best = std::min(best, cost_of(low));
-      return;
-    }
-    const int middle = (low + high) / 2;
-    const bool right_first = minimum_[2 * node + 1] < minimum_[2 * node];
-    if (right_first) search(2 * node + 1, middle, high, begin, end, floor, cost_of, best);
-    search(2 * node, low, middle, begin, end, floor, cost_of, best);
-    if (!right_first) search(2 * node + 1, middle, high, begin, end, floor, cost_of, best);
-  }
-
-  int leaves_ = 1;
-  std::vector<Cost> minimum_;
-};
 
 // Those of `from` that stages from piece 0 on reach.
 std::vector<Positions> on_some_split(const StageCosts& costs, const StageRows& rows,
@@ -64,47 +24,80 @@ std::vector<Positions> on_some_split(const StageCosts& costs, const StageRows& r
   return on;
 }
 
-// rest[k][a]: the least sum of messages of stages k .. d - 1 over the pieces from a on.
-std::vector<std::vector<Cost>> least_rest(const StageCosts& costs, const StageRows& rows,
-                                          const std::vector<Positions>& on) {
-  const int n = costs.num_pieces();
-  const int d = costs.num_stages();
-  std::vector<std::vector<Cost>> rest(d + 1, std::vector<Cost>(n + 1, kInfiniteCost));
-  rest[d][n] = 0;
-  MinimumTree tree(n + 1);
-  std::vector<Cost> keys(n + 1);
-  for (int k = d - 1; k >= 0; --k) {
-    const std::vector<Cost>& after = rest[k + 1];
-    for (int b = 0; b <= n; ++b) keys[b] = after[b] + rows.least_leaving(b);
-    tree.assign(keys);
-    for (int a = k; a < n; ++a) {
-      if (!has(on[k], a)) continue;
-      Cost best = kInfiniteCost;
-      const int last = rows.farthest(k, a);
-      // Near ends one by one: their bounds are not tight, as values pass over short stages.
-      Messages messages;
-      for (int b = a + 1; b <= std::min(last, a + StageRows::kNear); ++b) {
-        costs.extend(messages, a, b - 1);
-        if (after[b] + messages.cost() < best && rows.allows(k, a, b)) {
-          best = after[b] + messages.cost();
-        }
+// least[k][a]: the least sum of messages of stages k .. d - 1 over the pieces from a on.
+class LeastRest {
+ public:
+  LeastRest(const StageCosts& costs, const StageRows& rows, const std::vector<Positions>& on)
+      : rows_(rows) {
+    const int n = costs.num_pieces();
+    const int d = costs.num_stages();
+    least.assign(d + 1, std::vector<Cost>(64 * (n / 64 + 1), kInfiniteCost));
+    of_word_.assign(d + 1, std::vector<Cost>(n / 64 + 1, kInfiniteCost));
+    record(d, n, 0);
+    for (int a = n - 1; a >= 0; --a) {
+      known_.assign(n / 64 + 1, false);
+      messages_.resize(n / 64 + 1);
+      for (int k = 0; k < d; ++k) {
+        if (has(on[k], a)) record(k, a, find(k, a));
       }
-      const auto cost_of = [&](int b) {
-        return rows.allows(k, a, b) ? after[b] + rows.message_cost(a, b) : kInfiniteCost;
-      };
-      tree.search(a + StageRows::kNear + 1, last + 1, rows.least_entering(a), cost_of, best);
-      rest[k][a] = best;
     }
   }
-  return rest;
-}
+
+  std::vector<std::vector<Cost>> least;
+
+ private:
+  void record(int k, int a, Cost cost) {
+    least[k][a] = cost;
+    of_word_[k][a / 64] = std::min(of_word_[k][a / 64], cost);
+  }
+
+  // Looks into the most promising word first, then into those that may have something better.
+  Cost find(int k, int a) {
+    const auto bound = [&](int word) {
+      return rows_.least_messages(a, word) + of_word_[k + 1][word];
+    };
+    const int begin = rows_.first_word(a);
+    const int last = rows_.last_word(k, a);
+    int first = begin;
+    for (int word = begin; word <= last; ++word) {
+      if (bound(word) < bound(first)) first = word;
+    }
+    Cost best = kInfiniteCost;
+    if (first <= last) look_into(k, a, first, best);
+    for (int word = begin; word <= last; ++word) {
+      if (word != first && bound(word) < best) look_into(k, a, word, best);
+    }
+    return best;
+  }
+
+  void look_into(int k, int a, int word, Cost& best) {
+    if (!known_[word]) messages_[word] = rows_.messages(a, word);
+    known_[word] = true;
+    const Cost* rest = &least[k + 1][64 * word];
+    const std::uint64_t ends = rows_.ends(k, a, word);
+    if (ends == ~std::uint64_t{0}) {
+      for (int i = 0; i < 64; ++i) best = std::min(best, rest[i] + messages_[word][i]);
+    } else {
+      for (std::uint64_t left = ends; left != 0; left &= left - 1) {
+        const int i = std::countr_zero(left);
+        best = std::min(best, rest[i] + messages_[word][i]);
+      }
+    }
+  }
+
+  const StageRows& rows_;
+  std::vector<std::vector<Cost>> of_word_;  // the least of each word
+  // Of the stages that begin at the piece in hand, by word, where known yet.
+  std::vector<char> known_;
+  std::vector<std::array<Cost, 64>> messages_;
+};
 
 }  // namespace
 
 std::vector<int> cheapest_split(const StageCosts& costs, const StageRows& rows,
                                 const std::vector<Positions>& from) {
   const std::vector<Positions> on = on_some_split(costs, rows, from);
-  const std::vector<std::vector<Cost>> rest = least_rest(costs, rows, on);
+  const std::vector<std::vector<Cost>> rest = LeastRest(costs, rows, on).least;
   PD2_ASSERT(rest[0][0] < kInfiniteCost);
   std::vector<int> firsts = {0};
   for (int k = 0; k + 1 < costs.num_stages(); ++k) {

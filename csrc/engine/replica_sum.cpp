@@ -1,6 +1,7 @@
 #include "engine/replica_sum.h"
 
 #include "core/check.h"
+#include "engine/wait_for_work.h"
 
 #include <algorithm>
 #include <utility>
@@ -12,6 +13,11 @@ ReplicaSum::ReplicaSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::int64_
     : group_(std::move(group)), gradients_(gradients) {
   for (std::size_t dtype = 0; dtype < gradients.size(); ++dtype) {
     add_buckets(dtype, bucket_bytes);
+  }
+  if (std::ranges::none_of(buckets_, &Bucket::is_early)) {
+    return;  // no sum begins before the end, whatever comes
+  }
+  for (std::size_t dtype = 0; dtype < gradients.size(); ++dtype) {
     times_.emplace_back(gradients[dtype]->layout().views().size());
     gradients[dtype]->on_added([this, dtype](std::size_t parameter) { came(dtype, parameter); });
   }
@@ -97,13 +103,13 @@ ReplicaSum::UnderWay ReplicaSum::end_batch(std::size_t buffer) {
   return std::exchange(under_way_, {});
 }
 
-void ReplicaSum::settle() {
+void ReplicaSum::settle(const std::function<bool()>& is_stopped) {
   if (!is_last_ || under_way_.is_settled) {
     return;
   }
   finish(under_way_, buffer_);
   for (const auto& work : std::exchange(under_way_.works, {})) {
-    work->wait();
+    wait_for_work(*work, !gradients_.front()->flat(buffer_).is_cuda(), is_stopped);
   }
   for (const auto& gradients : gradients_) {
     gradients->read_flags(buffer_);

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -36,8 +37,8 @@ class ReplicaSum {
   // All gradients of the batch have come, to this buffer: begins what is left.
   UnderWay end_batch(std::size_t buffer);
   // If a batch is complete but for end_batch(): waits for its sum, after which it may be moved.
-  // Every replica calls it.
-  void settle();
+  // Every replica calls it. Throws ChannelAborted when stopped.
+  void settle(const std::function<bool()>& is_stopped);
 
   void drop_connections() { group_.reset(); }
 
@@ -62,7 +63,7 @@ class ReplicaSum {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;
   std::vector<Bucket> buckets_;
-  std::vector<std::vector<Times>> times_;  // by dtype and parameter
+  std::vector<std::vector<Times>> times_;  // by dtype and parameter; none without early buckets
   bool is_last_ = false;
   std::size_t buffer_ = 0;
   UnderWay under_way_;

@@ -96,9 +96,9 @@ std::size_t Stage::gradient_buffer(std::int64_t batch) const {
   return first + (has_two_gradients_ ? batch % 2 : 0);
 }
 
-void Stage::arrange(bool reads_first, bool waits) {
+void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& is_stopped) {
   if (replicas_) {
-    replicas_->settle();
+    replicas_->settle(is_stopped);
   }
   const auto can_rotate = slots_.size() > static_cast<std::size_t>(num_versions_);
   const bool rotates = reads_first && can_rotate;

@@ -111,8 +111,10 @@ class Stage {
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
-  // where the buffers cannot take turns. Those of a tied stage always do.
-  void arrange(bool reads_first, bool waits);
+  // where the buffers cannot take turns. Those of a tied stage always do. Gradients that wait for
+  // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
+  void arrange(
+      bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
   // The batch's gradients are complete: the version that it makes comes next.
   void begin_update(std::int64_t batch);

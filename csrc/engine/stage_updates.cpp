@@ -73,11 +73,7 @@ void StageUpdates::finish() {
 void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
   around_.record(gradients.run, gradients.batch + 1, [&] {
     for (const auto& work : stage_.start_reduction()) {
-      if (stage_.reduces_on_host()) {
-        wait_for_work(*work, around_.is_stopped);
-      } else {
-        work->wait();  // the device does, in its stream
-      }
+      wait_for_work(*work, stage_.reduces_on_host(), around_.is_stopped);
     }
     stage_.finish_reduction();
     stage_.sum_ties(gradients.batch, around_.is_stopped);

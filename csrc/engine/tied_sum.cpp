@@ -150,11 +150,7 @@ void TiedSum::gather(std::vector<at::Tensor>& rows, const std::function<bool()>&
     gathered.front().push_back(at::empty_like(given.front()));
   }
   const auto work = group_->allgather(gathered, given);
-  if (given.front().is_cuda()) {
-    work->wait();  // the device does, in its stream
-  } else {
-    wait_for_work(*work, is_stopped);
-  }
+  wait_for_work(*work, !given.front().is_cuda(), is_stopped);
   const std::int64_t size = here.front().numel();
   for (std::size_t copy = 0; copy < rows.size(); ++copy) {
     if (processes_[copy] != rank()) {

@@ -11,22 +11,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.failure import WrongLossError, WrongLossTypeError
 
 from .launch import RankResult, run_ranks
-
-Outcome = tuple[str, str]
-"""Type and text of what was raised, ("", "") if nothing was."""
+from .outcomes import Expected, Outcome, assert_raised, attempt
 
 X = torch.arange(32.0).reshape(8, 4).sin()
 Y = torch.arange(32.0).reshape(8, 4).cos()
-
-
-def attempt(call: Callable[[], Any]) -> Outcome:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def stack(width: int = 4) -> nn.Sequential:
@@ -106,11 +97,9 @@ def wrong_settings(rank: int, world: int) -> dict[str, Outcome]:
 @pytest.mark.slow
 def test_wrong_or_differing_settings_are_refused_on_every_rank() -> None:
     values = [result.value for result in run_ranks(wrong_settings, 2, timeout=150)]
-    for name, (_, _, kind, words) in CONSTRUCTIONS.items():
-        for rank, value in enumerate(values):
-            raised, text = value[name]
-            assert raised == kind, (name, rank, raised, text)
-            assert all(word in text for word in words), (name, rank, text)
+    assert_raised(
+        values, {name: (kind, words) for name, (*_, kind, words) in CONSTRUCTIONS.items()}
+    )
     assert [value["right"] for value in values] == [("", "")] * 2
 
 
@@ -161,7 +150,7 @@ def wrong_batches(rank: int, world: int, mistakes: bool) -> dict[str, Any]:
     return outcomes
 
 
-BATCHES: dict[str, tuple[str, list[str]]] = {
+BATCHES: Expected = {
     "foreign": ("ValueError", ["belong to 0 open pipelines"]),
     "missing": ("ValueError", ["trainable parameters", "missing in the optimizer: 1"]),
     "optimizers": ("ValueError", ["optimizer must be the same", "0: SGD", "1: Adam"]),
@@ -192,11 +181,49 @@ def different_calls(rank: int, world: int) -> dict[str, list[Outcome]]:
     return outcomes
 
 
+def two_numbers(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean(1)[:2]
+
+
+def wrong_losses(rank: int, world: int) -> dict[str, Outcome]:
+    """What only the ranks that compute it can see; the others have the right one."""
+    last = {"loss_fn": two_numbers} if rank == 1 else {}
+    ways: dict[str, dict[str, Any]] = {
+        "of the last stage": last,
+        "of one replica": {"num_stages": 1, "num_microbatches": 1, "width": 2, **last},
+        "no tensor": {"loss_fn": lambda output, target: None} if rank == 1 else {},
+        "metrics": {"metrics": {"error": two_numbers if rank == 1 else mse_loss}},
+    }
+    outcomes = {}
+    for name, settings in ways.items():
+        pipe = build(**settings)
+
+        def use(pipe: Any = pipe) -> None:
+            optimizer = sgd(pipe.parameters())
+            float(pipe.train_step(X, target=Y))  # which is there, of the other replica
+            optimizer.step()
+            pipe.flush()
+
+        outcomes[name] = attempt(use)
+        outcomes[f"{name}, later"] = attempt(pipe.flush)
+    return outcomes
+
+
+LOSSES: Expected = {
+    "of the last stage": ("WrongLossError", ["stage 1", "loss_fn returned shape [2]", "one"]),
+    "of one replica": ("WrongLossError", ["stage 0 of replica 1", "returned shape [2]", "one"]),
+    "no tensor": ("WrongLossTypeError", ["loss_fn returned NoneType, it must return a tensor"]),
+    "metrics": ("WrongLossError", ["metrics['error'] returned shape [2]", "one real number"]),
+    "metrics, later": ("RuntimeError", ["the pipeline is closed", "returned shape [2]"]),
+}
+
+
 def wrong_runs(rank: int, world: int) -> list[dict[str, Any]]:
     return [
         wrong_batches(rank, world, mistakes=True),
         wrong_batches(rank, world, mistakes=False),
         different_calls(rank, world),
+        wrong_losses(rank, world),
     ]
 
 
@@ -207,19 +234,22 @@ def runs() -> list[RankResult]:
 
 @pytest.mark.slow
 def test_wrong_batches_are_refused_on_every_rank(runs: list[RankResult]) -> None:
-    for name, (kind, words) in BATCHES.items():
-        for result in runs:
-            raised, text = result.value[0][name]
-            assert raised == kind, (name, result.rank, raised, text)
-            assert all(word in text for word in words), (name, result.rank, text)
+    assert_raised((result.value[0] for result in runs), BATCHES)
 
 
 @pytest.mark.slow
 def test_refused_batches_leave_no_trace(runs: list[RankResult]) -> None:
     for result in runs:
-        with_mistakes, without, _ = result.value
+        with_mistakes, without, *_ = result.value
         assert with_mistakes["losses"] == without["losses"]
         assert with_mistakes["state"] == without["state"]
+
+
+@pytest.mark.slow
+def test_losses_that_are_no_number_are_refused_on_every_rank(runs: list[RankResult]) -> None:
+    assert issubclass(WrongLossError, ValueError)
+    assert issubclass(WrongLossTypeError, TypeError)
+    assert_raised((result.value[3] for result in runs), LOSSES)
 
 
 @pytest.mark.slow

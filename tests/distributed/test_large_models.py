@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.oracle import Batch, Oracle
 from tests.trajectory import Trajectory, assert_same, copy_of, make_pipeline, sgd
 
 from .launch import run_ranks
+from .outcomes import Expected, Outcome, assert_raised, attempt
 
 draw = TASKS["mlp"].draw
 M = 4
@@ -54,14 +54,6 @@ def check(task: Task, pipe: pd2.PipelineModule, model: Any, width: int) -> None:
         )
 
 
-def attempt(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def pipeline(task: Task, world: int, width: int, model: Any) -> pd2.PipelineModule:
     d = world // width
     example: Batch = task.batches([4])[0]
@@ -69,7 +61,7 @@ def pipeline(task: Task, world: int, width: int, model: Any) -> pd2.PipelineModu
     return make_pipeline(task, d, M, example, model=model, width=width, split=split)
 
 
-def everything(rank: int, world: int, width: int, folder: Path) -> dict[str, tuple[str, str]]:
+def everything(rank: int, world: int, width: int, folder: Path) -> dict[str, Outcome]:
     torch.set_num_threads(1)
     task = Task(layers, draw)
     model = deferred(layers, seed=3)
@@ -108,12 +100,12 @@ def everything(rank: int, world: int, width: int, folder: Path) -> dict[str, tup
     return outcomes
 
 
-OUTCOMES = {
-    "unloaded": ("ValueError", "without values"),
-    "missing.pt": ("RuntimeError", "missing keys: ['5.weight']"),
-    "shape.pt": ("RuntimeError", "size mismatch for 5.weight"),
-    "nowhere.pt": ("ValueError", "nowhere.pt does not exist"),
-    "unexpected.pt": ("RuntimeError", "unexpected keys: ['6.weight']"),
+OUTCOMES: Expected = {
+    "unloaded": ("ValueError", ["without values"]),
+    "missing.pt": ("RuntimeError", ["missing keys: ['5.weight']"]),
+    "shape.pt": ("RuntimeError", ["size mismatch for 5.weight"]),
+    "nowhere.pt": ("ValueError", ["nowhere.pt does not exist"]),
+    "unexpected.pt": ("RuntimeError", ["unexpected keys: ['6.weight']"]),
 }
 
 
@@ -133,8 +125,4 @@ def test_ranks_make_or_read_their_own_part(width: int, num_stages: int, tmp_path
     del state["5.weight"]
     torch.save(state, tmp_path / "missing.pt")
     ranks = run_ranks(everything, width * num_stages, args=[width, tmp_path], timeout=280)
-    for result in ranks:
-        for name, (kind, text) in OUTCOMES.items():
-            raised, said = result.value[name]
-            assert raised == kind, (name, result.rank, raised, said)
-            assert text in said, (name, result.rank, said)
+    assert_raised((result.value for result in ranks), OUTCOMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.oracle import Oracle
 from tests.trajectory import assert_close, copy_of, make_pipeline, sgd
 
 from .launch import run_ranks
+from .outcomes import Expected, Outcome, assert_raised, attempt
 
 draw = TASKS["mlp"].draw
 M = 4
@@ -164,19 +164,11 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
         assert_close(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
 
 
-def attempt(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def on(ranks: Any, *names: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names or None)
 
 
-def meshes(rank: int, world: int) -> dict[str, tuple[str, str]]:
+def meshes(rank: int, world: int) -> dict[str, Outcome]:
     torch.set_num_threads(1)
     # Neither the ranks nor the dimensions are in the usual order. (In a mesh whose ranks do not
     # ascend torch's get_local_rank() is another place than the mesh says.)
@@ -226,7 +218,7 @@ def meshes(rank: int, world: int) -> dict[str, tuple[str, str]]:
     return outcomes
 
 
-OUTCOMES: dict[str, tuple[str, Sequence[str]]] = {
+OUTCOMES: Expected = {
     "dtensor": ("ValueError", ["0.first.weight: a DTensor", "use_local_shards"]),
     "none": ("TypeError", ["mesh: str given, it must be a DeviceMesh"]),
     "unnamed": ("ValueError", ["its dimensions are without names", "'pp'"]),
@@ -244,8 +236,4 @@ OUTCOMES: dict[str, tuple[str, Sequence[str]]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_mesh_of_replicas_stages_and_shards() -> None:
-    for result in run_ranks(meshes, 4, timeout=280):
-        for name, (kind, texts) in OUTCOMES.items():
-            raised, said = result.value[name]
-            assert raised == kind, (name, result.rank, raised, said)
-            assert all(text in said for text in texts), (name, result.rank, said)
+    assert_raised((result.value for result in run_ranks(meshes, 4, timeout=280)), OUTCOMES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from benchmarks.measuring.delays import delayed_messages
 from tests.distributed.launch import run_ranks
 from tests.mixed_oracle import MixedOracle, half_away, lowered
 from tests.trajectory import copy_of, make_pipeline
@@ -84,6 +85,9 @@ def masters(rank: int, world: int, width: int) -> None:
         for precision in ("bf16", "fp16"):
             check(width, schedule, precision)
     check(width, "2bw", "bf16", split_master=True)
+    with delayed_messages(0.0, 0.02):
+        for precision in ("bf16", "fp16"):
+            check(width, "2bw", precision)
 
 
 @pytest.mark.parametrize(("world", "width"), [(2, 1), (2, 2), (4, 2)])

@@ -222,10 +222,10 @@ def test_a_gradient_is_divided_by_what_its_loss_was_multiplied_by() -> None:
 
 def test_bad_scales_are_named() -> None:
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"init_scale": 0}, ValueError, "init_scale: 0, must be > 0"),
+        ({"init_scale": 0}, ValueError, "init_scale: 0, it must be > 0 and finite"),
         ({"init_scale": "1"}, TypeError, "init_scale: '1' given"),
         ({"growth_factor": 1.0}, ValueError, r"growth_factor: 1\.0, it must be > 1"),
-        ({"backoff_factor": 1.0}, ValueError, r"backoff_factor: 1\.0, it must be between"),
+        ({"backoff_factor": 1.0}, ValueError, r"backoff_factor: 1\.0, it must be > 0 and < 1\.0"),
         ({"growth_interval": 0}, ValueError, "growth_interval: 0, it must be at least 1"),
         ({"growth_interval": 1.5}, TypeError, r"growth_interval: 1\.5 given, it must be an int"),
     ]

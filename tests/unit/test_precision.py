@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import pipedream2bw as pd2
 from tests.mixed_oracle import MixedOracle, half_away, lowered
 from tests.models import TASKS, Task, token_loss
 from tests.oracle import Batch
+from tests.tied_models import TIED
 from tests.trajectory import Trajectory, assert_same, by_oracle, copy_of, make_pipeline
 from tests.unit.test_train_and_eval_modes import Untraceable
 
@@ -143,6 +145,24 @@ def test_a_split_master_trains_as_a_whole_one_but_for_ties(num_stages: int) -> N
     want = define(SKIPS, batches, 3, round_to=half_away)
     got = train(SKIPS, batches, num_stages, 3, precision="bf16", split_master=True)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "chimera", "1f1b"])
+def test_every_copy_of_a_parameter_has_a_split_master(schedule: str) -> None:
+    """Those of a stage's copy in this process, and of other stages that hold a tied weight."""
+    task = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
+    batches = task.batches([8] * NUM_BATCHES)
+    options: dict[str, Any] = {"schedule": schedule, "split": ["blocks.2"], "precision": "bf16"}
+    whole = train(task, batches, 2, 4, **options)
+    split = train(task, batches, 2, 4, split_master=True, **options)
+    for name, tensor in split.state.items():
+        assert tensor.dtype == torch.float32
+        # A weight may round to its other neighbour where its master is half way.
+        assert (tensor - whole.state[name]).norm() <= 1e-3 * tensor.norm(), name
+    with make_pipeline(task, 2, 4, batches[0], split_master=True, **options) as pipe:
+        copies = [report.masters for report in pipe.memory_report().values()]
+        elements = [sum(p.numel() for p in stage.state.handles) for stage in pipe._stages]
+        assert copies == [2 * number for number in elements]
 
 
 def test_draining_changes_no_number() -> None:
@@ -314,6 +334,30 @@ def test_a_model_that_cannot_be_captured_is_left_as_it_was() -> None:
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == before[name].dtype
         assert torch.equal(tensor, before[name])
+
+
+def test_a_dtype_that_the_device_does_not_compute_in_is_refused() -> None:
+    """Of single operators torch does not tell: their errors name them and the stage."""
+    (batch,) = MLP.batches([4])
+    lacking = RuntimeError("not implemented for 'Half'")
+    with (
+        mock.patch.object(torch.Tensor, "__matmul__", side_effect=lacking),
+        pytest.raises(ValueError, match=r"precision: 'fp16', device: cpu: .*float16.*for 'Half'"),
+    ):
+        make_pipeline(MLP, 2, 2, batch, precision="fp16")
+
+    class Lacking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.cdist(x, x).mean()
+
+    task = Task(lambda: nn.Sequential(nn.Linear(8, 8), Lacking()), MLP.draw, float_loss)
+    cause = r"(?s)stage 1, batch 0, microbatch 0, forward: .*cdist.*'Half'"
+    with (
+        pytest.raises(RuntimeError, match=cause),
+        make_pipeline(task, 2, 2, batch, precision="fp16") as pipe,
+    ):
+        pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        float(pipe.train_step(*batch.args, target=batch.target))
 
 
 def test_a_small_gpt_learns_as_in_float32() -> None:

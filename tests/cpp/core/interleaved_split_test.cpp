@@ -77,7 +77,7 @@ TEST(InterleavedSplit, NeverWorseThanTheSplitWithTheFastestSlowestStage) {
   double gained = 0;
   int num_compared = 0;
   for (int round = 0; round < 20; ++round) {
-    StageSplitProblem problem = random_problem(random, 200, 32);
+    StageSplitProblem problem = random_problem(random, 90, 24);
     problem.can_cut.clear();
     const int num_ranks = give_to_ranks(problem, random);
     if (num_ranks == 0) continue;

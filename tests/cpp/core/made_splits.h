@@ -7,9 +7,7 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <random>
-#include <tuple>
 #include <vector>
 
 namespace pd2::testing {
@@ -75,30 +73,35 @@ inline double bytes_by_definition(const StageSplitProblem& problem, const StageM
 class AllStages {
  public:
   explicit AllStages(const StageSplitProblem& problem)
-      : n_(static_cast<int>(problem.layers.size())), d_(static_cast<int>(problem.stages.size())) {
-    for (int a = 0; a < n_; ++a) {
-      for (int b = a + 1; b <= n_; ++b) {
+      : size_(problem.layers.size() + 1),
+        messages_(size_ * size_),
+        seconds_(problem.stages.size(), messages_),
+        bytes_(seconds_) {
+    const int n = static_cast<int>(problem.layers.size());
+    for (int a = 0; a < n; ++a) {
+      for (int b = a + 1; b <= n; ++b) {
         const StageByDefinition stage = stage_by_definition(problem, 1, a, b);
-        messages_[{a, b}] = stage.messages;
-        for (int k = 0; k < d_; ++k) {
+        messages_[index(a, b)] = stage.messages;
+        for (std::size_t k = 0; k < problem.stages.size(); ++k) {
           const StageMemoryRule& rule = problem.stages[k];
-          seconds_[{k, a, b}] = stage.compute * rule.slowness + stage.messages;
-          bytes_[{k, a, b}] = bytes_by_definition(problem, rule, a, b, stage.entering_bytes);
+          seconds_[k][index(a, b)] = stage.compute * rule.slowness + stage.messages;
+          bytes_[k][index(a, b)] = bytes_by_definition(problem, rule, a, b, stage.entering_bytes);
         }
       }
     }
   }
 
-  double messages(int a, int b) const { return messages_.at({a, b}); }
-  double seconds(int k, int a, int b) const { return seconds_.at({k, a, b}); }
-  double bytes(int k, int a, int b) const { return bytes_.at({k, a, b}); }
+  double messages(int a, int b) const { return messages_[index(a, b)]; }
+  double seconds(int k, int a, int b) const { return seconds_[k][index(a, b)]; }
+  double bytes(int k, int a, int b) const { return bytes_[k][index(a, b)]; }
 
  private:
-  int n_;
-  int d_;
-  std::map<std::pair<int, int>, double> messages_;
-  std::map<std::tuple<int, int, int>, double> seconds_;
-  std::map<std::tuple<int, int, int>, double> bytes_;
+  std::size_t index(int a, int b) const { return a * size_ + b; }
+
+  std::size_t size_;
+  std::vector<double> messages_;
+  std::vector<std::vector<double>> seconds_;
+  std::vector<std::vector<double>> bytes_;
 };
 
 // Calls `each(first layers)` for every split of the layers into the problem's stages.

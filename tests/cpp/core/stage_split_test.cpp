@@ -137,10 +137,15 @@ TEST(StageSplit, WithTheSmallestLimitSomethingFitsAndWithLessNothing) {
 TEST(StageSplit, EqualsAPlainProgramOnLongerModels) {
   std::mt19937 random(7);
   int num_solved = 0;
-  for (int round = 0; round < 60; ++round) {
-    StageSplitProblem problem = random_problem(random, 150, 6);
+  for (int round = 0; round < 100; ++round) {
+    StageSplitProblem problem = random_problem(random, round % 4 == 1 ? 250 : 100, 6);
     if (round % 2 == 0) problem.can_cut.clear();
     if (round % 3 == 0) problem.layers[random() % problem.layers.size()].forward = 1e6;
+    if (round % 4 == 1) {  // much slack and few ties
+      for (Edge& edge : problem.edges) edge.bytes = static_cast<int>(random() % 1000);
+      for (StageMemoryRule& rule : problem.stages) rule.limit *= 4;
+      problem.layers[random() % problem.layers.size()].forward = 1e7;
+    }
     const int longest = 1 + static_cast<int>(random() % 60);
     std::erase_if(problem.edges,
                   [&](const Edge& edge) { return edge.consumer - edge.producer > longest; });
@@ -257,6 +262,12 @@ double seconds_of(const StageSplitProblem& problem) {
   return seconds;
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;  // too slow to be timed
+#else
+constexpr bool kSanitized = false;
+#endif
+
 struct LargeModel {
   const char* name;
   bool equal = false;  // layers and messages
@@ -271,7 +282,8 @@ TEST_P(TenThousandLayers, InSixtyFourStagesTakeLessThanASecond) {
   std::mt19937 random(4);
   std::uniform_real_distribution<double> cost(0.5, 1.5);
   StageSplitProblem problem;
-  for (int i = 0; i < 10000; ++i) {
+  const int n = kSanitized ? 1500 : 10000;
+  for (int i = 0; i < n; ++i) {
     problem.layers.push_back({.forward = GetParam().equal ? 1 : cost(random),
                               .activation_bytes = 1.0 * static_cast<int>(random() % 10),
                               .parameter_bytes = 4,
@@ -283,21 +295,19 @@ TEST_P(TenThousandLayers, InSixtyFourStagesTakeLessThanASecond) {
       if (i % 1000 == 0) problem.edges.push_back({i / 2, i, bytes});
     }
   }
-  if (GetParam().largest > 0) problem.layers[3000].forward = GetParam().largest;
+  if (GetParam().largest > 0) problem.layers[n / 3].forward = GetParam().largest;
   problem.seconds_per_byte = problem.seconds_per_value = 0.01;
   for (int k = 0; k < 64; ++k) {
     StageMemoryRule rule;
     if (GetParam().limited) {
-      rule = {.trained = 4, .activations = 1, .inputs = 64.0 - k, .limit = 25000};
+      rule = {.trained = 4, .activations = 1, .inputs = 64.0 - k, .limit = 2.5 * n};
     }
     problem.stages.push_back(rule);
   }
   problem.recompute = GetParam().limited;
   const double seconds = seconds_of(problem);
   RecordProperty("seconds", std::to_string(seconds));
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds, 1.0);
-#endif
+  EXPECT_LT(seconds, kSanitized ? 100.0 : 1.0);
 }
 
 INSTANTIATE_TEST_SUITE_P(

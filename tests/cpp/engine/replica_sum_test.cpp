@@ -1,6 +1,7 @@
 #include "engine/replica_sum.h"
 
 #include "core/check.h"
+#include "engine/channel.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
@@ -15,6 +16,9 @@ class Done : public c10d::Work {
   Done() { finish(); }
 };
 
+// A sum to which the other replica never comes.
+class Never : public c10d::Work {};
+
 // Another replica that has the same gradients.
 class Alike : public c10d::ProcessGroup {
  public:
@@ -22,11 +26,17 @@ class Alike : public c10d::ProcessGroup {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions&) override {
     summed.push_back(tensors.front().numel());
+    if (is_lost) {
+      return c10::make_intrusive<Never>();
+    }
     tensors.front().mul_(2);
     return c10::make_intrusive<Done>();
   }
+  bool is_lost = false;
   std::vector<std::int64_t> summed;  // elements of each sum
 };
+
+const auto kGoesOn = [] { return false; };
 
 // Three parameters of 16 elements, a cache line each, and their flags; two buffers.
 class ReplicaSumTest : public testing::Test {
@@ -125,14 +135,36 @@ TEST_F(ReplicaSumTest, WhatIsSettledIsSummedOnce) {
   ReplicaSum sum = this->sum(1);
   begin_batch();
   microbatch(sum, false, {2, 1});
-  sum.settle();  // incomplete: nothing to wait for
+  sum.settle(kGoesOn);  // incomplete: nothing to wait for
   EXPECT_TRUE(group_->summed.empty());
   microbatch(sum, true, {2, 1});
-  sum.settle();
+  sum.settle(kGoesOn);
   EXPECT_TRUE(sum.end_batch(1).is_settled);
   EXPECT_EQ(group_->summed.size(), 4u);
   EXPECT_EQ(value(2), 4);
   EXPECT_FALSE(gradients_[0]->has_gradient(1)[0]);
+}
+
+TEST_F(ReplicaSumTest, AFailureElsewhereEndsSettling) {
+  ReplicaSum sum = this->sum(1);
+  begin_batch();
+  group_->is_lost = true;
+  microbatch(sum, true, {2, 1, 0});
+  int times_asked = 0;
+  EXPECT_THROW(sum.settle([&] { return ++times_asked == 2; }), ChannelAborted);
+  EXPECT_EQ(times_asked, 2);
+}
+
+TEST_F(ReplicaSumTest, WithOneBucketNobodyListensForGradients) {
+  int heard = 0;
+  gradients_[0]->on_added([&](std::size_t) { ++heard; });
+  ReplicaSum one = this->sum(1 << 20);
+  begin_batch();
+  microbatch(one, true, {2, 1, 0});
+  EXPECT_EQ(heard, 3);
+  ReplicaSum several = this->sum(1);
+  microbatch(several, false, {2, 1, 0});
+  EXPECT_EQ(heard, 3);
 }
 
 }  // namespace
