@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from .mesh import check_mesh
 from .planner import plan
 from .plans import Plan
 from .profile import Profile
+from .schedules import make_schedule
 from .settings import check_whole_number
 from .wiring import join_world
 
@@ -194,8 +196,9 @@ def _best(
 def _with(found: Profile, given: Layout, rows: int, w: int, d: int, v: int, ranks: int) -> Plan:
     sizes = tuple(item.rows for item in found.microbatches)
     if given.num_microbatches is not None:
-        batch = w * -(-rows // given.num_microbatches) * given.num_microbatches
-        largest = batch
+        make_schedule(str(given.schedule), d, given.num_microbatches, v)  # or the rule is told
+        found = _of_rows(found, -(-rows // given.num_microbatches))
+        batch = largest = w * found.microbatches[0].rows * given.num_microbatches
     else:
         batch = w * rows
         largest = batch + w * sizes[-1]
@@ -212,6 +215,16 @@ def _with(found: Profile, given: Layout, rows: int, w: int, d: int, v: int, rank
         width=w,
         num_stages=d,
     )
+
+
+def _of_rows(found: Profile, rows: int) -> Profile:
+    """The profile of microbatches of so many rows alone."""
+    known = {item.rows: item for item in found.microbatches}
+    if rows not in known:
+        raise ValueError(
+            f"profile: microbatches of {sorted(known)} rows, a batch has them of {rows}"
+        )
+    return dataclasses.replace(found, microbatches=(known[rows],))
 
 
 def _shared(control: ControlPlane, make: Callable[[], Any]) -> Any:

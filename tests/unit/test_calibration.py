@@ -86,6 +86,15 @@ def test_no_device_was_above_what_the_calibration_says(
             assert predicted >= total * (1 - 1e-9)
 
 
+def test_the_device_that_kept_most_gives_the_factor() -> None:
+    made = plan(100, 100)
+    reports = {
+        i: report(stage, factor=factor, padding=0)
+        for i, (stage, factor) in enumerate(zip(made.stages, (1.25, 1.5), strict=True))
+    }
+    assert calibrate(made, reports) == Calibration(1.5, 0.0)
+
+
 def test_a_real_pipelines_report_calibrates() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
