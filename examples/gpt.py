@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -62,6 +64,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def for_planning() -> dict[str, Any]:
+    """What ``pipedream2bw plan --model gpt:for_planning`` needs; train_gpt.py's default sizes."""
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    return {
+        "model": GPT(num_layers=4, width=128, num_heads=4, context=64),
+        "loss_fn": next_byte_loss,
+        "example_args": (tokens,),
+        "target": tokens,
+    }
 
 
 def next_byte_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

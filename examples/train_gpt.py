@@ -3,6 +3,11 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo    one process per stage
     python examples/train_gpt.py --stages 4                                  one thread per stage
 
+Or as a plan says (run in this folder; the plan is for the default sizes of the model):
+
+    pipedream2bw plan --model gpt:for_planning --devices 2 --memory 4GiB --batch 16 -o plan.json
+    torchrun --standalone --nproc-per-node 2 train_gpt.py --plan plan.json
+
 The text is the source code of Python's standard library unless ``--data`` names a file or a folder.
 Writes loss.png, timeline.png, sample.txt and throughput.md into ``--out``. Set OMP_NUM_THREADS=1
 where the stages share the cores of one machine.
@@ -14,6 +19,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +52,8 @@ def main() -> None:
         pipe = pd2.PipelineModule(
             model,
             next_byte_loss,
-            num_stages=options.stages,
-            num_microbatches=options.microbatches,
-            schedule=schedule,
             example_args=(example,),
-            width=options.replicas,
+            **layout(schedule, options),
         )
         adamw = torch.optim.AdamW(
             pipe.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1
@@ -84,6 +87,18 @@ def main() -> None:
         report(losses, sample, table, options.out)
 
 
+def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
+    """How the model is laid out: as a plan says, or as the options do."""
+    if options.plan is not None:
+        return {"plan": options.plan}
+    return {
+        "num_stages": options.stages,
+        "num_microbatches": options.microbatches,
+        "schedule": schedule,
+        "width": options.replicas,
+    }
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Trains a small byte-level GPT as a pipeline.",
@@ -94,6 +109,7 @@ def parse_options() -> argparse.Namespace:
     add("--demo", action="store_true", help="75 s of training, 35 s of comparing the schedules")
     add("--data", type=Path, help="a text file or a folder of them; default: Python's library")
     add("--out", type=Path, default=Path("out"), help="folder for what is written")
+    add("--plan", type=Path, help="JSON of `pipedream2bw plan`, in place of the next four")
     add("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
     add("--stages", type=int, default=0, help="0: processes / replicas, or 2 in one process")
     add("--replicas", type=int, default=1, help="copies of the pipeline, under torchrun only")
@@ -110,6 +126,13 @@ def parse_options() -> argparse.Namespace:
     add("--sample-bytes", type=int, default=400, help="bytes to write at the end")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.plan is not None:
+        if options.demo or options.compare_seconds:
+            parser.error("--plan: a plan has one schedule, there is nothing to compare")
+        plan = pd2.Plan.load(options.plan)
+        options.schedule, options.replicas = plan.schedule, plan.width
+        options.stages, options.microbatches = plan.num_stages, plan.num_microbatches
+        options.rows = plan.batch // plan.width
     if options.demo:
         options.seconds = options.seconds or 75.0
         options.compare_seconds = options.compare_seconds or 35.0
@@ -182,6 +205,9 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
     pipe.eval()
     text = list(PROMPT[-context:])
     generator = torch.Generator().manual_seed(0)
+    speaker = torch.tensor(pipe.rank if pipe.gives_output else -1)
+    if dist.is_initialized():
+        dist.all_reduce(speaker, dist.ReduceOp.MAX)
     for _ in range(num_bytes):
         window = text[-context:]
         tokens = torch.zeros(1, context, dtype=torch.int64)
@@ -192,7 +218,7 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
             odds = torch.softmax(logits[0, len(window) - 1].float() / 0.7, dim=0)
             following = torch.multinomial(odds, 1, generator=generator)
         if dist.is_initialized():
-            dist.broadcast(following, src=dist.get_world_size() - 1)
+            dist.broadcast(following, src=int(speaker))
         text.append(int(following))
     pipe.train()
     return bytes(text)

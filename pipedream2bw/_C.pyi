@@ -84,6 +84,10 @@ def simulate(
     list[int],
     list[float],
 ]: ...
+def planned_schedules() -> list[str]: ...
+def best_plans(
+    model: tuple[Any, ...], cluster: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[list[dict[str, Any]], str, list[str], dict[str, float]]: ...
 
 class FusedOptimizer:
     def __init__(

@@ -9,15 +9,20 @@ from ._build_check import check_loaded_torch
 check_loaded_torch()
 
 from .added_loss import add_loss, collect_losses
+from .calibration import Calibration, calibrate
+from .cluster import Cluster, DeviceType
 from .deferred import deferred_init
 from .device_figures import KNOWN_DEVICES, DeviceFigures
 from .draw import Picture, draw_timeline
+from .draw_plan import draw_plan
 from .local_shards import use_local_shards
 from .loss import Loss
 from .loss_scale import LossScale
 from .memory import StageMemory
 from .optimizer import PipelineOptimizer
 from .pipeline import PipelineModule
+from .planner import plan
+from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .profiler import profile
 from .schedules import Schedule, load_schedule, make_schedule, schedule_names
@@ -30,7 +35,11 @@ from .trace import read_events, write_events, write_trace
 __version__ = "0.1.0"
 __all__ = [
     "KNOWN_DEVICES",
+    "Alternative",
+    "Calibration",
+    "Cluster",
     "DeviceFigures",
+    "DeviceType",
     "ErrorFeedback",
     "Event",
     "LearningRateDiscount",
@@ -40,19 +49,24 @@ __all__ = [
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
+    "Plan",
     "Profile",
     "Schedule",
     "Simulation",
     "StageMemory",
+    "StagePlan",
     "Timeline",
     "add_loss",
+    "calibrate",
     "collect_losses",
     "deferred_init",
+    "draw_plan",
     "draw_text",
     "draw_timeline",
     "find_deadlock",
     "load_schedule",
     "make_schedule",
+    "plan",
     "profile",
     "read_events",
     "schedule_names",

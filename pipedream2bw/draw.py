@@ -102,7 +102,7 @@ def draw_timeline(
         width = _fitting_width(list(panels.values()), span)
     if not 0 < width < float("inf"):
         raise ValueError(f"width: {width}, it must be > 0 and finite")
-    matplotlib = _Matplotlib.load()
+    matplotlib = Matplotlib.load("a timeline")
     heights = [len(stages_of_rows(rows)) for rows in panels.values()]
     extra = 0.62 * len(panels) + 1.1  # inches for the panels' titles, the time and the legend
     figure = matplotlib.figure.Figure(
@@ -111,7 +111,7 @@ def draw_timeline(
     all_axes = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
     ).flatten()
-    unit, scale = _time_unit(unit, span)
+    unit, scale = time_unit(unit, span)
     for axes, (name, rows) in zip(all_axes, panels.items(), strict=True):
         points_per_time = 72 * max(width - _MARGIN_INCHES, width / 2) / span
         _Panel(axes, rows, scale, points_per_time, matplotlib).draw()
@@ -134,21 +134,21 @@ def draw_timeline(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Matplotlib:
-    """Its modules; no pyplot, so neither a display nor a global state is touched."""
+class Matplotlib:
+    """matplotlib's modules; no pyplot, so neither a display nor a global state is touched."""
 
     figure: Any
     lines: Any
     patches: Any
 
     @classmethod
-    def load(cls) -> _Matplotlib:
+    def load(cls, what: str) -> Matplotlib:
         try:
             names = (field.name for field in dataclasses.fields(cls))
             return cls(*(importlib.import_module(f"matplotlib.{name}") for name in names))
         except ImportError as error:
             raise ImportError(
-                f"drawing a timeline needs matplotlib, which cannot be imported ({error}): "
+                f"drawing {what} needs matplotlib, which cannot be imported ({error}): "
                 "pip install matplotlib"
             ) from error
 
@@ -162,7 +162,7 @@ class _Panel:
         events: Sequence[Event],
         scale: float,
         points_per_time: float,
-        matplotlib: _Matplotlib,
+        matplotlib: Matplotlib,
     ) -> None:
         self._axes, self._events = axes, events
         self._scale, self._points_per_time = scale, points_per_time
@@ -279,7 +279,7 @@ def _fitting_width(panels: Sequence[Sequence[Event]], span: float) -> float:
     return min(max(needed, _LEAST_WIDTH_INCHES), _MOST_WIDTH_INCHES)
 
 
-def _time_unit(unit: str, span: float) -> tuple[str, float]:
+def time_unit(unit: str, span: float) -> tuple[str, float]:
     """The unit of the axis, and how many of them one of the events' units is."""
     if unit != "seconds":
         return unit, 1.0
@@ -311,7 +311,7 @@ def _update_mark(colour: str) -> dict[str, Any]:
     return {"marker": "v", "markersize": 5, "color": colour, "linestyle": "", "zorder": 4}
 
 
-def _legend(panels: Sequence[Sequence[Event]], matplotlib: _Matplotlib) -> list[Any]:
+def _legend(panels: Sequence[Sequence[Event]], matplotlib: Matplotlib) -> list[Any]:
     events = [event for rows in panels for event in rows]
     patch = matplotlib.patches.Patch
     kinds = {event.kind for event in events}

@@ -17,29 +17,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from .accumulation import Accumulation, check_same_part
+from .auto_plan import plan_for_devices_at_hand
 from .capture import as_root
 from .checkpoint import Checkpoint, open_checkpoint
 from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .ending import Ending
 from .intake import Batch, Intake
+from .layout import DEFAULT_SCHEDULE, Layout
 from .local_part import LocalPart
 from .loss import Loss
 from .materialize import check_loadable, home_of, materialize
 from .memory import StageMemory
-from .mesh import check_mesh, described, mesh_of
+from .mesh import mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
+from .planned import as_plan, check_model
+from .plans import Plan
 from .precision import Precision
-from .schedules import Schedule, check_runnable, fingerprint, schedule_for
+from .profile import Profile
+from .schedules import Schedule, check_runnable
 from .settings import (
     bucket_bytes,
     check_example,
     check_parameters,
     check_settings,
     check_whole_number,
-    length_of,
     stage_devices,
     what_to_recompute,
 )
@@ -86,8 +90,18 @@ class PipelineModule(nn.Module):
         loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar;
             ``output`` is what the model returns, of any structure. What arises in inner stages is
             returned by the model, or added by :func:`add_loss`.
-        num_stages: the depth d; may be left out for a list of modules.
-        num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d, ``"2bw_eager"``
+        plan: what :func:`plan` made, or the path where it was saved, in place of num_stages,
+            num_microbatches, schedule, stages_per_rank, split, width and recompute: these may be
+            given besides if they say the same. Processes are the plan's devices in the order of
+            their numbers. The predictions hold for batches of ``plan.batch // plan.width`` rows.
+        num_stages: the depth d; may be left out for a list of modules. ``"auto"``: the model is
+            profiled, and planned for all processes, or in one process for all ``devices``. The
+            plan keeps to ``schedule`` (so what is trained does not depend on it) and to
+            num_microbatches, width and stages_per_rank if they are given; a replica's batch has
+            the rows of ``example_target``. It takes some seconds: two for each of up to three
+            sizes of microbatches, and between processes one more for each process.
+        num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
+            ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
         schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
             ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
@@ -98,6 +112,9 @@ class PipelineModule(nn.Module):
             the model and the pipeline fills v times as fast.
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
             any number of rows >= 1.
+        example_target: with ``num_stages="auto"``: a batch's target.
+        profile: with ``num_stages="auto"``: used in place of measuring. The path of a file that
+            does not exist: what is measured is saved there.
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
@@ -170,18 +187,21 @@ class PipelineModule(nn.Module):
         model: nn.Module | Sequence[nn.Module],
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
-        num_stages: int | None = None,
-        num_microbatches: int,
-        schedule: str | os.PathLike[str] | Schedule = "2bw",
-        stages_per_rank: int = 1,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        num_stages: int | str | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | os.PathLike[str] | Schedule = DEFAULT_SCHEDULE,
+        stages_per_rank: int | None = None,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
-        split: str | Sequence[str] = "auto",
-        width: int = 1,
+        example_target: Any = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        split: str | Sequence[str] | None = None,
+        width: int | None = None,
         mesh: DeviceMesh | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
-        recompute: bool | str | Sequence[bool] | Sequence[str] = False,
+        recompute: bool | str | Sequence[bool] | Sequence[str] | None = None,
         accumulate: int = 1,
         loss_reduction: str = "mean",
         metrics: Mapping[str, Metric] | None = None,
@@ -195,14 +215,39 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         error: Exception | None = None
-        made: Schedule | None = None
         model_device = torch.device("cpu")
+        is_auto = isinstance(num_stages, str) and num_stages == "auto" and plan is None
+        given = layout = Layout(
+            None if is_auto else num_stages,  # type: ignore[arg-type]
+            num_microbatches,
+            schedule,
+            stages_per_rank,
+            split,
+            width,
+            recompute,
+            mesh,
+        )
+        if is_auto:
+            plan = plan_for_devices_at_hand(
+                model,
+                loss_fn,
+                given,
+                example_args=example_args,
+                example_kwargs=example_kwargs,
+                example_target=example_target,
+                replicated=replicated,
+                profile=profile,
+                devices=devices,
+                timeout=timeout,
+            )
         try:
-            if num_stages is None:
-                num_stages = length_of(model)
-            width = check_mesh(mesh, width)
+            made_plan = as_plan(plan)
+            layout = given.complete(model, made_plan)
+            if made_plan is not None:
+                given.check_agreement(made_plan)
+            layout = layout.on_mesh()
             check_settings(
-                width,
+                layout.width,
                 loss_fn,
                 loss_reduction,
                 timeout,
@@ -213,23 +258,24 @@ class PipelineModule(nn.Module):
             check_whole_number("warmup_batches", warmup_batches, at_least=0)
             check_example(example_args, example_kwargs)
             self._metrics = check_metrics(metrics)
-            made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
-            check_runnable(made)
-            self._recompute, blocks = what_to_recompute(recompute, made)
-            self._schedule = made
+            self._schedule = layout.made()
+            check_runnable(self._schedule)
+            self._recompute, blocks = what_to_recompute(layout.recompute, self._schedule)
             root = as_root(model)
             check_parameters(root, loss_fn)
             example = (tuple(example_args), dict(example_kwargs or {}))
             check_loadable(root)
+            if made_plan is not None:
+                check_model(made_plan, root, example, tuple(replicated))
             model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._precision = Precision(root, precision, split_master, autocast, model_device.type)
             self._modes = Modes(
                 root,
-                num_stages,
+                self._schedule.depth,
                 example,
-                split if isinstance(split, str) else tuple(split),
+                layout.split if isinstance(layout.split, str) else tuple(layout.split or ()),
                 tuple(replicated),
                 blocks,
                 self._precision,
@@ -246,13 +292,7 @@ class PipelineModule(nn.Module):
             f"pipeline{next(_names)}",
         )
         settings = {
-            "num_stages": num_stages,
-            "num_microbatches": num_microbatches,
-            "width": width,
-            "mesh": described(mesh),
-            "stages_per_rank": stages_per_rank,
-            "split": str(split),
-            "recompute": str(recompute),
+            **layout.settings(),
             "accumulate": accumulate,
             "loss_reduction": loss_reduction,
             "replicated": str(replicated),
@@ -267,19 +307,16 @@ class PipelineModule(nn.Module):
             "torch version": torch.__version__,
             "type of the model's device": model_device.type,
         }
-        if isinstance(schedule, str) and "\n" not in schedule:
-            settings["schedule"] = schedule
-        elif made is not None:  # the same file may differ between machines
-            settings["schedule"] = fingerprint(made)
         # Whatever waits for other ranks comes after this: it relies on these being the same.
         with self._closing_control_on_error():
             self._control.agree_on_objects(error, settings)
             self._grid = RankGrid(
                 self._schedule.placement,
                 self._schedule.num_pipelines,
-                width,
+                layout.width or 1,
                 timeout,
                 mesh,
+                layout.order,
             )
             self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
         self._device_type = model_device.type
@@ -287,7 +324,7 @@ class PipelineModule(nn.Module):
         self._held = (model, root)
         self._intake = Intake(
             self._grid,
-            num_microbatches,
+            self._schedule.total_microbatches,
             tuple(replicated),
             losses_are_means=loss_reduction == "mean",
         )

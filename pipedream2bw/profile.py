@@ -135,8 +135,7 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """The same for models with the same parameters and layers."""
-        text = json.dumps([self.parameters, [layer.name for layer in self.layers]])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return fingerprint_of(self.parameters, [layer.name for layer in self.layers])
 
     def check_model(
         self, model: nn.Module | Sequence[nn.Module], layers: Sequence[str] | None = None
@@ -209,6 +208,12 @@ class Profile:
             "links": links,
             "all_reduce": self.all_reduce,
         }
+
+
+def fingerprint_of(parameters: Sequence[str], layers: Sequence[str]) -> str:
+    """Of a model with these parameters (see :func:`describe_parameters`) and layers."""
+    text = json.dumps([parameters, layers])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_parameters(root: nn.Module) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def length_of(model: Any) -> int:
 
 
 def check_settings(
-    width: int,
+    width: object,
     loss_fn: object,
     loss_reduction: str,
     timeout: float,

@@ -43,6 +43,8 @@ class RankGrid:
         placement: the schedule's rank of each stage.
         num_pipelines: the schedule's.
         mesh: of all processes, see :func:`check_mesh`.
+        order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
+            replica's ranks are adjacent.
 
     Raises:
         ValueError: the world's size is not width * p, or width > 1 in one process.
@@ -55,6 +57,7 @@ class RankGrid:
         width: int,
         timeout: float,
         mesh: DeviceMesh | None = None,
+        order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.num_stages = len(placement)
         self.num_pipelines = num_pipelines
@@ -86,7 +89,7 @@ class RankGrid:
                 f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
                 f"{what[:-1]} of every replica is one process"
             )
-        self.places = places_in(mesh, width, p)
+        self.places = [order] if order is not None else places_in(mesh, width, p)
         self.rank = dist.get_rank()
         self.shard, self.replica, self._own_rank = next(
             (shard, replica, rank)

@@ -6,6 +6,7 @@
 namespace pd2 {
 
 void bind_core(py::module_& module);
+void bind_plan(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_stage(py::module_& module);
 void bind_transport(py::module_& module);

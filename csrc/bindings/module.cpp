@@ -4,6 +4,7 @@
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The engine of pipedream2bw.";
   pd2::bind_core(module);
+  pd2::bind_plan(module);
   pd2::bind_optimizer(module);
   pd2::bind_stage(module);
   pd2::bind_transport(module);

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..device_figures import KNOWN_DEVICES
+from ..device_figures import KNOWN_DEVICES, DeviceFigures
 from ..profile import Profile
 from ..profiler import profile
 from .model import build_model
@@ -53,23 +53,30 @@ def add_profile_command(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    if given.dry is not None and given.dry not in KNOWN_DEVICES:
-        raise ValueError(f"--dry: {given.dry!r}, known: {', '.join(KNOWN_DEVICES)}")
-    rows = _rows(given.rows)
+    figures = known_device(given.dry)
+    rows = rows_of(given.rows)
     started = time.monotonic()
     found = profile(
         **build_model(given.model),
         microbatch_rows=rows,
         parallel=given.parallel,
         seconds=given.seconds,
-        dry=None if given.dry is None else KNOWN_DEVICES[given.dry],
+        dry=figures,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         found.save(given.output)
         print(_summary(found, time.monotonic() - started))
 
 
-def _rows(text: str) -> list[int]:
+def known_device(name: str | None) -> DeviceFigures | None:
+    """What ``--dry`` names."""
+    if name is not None and name not in KNOWN_DEVICES:
+        raise ValueError(f"--dry: {name!r}, known: {', '.join(KNOWN_DEVICES)}")
+    return None if name is None else KNOWN_DEVICES[name]
+
+
+def rows_of(text: str) -> list[int]:
+    """What ``--rows`` says."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--rows: {text!r}, it must be whole numbers with commas between")

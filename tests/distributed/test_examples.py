@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.launch import ROOT, run_ranks
+from tests.plans import plan_for
 
 EXAMPLES = ROOT / "examples"
 SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32, "sample-bytes": 4, "steps": 40}
@@ -66,6 +69,37 @@ def test_gpt_learns_under_torchrun_and_compares_the_schedules(tmp_path: Path, te
     }
     assert [f"| {name} |" in results[0].stdout for name in ("2bw", "1f1b", "gpipe")] == [True] * 3
     assert results[1].stdout == ""
+
+
+def test_gpt_learns_as_a_plan_says(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    path = tmp_path / "plan.json"
+    gpt = runpy.run_path(str(EXAMPLES / "gpt.py"))
+    sizes = {"num_layers": 2, "width": 32, "num_heads": 2, "context": 32}
+    example = (torch.zeros(1, 32, dtype=torch.int64),)
+    # Process 1 has the first stage.
+    devices = [[1], [0]]
+    plan = plan_for(
+        gpt["GPT"](**sizes),
+        ["blocks.1.attention_norm"],
+        example,
+        schedule="1f1b",
+        num_microbatches=4,
+        devices=devices,
+    )
+    plan.save(path)
+    results = run_ranks(
+        EXAMPLES / "train_gpt.py",
+        2,
+        args=[*TINY_GPT, "--data", str(text), "--out", str(tmp_path / "out"), "--plan", str(path)],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+        timeout=150,
+    )
+    first, last = losses_of(results[0].stdout)
+    assert last < first - 0.5
+    assert "schedule='1f1b', num_stages=2, num_microbatches=4" in results[0].stdout
 
 
 def test_gpt_learns_with_four_stages_in_one_process(tmp_path: Path, text: Path) -> None:

@@ -1,0 +1,182 @@
+// The planner, as Python sees it: structs as tuples of their fields in order.
+#include "core/plan.h"
+
+#include "bindings/bindings.h"
+#include "core/check.h"
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+using LayerRow = std::array<double, 6>;
+using RowsRow =
+    std::tuple<int, std::vector<LayerRow>, std::vector<std::tuple<int, int, std::int64_t>>>;
+using ModelRow = std::tuple<std::vector<RowsRow>, std::vector<bool>,
+                            std::vector<std::pair<int, int>>, double, double>;
+using LinkRow = std::pair<double, double>;
+using TypeRow = std::tuple<std::string, double, double, std::vector<std::pair<double, double>>>;
+using ClusterRow = std::tuple<std::vector<TypeRow>, std::vector<int>, std::string, std::vector<int>,
+                              std::vector<LinkRow>, std::vector<std::tuple<int, double, double>>>;
+using OptionsRow =
+    std::tuple<int, int, std::vector<std::string>, std::vector<int>, std::vector<std::string>,
+               std::string, double, double, double, double, int, int>;
+
+ProfiledModel read_model(const ModelRow& row) {
+  ProfiledModel model;
+  const auto& [microbatches, can_cut, blocks, per_update_byte, per_action] = row;
+  for (const auto& [rows, layers, edges] : microbatches) {
+    ProfiledRows& profiled = model.microbatches.emplace_back();
+    profiled.rows = rows;
+    for (const auto& [f, i, w, activations, parameters, trained] : layers) {
+      profiled.layers.push_back({f, i, w, activations, parameters, trained});
+    }
+    for (const auto& [producer, consumer, bytes] : edges) {
+      profiled.edges.push_back({producer, consumer, bytes});
+    }
+  }
+  model.can_cut = can_cut;
+  for (const auto& [first, end] : blocks) model.blocks.push_back({first, end});
+  model.seconds_per_update_byte = per_update_byte;
+  model.seconds_per_action = per_action;
+  return model;
+}
+
+Topology read_topology(const std::string& kind, const std::vector<int>& sizes,
+                       const std::vector<LinkRow>& rows, int num_devices) {
+  std::vector<Link> links;
+  for (const auto& [latency, bandwidth] : rows) links.push_back({latency, bandwidth});
+  if (kind == "matrix") return LinkMatrix{num_devices, std::move(links)};
+  PD2_CHECK(links.size() == 2, "links: ", links.size(), ", topology: ", kind, ": it has 2");
+  if (kind == "servers" && sizes.size() == 1) return Servers{sizes[0], links[0], links[1]};
+  if (kind == "mesh" && sizes.size() == 2) return Mesh{sizes[0], sizes[1], links[0], links[1]};
+  detail::throw_value_error("topology: " + kind + ", known: servers, mesh, matrix");
+}
+
+Cluster read_cluster(const ClusterRow& row) {
+  Cluster cluster;
+  const auto& [types, type_of, kind, sizes, links, all_reduce] = row;
+  for (const auto& [name, slowness, memory, prices] : types) {
+    DeviceType& type = cluster.types.emplace_back(DeviceType{name, slowness, memory, {}});
+    for (const auto& [hour, price] : prices) type.prices.push_back({hour, price});
+  }
+  cluster.type_of = type_of;
+  cluster.topology = read_topology(kind, sizes, links, cluster.num_devices());
+  for (const auto& [ranks, bytes, seconds] : all_reduce) {
+    cluster.all_reduce.push_back({ranks, bytes, seconds});
+  }
+  return cluster;
+}
+
+Recompute parse_recompute(const std::string& name) {
+  for (const Recompute way : {Recompute::kNone, Recompute::kStages, Recompute::kBlocks}) {
+    if (name == to_string(way)) return way;
+  }
+  detail::throw_value_error("recompute: \"" + name + "\", known: none, stages, blocks");
+}
+
+Objective parse_objective(const std::string& name) {
+  if (name == "throughput") return Objective::kThroughput;
+  if (name == "cost") return Objective::kCost;
+  if (name == "memory") return Objective::kMemory;
+  detail::throw_value_error("objective: \"" + name + "\", known: throughput, cost, memory");
+}
+
+PlanOptions read_options(const OptionsRow& row) {
+  PlanOptions options;
+  const auto& [batch, largest_batch, schedules, stages_per_rank, recompute, objective, slack,
+               num_batches, gradient, state, width, num_stages] = row;
+  options.batch = batch;
+  options.width = width;
+  options.num_stages = num_stages;
+  options.largest_batch = largest_batch;
+  options.schedules = schedules;
+  options.stages_per_rank = stages_per_rank;
+  options.recompute.clear();
+  for (const std::string& name : recompute) options.recompute.push_back(parse_recompute(name));
+  options.objective = parse_objective(objective);
+  options.slack = slack;
+  options.num_batches = num_batches;
+  options.gradient = gradient;
+  options.state = state;
+  return options;
+}
+
+py::dict write_stage(const PlannedStage& stage, const ScheduleRule& rule) {
+  py::dict fields;
+  const StageCosts& costs = stage.costs;
+  fields["layers"] = py::make_tuple(stage.first, stage.end);
+  fields["devices"] = py::tuple(py::cast(stage.devices));
+  fields["forward"] = costs.forward;
+  fields["input_grad"] = costs.input_grad;
+  fields["weight_grad"] = costs.weight_grad;
+  fields["recompute"] = costs.recompute;
+  fields["message"] = stage.message;
+  fields["update"] = costs.update;
+  fields["all_reduce"] = costs.all_reduce;
+  fields["num_versions"] = rule.num_versions;
+  fields["weight_bytes"] = costs.weight_bytes;
+  fields["frozen_bytes"] = stage.frozen_bytes;
+  fields["gradient_bytes"] = costs.gradient_bytes;
+  fields["state_bytes"] = costs.state_bytes;
+  fields["most_in_flight"] = stage.most_in_flight;
+  fields["activation_bytes"] = costs.activation_bytes;
+  fields["input_bytes"] = costs.input_bytes;
+  fields["peak_bytes"] = stage.peak_bytes;
+  fields["memory_limit"] = stage.memory_limit;
+  fields["blocks"] = stage.blocks;
+  return fields;
+}
+
+py::dict write_plan(const PlanProblem& problem, const Evaluation& plan) {
+  py::dict fields;
+  const Candidate& candidate = plan.candidate;
+  const ScheduleRule& rule = *candidate.shape.rule;
+  fields["schedule"] = std::string(rule.name);
+  fields["width"] = candidate.width;
+  fields["num_stages"] = candidate.shape.depth();
+  fields["stages_per_rank"] = candidate.shape.stages_per_rank;
+  fields["microbatch_rows"] = candidate.rows;
+  fields["num_microbatches"] = candidate.shape.num_microbatches;
+  fields["recompute"] = to_string(candidate.recompute);
+  fields["seconds_per_batch"] = plan.time.seconds;
+  fields["bubble"] = plan.time.bubble;
+  fields["price_per_hour"] = price_per_hour_now(problem.cluster, plan.devices.devices());
+  fields["peak_bytes"] = plan.peak_bytes;
+  py::list stages;
+  for (const PlannedStage& stage : plan.stages) stages.append(write_stage(stage, rule));
+  fields["stages"] = stages;
+  return fields;
+}
+
+py::tuple plan_for_python(const ModelRow& model, const ClusterRow& cluster,
+                          const OptionsRow& options) {
+  const PlanProblem problem = {read_model(model), read_cluster(cluster), read_options(options)};
+  std::vector<Evaluation> plans;
+  Explanation why;
+  {
+    const py::gil_scoped_release no_gil;
+    plans = best_plans(problem);
+    why = explain(problem, plans);
+  }
+  py::list written;
+  for (const Evaluation& plan : plans) written.append(write_plan(problem, plan));
+  py::dict gains;
+  for (const Gain& gain : why.gains) gains[py::str(gain.what)] = gain.seconds;
+  return py::make_tuple(written, why.bound_by, why.lost_by, gains);
+}
+
+}  // namespace
+
+void bind_plan(py::module_& module) {
+  module.def("planned_schedules", &planned_schedules);
+  module.def("best_plans", &plan_for_python, py::arg("model"), py::arg("cluster"),
+             py::arg("options"));
+}
+
+}  // namespace pd2

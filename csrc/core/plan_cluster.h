@@ -1,0 +1,91 @@
+// What a model is planned onto: devices of one or several types, the links between them, prices.
+
+#pragma once
+
+#include <limits>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace pd2 {
+
+struct Link {
+  double latency = 0;                                          // seconds
+  double bandwidth = std::numeric_limits<double>::infinity();  // bytes per second, each direction
+
+  double seconds(double bytes) const { return latency + bytes / bandwidth; }
+};
+
+// Devices 0 .. devices_per_server - 1 are in the first server, and so on.
+struct Servers {
+  int devices_per_server = 1;
+  Link inside;
+  Link outside;
+};
+
+// Device row * columns + column. Every row and every column is a network of its own (HammingMesh,
+// arXiv 2209.01346); between devices that share neither, messages take both, one after the other.
+struct Mesh {
+  int rows = 1;
+  int columns = 1;
+  Link row;     // between devices of one row
+  Link column;  // between devices of one column
+};
+
+// As measured: of devices a and b at a * num_devices + b.
+struct LinkMatrix {
+  int num_devices = 0;
+  std::vector<Link> links;
+};
+
+using Topology = std::variant<Servers, Mesh, LinkMatrix>;
+
+// Between two different devices, the slower one of both directions.
+Link link_between(const Topology& topology, int a, int b);
+
+// The fastest bandwidth and the least latency that any two devices may have.
+Link best_link(const Topology& topology);
+
+struct Price {
+  double from_hour = 0;  // hours from now
+  double per_hour = 0;   // of one device
+};
+
+struct DeviceType {
+  std::string name;
+  double slowness = 1;  // seconds here over seconds on the profiled device
+  double memory_bytes = std::numeric_limits<double>::infinity();
+  std::vector<Price> prices;  // by rising hour, the first at 0; none: free
+};
+
+// Measured: that many ranks added up so many bytes.
+struct AllReduceTime {
+  int ranks = 0;
+  double bytes = 0;
+  double seconds = 0;
+};
+
+struct Cluster {
+  std::vector<DeviceType> types;
+  std::vector<int> type_of;  // by device
+  Topology topology;
+  std::vector<AllReduceTime> all_reduce;  // none: by the ring's formula
+
+  int num_devices() const { return static_cast<int>(type_of.size()); }
+  const DeviceType& type(int device) const { return types[type_of[device]]; }
+};
+
+// Throws ValueError naming the field, the rule and the value.
+void check(const Cluster& cluster);
+
+// Seconds in which the devices, a ring in this order, add up `bytes` each: 2 (n - 1) steps of
+// bytes / n over the slowest of the ring's links. With measured times of as many ranks: on the line
+// through the two nearest sizes.
+double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, double bytes);
+
+// Of all these devices, from now on for so many hours.
+double price_of(const Cluster& cluster, std::span<const int> devices, double hours);
+double price_per_hour_now(const Cluster& cluster, std::span<const int> devices);
+
+}  // namespace pd2

@@ -1,0 +1,69 @@
+// What is to be planned: a profiled model, a cluster, and what the caller wants.
+
+#pragma once
+
+#include "core/layer_graph.h"
+#include "core/plan_cluster.h"
+#include "core/plan_schedules.h"
+#include "core/stage_split.h"
+
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// Costs of all layers for one size of microbatch, on the profiled device.
+struct ProfiledRows {
+  int rows = 0;
+  std::vector<LayerCost> layers;
+  std::vector<Edge> edges;
+};
+
+// Layers first .. end - 1 are one module, which can be recomputed by itself.
+struct Block {
+  int first = 0;
+  int end = 0;
+};
+
+struct ProfiledModel {
+  std::vector<ProfiledRows> microbatches;  // by rising rows
+  std::vector<bool> can_cut;               // layers - 1; empty: everywhere
+  std::vector<Block> blocks;               // in order, none overlaps another
+  double seconds_per_update_byte = 0;      // of trained bytes
+  double seconds_per_action = 0;           // on top of every F, B, I and W of a stage
+
+  int num_layers() const { return static_cast<int>(microbatches.front().layers.size()); }
+};
+
+enum class Recompute { kNone, kStages, kBlocks };
+const char* to_string(Recompute recompute);
+
+enum class Objective { kThroughput, kCost, kMemory };
+
+struct PlanOptions {
+  int batch = 1;          // rows of all replicas, at least
+  int largest_batch = 1;  // at most
+  int width = 0;          // of every candidate; 0: any
+  int num_stages = 0;     // likewise
+  std::vector<std::string> schedules;
+  std::vector<int> stages_per_rank = {2};  // tried where a schedule has chunks
+  std::vector<Recompute> recompute = {Recompute::kNone, Recompute::kStages, Recompute::kBlocks};
+  Objective objective = Objective::kThroughput;
+  double slack = 0.1;      // kMemory: of the least time
+  double num_batches = 0;  // kCost: to be trained, for prices that change; 0: at today's
+  // Bytes per byte of trained parameters, in one copy.
+  double gradient = 1;
+  double state = 0;  // optimizer and masters
+  int num_alternatives = 5;
+};
+
+struct PlanProblem {
+  ProfiledModel model;
+  Cluster cluster;
+  PlanOptions options;
+};
+
+// Throws ValueError naming the field, the rule and the values.
+void check(const PlanProblem& problem);
+
+}  // namespace pd2

@@ -1,0 +1,272 @@
+#include "core/plan_schedules.h"
+
+#include "core/check.h"
+#include "core/generate.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace pd2 {
+namespace {
+
+constexpr std::array kRules = {
+    ScheduleRule{"2bw", 2, false, false, false},
+    ScheduleRule{"2bw_eager", 2, false, false, false},
+    ScheduleRule{"1f1b", 1, false, false, false},
+    ScheduleRule{"gpipe", 1, false, false, false},
+    ScheduleRule{"interleaved", 1, false, true, false},
+    ScheduleRule{"zero_bubble", 1, true, false, false},
+    ScheduleRule{"chimera", 1, false, false, true},
+};
+
+bool is_eager(const ScheduleRule& rule) { return rule.name == "2bw_eager"; }
+
+double work(const StageCosts& stage) {
+  return stage.forward + stage.input_grad + stage.weight_grad + stage.recompute;
+}
+
+double round_trip(const StageCosts& stage) {
+  return stage.forward + stage.input_grad + stage.weight_grad;
+}
+
+double update(const StageCosts& stage) { return stage.all_reduce + stage.update; }
+
+// By stage: of the message to the next one.
+std::vector<double> hops(const PipelineShape& shape, const Costs& costs) {
+  std::vector<double> seconds(shape.depth(), 0);
+  for (std::size_t i = 0; i < costs.edges.size(); ++i) {
+    if (shape.ranks == 1) break;
+    const EdgeCosts& edge = costs.edges[i];
+    seconds[i] = edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+  }
+  return seconds;
+}
+
+// The longest cycle of a microbatch from stage i to j and back, by the microbatches that it takes
+// i on: `step` for each stage between, and one. `there_and_back` is a stage's part on the way.
+template <typename Part>
+double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, int longest,
+                     Part&& there_and_back) {
+  const std::vector<double> hop = hops(shape, costs);
+  const int d = shape.depth();
+  double worst = 0;
+  for (int i = 0; i < d; ++i) {
+    double sum = 0;
+    for (int j = i; j < std::min(d, i + longest); ++j) {
+      sum += there_and_back(costs.stages[j]);
+      worst = std::max(worst, (sum + costs.stages[j].recompute) / (step * (j - i) + 1));
+      sum += 2 * hop[j];
+    }
+  }
+  return worst;
+}
+
+// The cycle of one stage alone is all of its work.
+double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest) {
+  return longest_cycle(shape, costs, is_eager(*shape.rule) ? 2 : 1, longest, round_trip);
+}
+
+double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
+  const int m = shape.num_microbatches;
+  const int d = shape.depth();
+  double period = m * slowest_cycle(shape, costs, d);
+  for (int i = 0; i < d; ++i) {
+    const StageCosts& stage = costs.stages[i];
+    const int lag = (is_eager(*shape.rule) ? 2 : 1) * (d - 1 - i);
+    // From a batch's first F to the end of its update, two batches' time may pass.
+    period = std::max({period, update(stage), ((m + lag) * work(stage) + update(stage)) / 2});
+  }
+  for (const EdgeCosts& edge : costs.edges) {
+    if (edge.bandwidth > 0) period = std::max(period, m * edge.message_bytes / edge.bandwidth);
+  }
+  return period;
+}
+
+double period_of_1f1b(const PipelineShape& shape, const Costs& costs) {
+  const int m = shape.num_microbatches;
+  const std::vector<double> hop = hops(shape, costs);
+  double way = costs.stages.back().recompute;
+  for (int i = 0; i < shape.depth(); ++i) way += round_trip(costs.stages[i]) + 2 * hop[i];
+  if (m > 1) way += (m - 1) * slowest_cycle(shape, costs, m - 1);
+  return way + update(costs.stages.front());
+}
+
+double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
+  const int m = shape.num_microbatches;
+  const std::vector<double> hop = hops(shape, costs);
+  double way = costs.stages.back().recompute;
+  double longest_forward = 0;
+  double longest_backward = 0;
+  for (int i = 0; i < shape.depth(); ++i) {
+    const StageCosts& stage = costs.stages[i];
+    way += round_trip(stage) + 2 * hop[i];
+    longest_forward = std::max(longest_forward, stage.forward);
+    longest_backward = std::max(longest_backward, work(stage) - stage.forward);
+  }
+  return way + (m - 1) * (longest_forward + longest_backward) + update(costs.stages.front());
+}
+
+double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {
+  const int p = shape.ranks;
+  const std::vector<double> hop = hops(shape, costs);
+  double way = 0;
+  double filling = 0;
+  for (const StageCosts& stage : costs.stages) way += work(stage);
+  for (int i = 0; i < p - 1; ++i) filling += 2 * hop[i];
+  filling += way * (p - 1) / (double(p) * shape.stages_per_rank);
+  return busiest_rank(shape, costs) + filling;
+}
+
+double period_of_zero_bubble(const PipelineShape& shape, const Costs& costs) {
+  const int m = shape.num_microbatches;
+  const std::vector<double> hop = hops(shape, costs);
+  const auto input_trip = [](const StageCosts& stage) { return stage.forward + stage.input_grad; };
+  double slowest = 0;
+  double period = 0;
+  double before = 0;
+  for (int j = 0; j < shape.depth(); ++j) {
+    const StageCosts& stage = costs.stages[j];
+    const int gaps = std::min(j, m - 1);
+    period = std::max(period, before + m * work(stage) - gaps * stage.weight_grad);
+    before += input_trip(stage) + 2 * hop[j];
+    slowest = std::max(slowest, work(stage));
+  }
+  const double cycle = longest_cycle(shape, costs, 1, std::max(m - 1, 1), input_trip);
+  return period + (m - 1) * std::max(0.0, cycle - slowest) + update(costs.stages.front());
+}
+
+double period_of_chimera(const PipelineShape& shape, const Costs& costs) {
+  const int d = shape.depth();
+  const int units = (shape.num_microbatches + d - 1) / d;
+  const std::vector<double> hop = hops(shape, costs);
+  double forward = 0;
+  double backward = 0;
+  double messages = 0;
+  for (int i = 0; i < d; ++i) {
+    forward += costs.stages[i].forward / d;
+    backward += (work(costs.stages[i]) - costs.stages[i].forward) / d;
+    messages += 2 * hop[i];
+  }
+  const double gap = backward + (units - 1) * std::max(0.0, backward - forward);
+  return busiest_rank(shape, costs) + (d - 2) * gap + messages;
+}
+
+// Forwards of a rank's chunk among its first `count`: p microbatches of each chunk in turn.
+int of_chunk(int count, int chunk, int p, int v) {
+  const int round = p * v;
+  return count / round * p + std::clamp(count % round - chunk * p, 0, p);
+}
+
+// Step k does the k-th forward, then the backward that is the warm-up's length behind. While a
+// chunk's p forwards come the number in flight only grows, so the last of them has the most.
+int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
+  const int p = shape.ranks;
+  const int v = shape.stages_per_rank;
+  const int chunk = stage / p;
+  const int lag = 2 * (p - 1 - stage % p) + (v - 1) * p;
+  const int steps = std::min(shape.num_microbatches * v, lag + 2 * p * v);
+  int most = 0;
+  for (int end = (chunk + 1) * p; end <= steps; end += p * v) {
+    const int done = of_chunk(std::max(0, end - 1 - lag), v - 1 - chunk, p, v);
+    most = std::max(most, of_chunk(end, chunk, p, v) - done);
+  }
+  return most;
+}
+
+}  // namespace
+
+const ScheduleRule& schedule_rule(std::string_view name) {
+  std::string known;
+  for (const ScheduleRule& rule : kRules) {
+    if (rule.name == name) return rule;
+    known += detail::concat(known.empty() ? "" : ", ", rule.name);
+  }
+  detail::throw_value_error(
+      detail::concat("schedules: \"", name, "\": the planner chooses among ", known));
+}
+
+std::vector<std::string> planned_schedules() {
+  std::vector<std::string> names;
+  for (const ScheduleRule& rule : kRules) names.emplace_back(rule.name);
+  return names;
+}
+
+std::vector<int> PipelineShape::stages_on(int rank) const {
+  if (rule->is_bidirectional) return {rank, depth() - 1 - rank};
+  std::vector<int> stages;
+  for (int stage = rank; stage < depth(); stage += ranks) stages.push_back(stage);
+  return stages;
+}
+
+std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int stages_per_rank,
+                                      int at_least) {
+  if (stages_per_rank > 1 && !rule.has_chunks) return std::nullopt;
+  if (rule.is_bidirectional && ranks % 2 != 0) return std::nullopt;
+  const int multiple_of = rule.has_chunks ? ranks : rule.is_bidirectional ? 2 : 1;
+  const int least = rule.is_flushed() ? 1 : is_eager(rule) ? 2 * ranks - 1 : ranks;
+  const int m = std::max({least, at_least, 1});
+  return (m + multiple_of - 1) / multiple_of * multiple_of;
+}
+
+int most_in_flight(const PipelineShape& shape, int stage) {
+  const int d = shape.depth();
+  const int m = shape.num_microbatches;
+  const ScheduleRule& rule = *shape.rule;
+  if (rule.is_bidirectional) return std::min({d / 2, m / 2, d - stage});
+  if (rule.has_chunks) return most_in_flight_of_chunk(shape, stage);
+  if (rule.name == "gpipe") return m;
+  if (rule.is_split) return std::min(d, m);
+  return std::min(is_eager(rule) ? 2 * (d - stage) - 1 : d - stage, m);
+}
+
+int most_recomputed(const PipelineShape& shape, int stage) {
+  return shape.rule->is_split ? std::min(stage + 1, shape.num_microbatches) : 1;
+}
+
+double simulated_actions(const PipelineShape& shape) {
+  const double pipelines = shape.rule->is_bidirectional ? 2 : 1;
+  const double batches = 2 * std::max(3.0, 16 * shape.ranks * pipelines / shape.num_microbatches);
+  const int kinds = shape.rule->is_split ? 3 : 2;
+  return batches * shape.depth() * shape.num_microbatches * kinds;
+}
+
+double closed_form_period(const PipelineShape& shape, const Costs& costs) {
+  const ScheduleRule& rule = *shape.rule;
+  if (!rule.is_flushed()) return period_of_two_versions(shape, costs);
+  if (rule.is_bidirectional) return period_of_chimera(shape, costs);
+  if (rule.has_chunks) return period_of_interleaved(shape, costs);
+  if (rule.is_split) return period_of_zero_bubble(shape, costs);
+  return rule.name == "gpipe" ? period_of_gpipe(shape, costs) : period_of_1f1b(shape, costs);
+}
+
+double busiest_rank(const PipelineShape& shape, const Costs& costs) {
+  const double share = shape.rule->is_bidirectional ? 0.5 : 1;
+  double busiest = 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double seconds = 0;
+    for (const int stage : shape.stages_on(rank)) {
+      const StageCosts& cost = costs.stages[stage];
+      seconds += share * shape.num_microbatches * work(cost);
+      if (shape.rule->is_flushed()) seconds += update(cost);
+    }
+    busiest = std::max(busiest, seconds);
+  }
+  return busiest;
+}
+
+StepTime step_time(const PipelineShape& shape, const Costs& costs) {
+  const double busy = busiest_rank(shape, costs);
+  double seconds = 0;
+  if (simulated_actions(shape) > kMostSimulatedActions) {
+    seconds = closed_form_period(shape, costs);
+  } else {
+    const Schedule schedule = make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches,
+                                            shape.stages_per_rank);
+    seconds = simulate(schedule, costs, 1).period;
+  }
+  seconds = std::max(seconds, busy);
+  return {.seconds = seconds, .bubble = seconds > 0 ? 1 - busy / seconds : 0};
+}
+
+}  // namespace pd2

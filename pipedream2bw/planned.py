@@ -1,0 +1,54 @@
+"""A plan, and whether it was made for the model that is to be trained by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import nn
+
+from .materialize import Example
+from .plans import Plan
+from .profile import describe_parameters, fingerprint_of
+
+
+def as_plan(plan: object) -> Plan | None:
+    """The plan itself, or what a file holds.
+
+    Raises:
+        TypeError: neither a plan nor a path.
+        ValueError, OSError: the file holds no plan, or cannot be read.
+    """
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    raise TypeError(f"plan: {type(plan).__name__} given, it must be a Plan or the path of one")
+
+
+def check_model(plan: Plan, root: nn.Module, example: Example, replicated: Sequence[str]) -> None:
+    """Raises ValueError if the plan was made for another model; says what differs."""
+    from .profiler import layer_names  # which measures pipelines
+
+    args, kwargs = example
+    names = layer_names(root, example_args=args, example_kwargs=kwargs, replicated=replicated)
+    planned = plan.stages[-1].layers[1]
+    if len(names) != planned:
+        raise ValueError(
+            f"plan of another model: it has {planned} layers, {type(root).__name__} has "
+            f"{len(names)}"
+        )
+    for index, stage in enumerate(plan.stages):
+        if index > 0 and names[stage.layers[0]] != stage.begins_at:
+            raise ValueError(
+                f"plan of another model: stage {index} begins at layer {stage.layers[0]}, which is "
+                f"{stage.begins_at!r} in the plan and {names[stage.layers[0]]!r} in "
+                f"{type(root).__name__}"
+            )
+    found = fingerprint_of(describe_parameters(root), names)
+    if found != plan.profile_fingerprint:
+        raise ValueError(
+            f"plan of another model: the names, shapes or dtypes of its parameters or layers "
+            f"differ from those of {type(root).__name__}: fingerprint "
+            f"{plan.profile_fingerprint[:12]}, the model's: {found[:12]}"
+        )

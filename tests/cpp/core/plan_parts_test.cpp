@@ -1,0 +1,214 @@
+// The planner's parts: which blocks are recomputed, which device does what, links and prices.
+#include "core/plan_blocks.h"
+#include "core/plan_cluster.h"
+#include "core/plan_layout.h"
+#include "plan_instances.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <set>
+
+namespace pd2 {
+namespace {
+
+using testing::Instances;
+
+bool is_enough(const std::vector<BlockChoice>& blocks, const std::vector<int>& chosen,
+               double bytes) {
+  double saves = 0;
+  double again = 0;
+  for (const int i : chosen) {
+    saves += blocks[i].saves;
+    again = std::max(again, blocks[i].again);
+  }
+  return saves - again >= bytes - 1e-6;
+}
+
+double seconds_of(const std::vector<BlockChoice>& blocks, const std::vector<int>& chosen) {
+  return std::accumulate(chosen.begin(), chosen.end(), 0.0,
+                         [&](double sum, int i) { return sum + blocks[i].takes; });
+}
+
+TEST(PlanBlocks, EqualEnumerationBySize) {
+  Instances instances(1);
+  int num_chosen = 0;
+  for (int round = 0; round < 300; ++round) {
+    std::vector<BlockChoice> blocks(1 + instances.below(8));
+    for (BlockChoice& block : blocks) {
+      block = {1.0 + instances.below(9), 1.0 * instances.below(3), 1.0 * instances.below(9)};
+    }
+    const double bytes = instances.below(20);
+    double least = std::numeric_limits<double>::infinity();
+    for (unsigned set = 0; set < 1u << blocks.size(); ++set) {
+      std::vector<int> chosen;
+      for (int i = 0; i < static_cast<int>(blocks.size()); ++i) {
+        if (set >> i & 1) chosen.push_back(i);
+      }
+      if (is_enough(blocks, chosen, bytes)) least = std::min(least, seconds_of(blocks, chosen));
+    }
+    const auto chosen = choose_blocks(blocks, bytes);
+    ASSERT_EQ(chosen.has_value(), std::isfinite(least)) << "round " << round;
+    if (!chosen) continue;
+    ASSERT_TRUE(is_enough(blocks, *chosen, bytes));
+    ASSERT_EQ(seconds_of(blocks, *chosen), least) << "round " << round;
+    ++num_chosen;
+  }
+  EXPECT_GT(num_chosen, 100);
+}
+
+TEST(PlanBlocks, OfManyEqualOnesAsFewAsNeeded) {
+  const std::vector<BlockChoice> blocks(100, {.saves = 3, .again = 2, .takes = 1});
+  const auto chosen = choose_blocks(blocks, 10);
+  ASSERT_TRUE(chosen);
+  EXPECT_EQ(chosen->size(), 4u);
+  EXPECT_FALSE(choose_blocks(blocks, 299));
+  EXPECT_EQ(choose_blocks(blocks, 298)->size(), 100u);
+}
+
+TEST(PlanBlocks, GreedyChoiceOfManyIsEnoughAndNothingOfItSuperfluous) {
+  Instances instances(2);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<BlockChoice> blocks(13 + instances.below(30));
+    double all = 0;
+    for (BlockChoice& block : blocks) {
+      block = {instances.between(0, 9), instances.between(0, 3), instances.between(0, 5)};
+      all += block.saves;
+    }
+    const double bytes = instances.between(0, all);
+    const auto chosen = choose_blocks(blocks, bytes);
+    if (!chosen) continue;
+    ASSERT_TRUE(is_enough(blocks, *chosen, bytes));
+    ASSERT_TRUE(std::ranges::is_sorted(*chosen));
+  }
+}
+
+Cluster matrix(Instances& instances, int devices, int types) {
+  Cluster cluster;
+  cluster.types.resize(types);
+  for (int i = 0; i < devices; ++i) cluster.type_of.push_back(i % types);
+  LinkMatrix links = {devices, {}};
+  for (int i = 0; i < devices * devices; ++i) {
+    links.links.push_back({0, instances.between(1, 100)});
+  }
+  cluster.topology = links;
+  return cluster;
+}
+
+double slowest_link(const Cluster& cluster, const DeviceGrid& grid) {
+  double sum = 0;
+  for (int rank = 0; rank < grid.ranks(); ++rank) {
+    for (int replica = 0; replica < grid.width(); ++replica) {
+      if (rank > 0) {
+        sum += link_between(cluster.topology, grid.at(rank - 1, replica), grid.at(rank, replica))
+                   .seconds(1);
+      }
+    }
+  }
+  return sum;
+}
+
+TEST(PlanMapping, AnnealingIsMostlyAsGoodAsEnumerationAndNeverWorseThanTheIdentity) {
+  Instances instances(3);
+  int num_equal = 0;
+  constexpr int kRounds = 40;
+  for (int round = 0; round < kRounds; ++round) {
+    const int devices = 4 + instances.below(5);
+    const Cluster cluster = matrix(instances, devices, 1 + round % 2);
+    const int width = 1 + instances.below(2);
+    const Layouts layouts(cluster);
+    const DeviceGrid identity = layouts.grid(0, devices / width, width);
+    const auto seconds = [&](const DeviceGrid& grid) { return slowest_link(cluster, grid); };
+    const double best = seconds(search_mapping(cluster, identity, seconds));
+    const double annealed = seconds(anneal_mapping(cluster, identity, seconds));
+    ASSERT_LE(best, annealed * (1 + 1e-12));
+    ASSERT_LE(annealed, seconds(identity));
+    num_equal += annealed <= best * (1 + 1e-12);
+  }
+  EXPECT_GE(num_equal, kRounds * 3 / 4);
+}
+
+// The reference tries all permutations of the places.
+TEST(PlanMapping, EnumerationIsExactAndKeepsTypesInPlace) {
+  Instances instances(4);
+  for (int round = 0; round < 10; ++round) {
+    const Cluster cluster = matrix(instances, 6, 1 + round % 2);
+    const DeviceGrid identity = Layouts(cluster).grid(0, 2, 2);  // two devices stay idle
+    const auto seconds = [&](const DeviceGrid& grid) { return slowest_link(cluster, grid); };
+    double least = std::numeric_limits<double>::infinity();
+    std::vector<int> order = {0, 1, 2, 3, 4, 5};
+    do {
+      DeviceGrid grid(2, 2);
+      std::copy_n(order.begin(), 4, grid.devices().begin());
+      bool keeps_types = true;
+      for (int i = 0; i < 4; ++i) {
+        keeps_types = keeps_types &&
+                      cluster.type_of[grid.devices()[i]] == cluster.type_of[identity.devices()[i]];
+      }
+      if (keeps_types) least = std::min(least, seconds(grid));
+    } while (std::ranges::next_permutation(order).found);
+    EXPECT_EQ(seconds(search_mapping(cluster, identity, seconds)), least);
+  }
+}
+
+TEST(PlanLayouts, PlaceEveryDeviceOnceAndReplicasOrRanksSideBySide) {
+  Cluster cluster;
+  cluster.types.resize(1);
+  cluster.type_of.assign(12, 0);
+  cluster.topology = Servers{4, {}, {}};
+  const Layouts layouts(cluster);
+  EXPECT_EQ(layouts.grid(0, 3, 4).devices(),
+            (std::vector<int>{0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11}));
+  EXPECT_EQ(layouts.grid(1, 3, 4).of_rank(1).front(), 4);
+  cluster.topology = Mesh{4, 3, {}, {}};
+  const Layouts on_mesh(cluster);
+  // Ranks along a row, then along a column.
+  EXPECT_EQ(on_mesh.grid(0, 3, 4).at(2, 1), 1 * 3 + 2);
+  EXPECT_EQ(on_mesh.grid(1, 4, 3).at(2, 1), 2 * 3 + 1);
+  for (int layout = 0; layout < on_mesh.count(); ++layout) {
+    const std::vector<int> devices = on_mesh.grid(layout, 2, 6).devices();
+    EXPECT_EQ(std::set<int>(devices.begin(), devices.end()).size(), 12u);
+  }
+}
+
+TEST(PlanCluster, AllReduceIsTheRingsOrTheMeasuredOne) {
+  Cluster cluster;
+  cluster.types.resize(1);
+  cluster.type_of.assign(4, 0);
+  cluster.topology = Servers{2, {1, 100}, {2, 10}};
+  const std::vector<int> inside = {0, 1};
+  const std::vector<int> all = {0, 1, 2, 3};
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, inside, 100), 2 * (1 + 0.5));
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 100), 2 * 3 * (2 + 2.5));
+  EXPECT_EQ(all_reduce_seconds(cluster, std::vector<int>{3}, 100), 0);
+  cluster.all_reduce = {{4, 200, 5}, {4, 100, 3}, {2, 50, 1}};
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 150), 4);
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 50), 3);
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 400), 10);
+}
+
+TEST(PlanCluster, PricesAreAddedUpOverTime) {
+  Cluster cluster;
+  cluster.types.resize(2);
+  cluster.types[0].prices = {{0, 2}, {3, 1}};
+  cluster.type_of = {0, 0, 1};
+  EXPECT_DOUBLE_EQ(price_of(cluster, std::vector<int>{0, 1, 2}, 5), 2 * (3 * 2 + 2 * 1));
+  EXPECT_DOUBLE_EQ(price_of(cluster, std::vector<int>{0}, 1.5), 3);
+  EXPECT_DOUBLE_EQ(price_per_hour_now(cluster, std::vector<int>{0, 2}), 2);
+}
+
+TEST(PlanCluster, LinksOfAMeshGoAlongItsRowsAndColumns) {
+  const Topology mesh = Mesh{2, 3, {1, 30}, {2, 60}};
+  EXPECT_EQ(link_between(mesh, 0, 2).bandwidth, 30);
+  EXPECT_EQ(link_between(mesh, 1, 4).bandwidth, 60);
+  EXPECT_DOUBLE_EQ(link_between(mesh, 0, 4).bandwidth, 20);
+  EXPECT_EQ(link_between(mesh, 0, 4).latency, 3);
+  const Topology matrix = LinkMatrix{2, {{}, {1, 9}, {3, 12}, {}}};
+  EXPECT_EQ(link_between(matrix, 0, 1).latency, 3);
+  EXPECT_EQ(link_between(matrix, 1, 0).bandwidth, 9);
+}
+
+}  // namespace
+}  // namespace pd2

@@ -1,0 +1,170 @@
+#include "core/plan_schedules.h"
+
+#include "core/generate.h"
+#include "core/schedule.h"
+#include "raises.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <string>
+
+namespace pd2 {
+namespace {
+
+using testing::value_error;
+
+// Every shape up to 8 ranks, 3 stages a rank and 20 microbatches, or nothing if it is illegal.
+template <typename Call>
+void for_each_shape(Call&& call) {
+  for (const std::string& name : planned_schedules()) {
+    for (int p = 1; p <= 8; ++p) {
+      for (int v = 1; v <= 3; ++v) {
+        for (int m = 1; m <= 20; ++m) {
+          const PipelineShape shape = {&schedule_rule(name), p, v, m};
+          call(shape, [&] { return make_schedule(name, shape.depth(), m, v); });
+        }
+      }
+    }
+  }
+}
+
+bool is_legal(const PipelineShape& shape) {
+  const int m = shape.num_microbatches;
+  return least_microbatches(*shape.rule, shape.ranks, shape.stages_per_rank, m) == m;
+}
+
+TEST(PlanSchedules, LeastMicrobatchesAreThoseThatTheGeneratorsAllow) {
+  for_each_shape([](const PipelineShape& shape, auto&& make) {
+    const bool is_made = value_error(make).empty();
+    ASSERT_EQ(is_legal(shape), is_made) << shape.rule->name << " p " << shape.ranks << " v "
+                                        << shape.stages_per_rank << " m " << shape.num_microbatches;
+  });
+}
+
+TEST(PlanSchedules, MicrobatchesInFlightAreThoseOfTheGeneratedSchedule) {
+  int num_checked = 0;
+  for_each_shape([&](const PipelineShape& shape, auto&& make) {
+    if (!is_legal(shape)) return;
+    const Schedule schedule = make();
+    EXPECT_EQ(schedule.num_versions.front(), shape.rule->num_versions);
+    for (int stage = 0; stage < schedule.num_stages; ++stage) {
+      ASSERT_EQ(most_in_flight(shape, stage % shape.depth()), max_in_flight(schedule, stage))
+          << shape.rule->name << " p " << shape.ranks << " v " << shape.stages_per_rank << " m "
+          << shape.num_microbatches << " stage " << stage;
+      ++num_checked;
+    }
+  });
+  EXPECT_GT(num_checked, 4000);
+}
+
+// Counted as the engine holds them: from I or B on, to the end of W or B.
+TEST(PlanSchedules, RecomputedActivationsAreThoseOfTheSimulation) {
+  for_each_shape([](const PipelineShape& shape, auto&& make) {
+    if (!is_legal(shape) || shape.stages_per_rank > 1 || shape.rule->is_bidirectional) return;
+    Costs costs;
+    costs.stages.assign(
+        shape.depth(),
+        {.forward = 1, .input_grad = 1, .weight_grad = 1, .recompute = 1, .activation_bytes = 1});
+    const Simulation simulation = simulate(make(), costs, 4);
+    for (int stage = 0; stage < shape.depth(); ++stage) {
+      ASSERT_EQ(simulation.peak_bytes[stage], most_recomputed(shape, stage))
+          << shape.rule->name << " d " << shape.depth() << " m " << shape.num_microbatches;
+    }
+  });
+}
+
+struct Instance {
+  PipelineShape shape;
+  Costs costs;
+};
+
+Instance random_instance(std::mt19937& random, const std::string& name, double uneven, double hop) {
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  const auto around = [&](double mean) {
+    return mean * (1 + uneven * (2.0 * random() / 4294967296.0 - 1));
+  };
+  const ScheduleRule& rule = schedule_rule(name);
+  Instance instance;
+  const int p = 2 * (1 + below(5));
+  const int v = rule.has_chunks ? 2 + below(2) : 1;
+  instance.shape = {&rule, p, v, *least_microbatches(rule, p, v, 1 + below(4 * p))};
+  const double recompute = below(2);
+  for (int i = 0; i < instance.shape.depth(); ++i) {
+    instance.costs.stages.push_back({.forward = around(1),
+                                     .input_grad = around(1),
+                                     .weight_grad = around(1),
+                                     .recompute = recompute * around(1),
+                                     .update = around(0.5)});
+  }
+  for (int i = 0; i + 1 < instance.shape.depth(); ++i) {
+    instance.costs.edges.push_back({.latency = hop * around(1)});
+  }
+  return instance;
+}
+
+double simulated(const Instance& instance) {
+  const PipelineShape& shape = instance.shape;
+  const Schedule schedule =
+      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  return simulate(schedule, instance.costs, 1).period;
+}
+
+TEST(PlanSchedules, ClosedFormOfTwoVersionsIsThePeriod) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    for (const char* name : {"2bw", "2bw_eager"}) {
+      const double hop = round % 3 * 0.3;
+      const Instance instance = random_instance(random, name, round % 2 * 0.8, hop);
+      const double expected = simulated(instance);
+      // The simulation measures a mean over some batches.
+      EXPECT_NEAR(closed_form_period(instance.shape, instance.costs), expected, 0.02 * expected)
+          << name << " round " << round << " d " << instance.shape.depth() << " m "
+          << instance.shape.num_microbatches;
+    }
+  }
+}
+
+TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
+  std::mt19937 random(2);
+  for (const std::string& name : planned_schedules()) {
+    double sum = 0;
+    double worst = 0;
+    constexpr int kRounds = 200;
+    for (int round = 0; round < kRounds; ++round) {
+      const Instance instance =
+          random_instance(random, name, round % 2 * 0.3, round % 4 < 2 ? 0 : 0.05);
+      const double expected = simulated(instance);
+      const double error =
+          std::abs(closed_form_period(instance.shape, instance.costs) / expected - 1);
+      sum += error;
+      worst = std::max(worst, error);
+    }
+    RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst));
+    EXPECT_LT(sum / kRounds, name == "chimera" ? 0.1 : 0.03) << name;
+    EXPECT_LT(worst, name == "chimera" ? 0.3 : 0.2) << name;
+  }
+}
+
+TEST(PlanSchedules, StepTimeIsNeverLessThanTheBusiestRank) {
+  std::mt19937 random(3);
+  for (const std::string& name : planned_schedules()) {
+    for (int round = 0; round < 50; ++round) {
+      const Instance instance = random_instance(random, name, 0.9, 0.1);
+      const StepTime time = step_time(instance.shape, instance.costs);
+      EXPECT_GE(time.seconds, busiest_rank(instance.shape, instance.costs));
+      EXPECT_GE(time.bubble, 0);
+      EXPECT_LT(time.bubble, 1);
+    }
+  }
+}
+
+TEST(PlanSchedules, OthersAreNamed) {
+  EXPECT_EQ(value_error([] { schedule_rule("2wb"); }),
+            "schedules: \"2wb\": the planner chooses among 2bw, 2bw_eager, 1f1b, gpipe, "
+            "interleaved, zero_bubble, chimera");
+}
+
+}  // namespace
+}  // namespace pd2

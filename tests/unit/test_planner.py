@@ -1,0 +1,330 @@
+"""Plans: read back with every field checked, and chosen for reasons that can be turned around."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pipedream2bw as pd2
+from pipedream2bw.planner import blocks_of
+from pipedream2bw.profile import MicrobatchProfile, Profile, ProfiledDevice, ProfiledLayer
+from pipedream2bw.units import parse_bandwidth, parse_bytes, parse_seconds
+
+
+def made_profile(
+    seconds: list[float], *, megabytes: float = 1.0, message_bytes: int = 100_000
+) -> Profile:
+    """A chain of layers that take these seconds a forward, for microbatches of 1 and 2 rows."""
+    n = len(seconds)
+    size = int(megabytes * 1e6)
+    layers = [
+        ProfiledLayer(f"layers.{i // 2}.part{i % 2}", size, size, i + 1 < n, None) for i in range(n)
+    ]
+    microbatches = [
+        MicrobatchProfile(
+            rows=rows,
+            forward=tuple(rows * each for each in seconds),
+            input_grad=tuple(rows * each for each in seconds),
+            weight_grad=tuple(rows * each for each in seconds),
+            activation_bytes=(rows * 2 * size,) * n,
+            spread=(0.0,) * n,
+            edges=tuple((i, i + 1, rows * message_bytes) for i in range(n - 1)),
+        )
+        for rows in (1, 2)
+    ]
+    return Profile(
+        model_name="Chain",
+        parameters=("weight [1] torch.float32",),
+        device=ProfiledDevice("made", "cpu", 2**34, False),
+        torch_version="0",
+        loss="loss",
+        layers=tuple(layers),
+        microbatches=tuple(microbatches),
+        seconds_per_update_byte={},
+        seconds_per_action=0.0,
+        links=None,
+        all_reduce=(),
+    )
+
+
+def made_plan(**changes: Any) -> pd2.Plan:
+    arguments = {"devices": 4, "memory": "60MB", "batch": 32, **changes}
+    return pd2.plan(made_profile([1e-3] * 8), **arguments)
+
+
+def test_a_saved_plan_is_read_back_equal(tmp_path: Path) -> None:
+    plan = made_plan()
+    plan.save(tmp_path / "plan.json")
+    assert pd2.Plan.load(tmp_path / "plan.json") == plan
+    assert plan.split == [stage.begins_at for stage in plan.stages[1:]]
+    assert plan.num_devices <= 4
+    assert len(plan.alternatives) == 5
+
+
+def paths_in(value: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of every field and item of a JSON document."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))[:2]
+    else:
+        return [where]
+    inner = [path for key, item in items for path in paths_in(item, (*where, key))]
+    return [where, *inner] if where else inner
+
+
+def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(document)
+    place = changed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return changed
+
+
+def test_every_damaged_field_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    made_plan(recompute=["blocks", "none"], memory="18MB").save(path)
+    document = json.loads(path.read_text())
+    names = paths_in(document)
+    assert len(names) > 80
+    for place in names:
+        wrong = {"no": "such thing"} if place[0] != "gains" or len(place) > 1 else "wrong"
+        path.write_text(json.dumps(replaced(document, place, wrong)))
+        name = [part for part in place if isinstance(part, str)][-1]
+        with pytest.raises(ValueError, match=re.escape(name)):
+            pd2.Plan.load(path)
+        if isinstance(place[-1], str) and place[0] != "gains":
+            changed = copy.deepcopy(document)
+            holder = changed
+            for key in place[:-1]:
+                holder = holder[key]
+            del holder[place[-1]]
+            path.write_text(json.dumps(changed))
+            with pytest.raises(ValueError, match=rf"\b{place[-1]}\b.*(missing|must be)"):
+                pd2.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("version",), 2, "version: 2, it must be 1"),
+        (("format",), "pipedream2bw.profile", "format: 'pipedream2bw.profile'"),
+        (("schedule",), "2wb", 'schedule: "2wb"'),
+        (("width",), 0, "width: 0, it must be at least 1"),
+        (("batch",), 33, "batch: 33, width"),
+        (("bubble",), 1.5, "bubble: 1.5, it must be a share"),
+        (("seconds_per_batch",), -1.0, "seconds_per_batch: -1.0"),
+        (("rows_per_second",), 1.0, "rows_per_second: 1.0, batch / seconds_per_batch"),
+        (("stages", 1, "layers"), [0, 4], r"stages\[1\].layers: \(0, 4\)"),
+        (("stages", 1, "layers"), [4, 4], r"stages\[1\].layers: \(4, 4\)"),
+        (("stages", 1, "begins_at"), "", r"stages\[1\].begins_at: ''"),
+        (("stages", 0, "devices"), [-1], r"stages\[0\].devices: \(-1,\)"),
+        (("stages", 0, "forward"), -1.0, r"stages\[0\].forward: -1.0"),
+        (("stages", 0, "peak_bytes"), None, r"stages\[0\].peak_bytes: None, it must be a number"),
+        (("stages",), [], "stages: 0, num_stages"),
+        (("gains", "GiB of memory"), -1.0, r"gains\[GiB of memory\]: -1.0"),
+    ],
+)
+def test_nonsense_in_a_plan_is_named(
+    tmp_path: Path, place: tuple[Any, ...], value: Any, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    made_plan(schedules=["2bw"], memory="30MB").save(path)
+    document = json.loads(path.read_text())
+    assert document["num_stages"] > 1
+    path.write_text(json.dumps(replaced(document, place, value)))
+    with pytest.raises(ValueError, match=message):
+        pd2.Plan.load(path)
+
+
+def test_units() -> None:
+    assert parse_bytes("memory", "16GiB") == 16 * 2**30
+    assert parse_bytes("memory", "16 GB") == 16e9
+    assert parse_bytes("memory", "1.5TiB") == 1.5 * 2**40
+    assert parse_bytes("memory", 100) == 100
+    assert parse_bandwidth("inside", "25GB/s") == 25e9
+    assert parse_bandwidth("inside", "100Gbit/s") == 12.5e9
+    assert parse_seconds("latency", "5us") == pytest.approx(5e-6)
+    with pytest.raises(ValueError, match="memory: '16GBs' given, it must be a number and one of B"):
+        parse_bytes("memory", "16GBs")
+    with pytest.raises(ValueError, match="memory: '16' given"):
+        parse_bytes("memory", "16")
+    with pytest.raises(ValueError, match="inside: '0GB/s' given, it must be > 0"):
+        parse_bandwidth("inside", "0GB/s")
+    with pytest.raises(ValueError, match=r"inside: -1\.0 given, it must be > 0"):
+        parse_bandwidth("inside", -1.0)
+    with pytest.raises(ValueError, match="memory: nan given"):
+        parse_bytes("memory", math.nan)
+    with pytest.raises(TypeError, match="memory: None given"):
+        parse_bytes("memory", None)
+
+
+def test_bad_arguments_name_the_field_and_both_values() -> None:
+    with pytest.raises(ValueError, match="memory: '16GBs' given"):
+        made_plan(memory="16GBs")
+    with pytest.raises(ValueError, match=r"objective: .*known: throughput, cost, memory"):
+        made_plan(objective="speed")
+    with pytest.raises(ValueError, match="objective: 'cost' given, prices: none"):
+        made_plan(objective="cost")
+    with pytest.raises(ValueError, match="largest_batch: 31, batch: 32"):
+        made_plan(largest_batch=31)
+    with pytest.raises(ValueError, match=r"recompute: .*known: none, stages, blocks"):
+        made_plan(recompute=["all"])
+    with pytest.raises(ValueError, match="column bandwidth: 0 given, it must be > 0"):
+        pd2.Cluster.mesh(2, 2, row="1GB/s", column=0)
+    with pytest.raises(ValueError, match="bandwidth: 1 rows of"):
+        pd2.Cluster.measured([[0.0]], [[1.0, 2.0]])
+    with pytest.raises(ValueError, match="optimizer: 'lamb', known: sgd, momentum, adamw"):
+        made_plan(optimizer="lamb")
+
+
+def test_a_model_too_large_is_told_what_would_do() -> None:
+    with pytest.raises(ValueError, match=r"lacks .* GiB: memory = .* would do") as error:
+        made_plan(memory="1MB")
+    would_do = str(error.value).split("memory = ")[1].split(" GiB")[0]
+    assert made_plan(memory=f"{would_do}GiB").peak_bytes <= float(would_do) * 2**30
+
+
+def test_depth_goes_where_messages_are_fast_and_width_where_all_reduces_are() -> None:
+    """On a mesh the layout turns with the bandwidths of rows and columns."""
+    profile = made_profile([1e-3] * 2, megabytes=8, message_bytes=4_000_000)
+
+    def plan(row: str, column: str) -> pd2.Plan:
+        return pd2.plan(
+            profile,
+            devices=pd2.Cluster.mesh(2, 2, row=row, column=column),
+            memory="60MB",
+            batch=16,
+            schedules=["2bw"],
+            recompute=["none"],
+            optimizer="sgd",
+        )
+
+    along_rows = plan("100GB/s", "1GB/s")
+    along_columns = plan("1GB/s", "100GB/s")
+    for found, apart in ((along_rows, 1), (along_columns, 2)):
+        assert (found.num_stages, found.width) == (2, 2)
+        first, second = found.stages
+        assert {b - a for a, b in zip(first.devices, second.devices, strict=True)} == {apart}
+
+
+def test_cost_prefers_cheap_slow_devices_when_prices_say_so() -> None:
+    def plan(price: Any, objective: str = "cost") -> pd2.Plan:
+        types = [
+            pd2.DeviceType("fast", 2, price_per_hour=price),
+            pd2.DeviceType("slow", 2, throughput=0.5, price_per_hour=1.0),
+        ]
+        cluster = pd2.Cluster.servers(
+            types, devices_per_server=4, inside="100GB/s", outside="100GB/s"
+        )
+        return pd2.plan(
+            made_profile([1e-3] * 4),
+            devices=cluster,
+            memory="1GiB",
+            batch=16,
+            objective=objective,
+            num_batches=10**6,
+        )
+
+    def used(found: pd2.Plan) -> set[int]:
+        return {device for stage in found.stages for device in stage.devices}
+
+    assert used(plan(10.0)) <= {2, 3}
+    assert used(plan(1.0)) <= {0, 1}
+    assert used(plan([(0.0, 0.1), (0.5, 50.0)])) <= {2, 3}  # cheap for half an hour only
+    assert used(plan([(0.0, 0.1), (1000.0, 50.0)])) <= {0, 1}
+    fastest = plan(10.0, "throughput")
+    assert fastest.seconds_per_batch < plan(10.0).seconds_per_batch
+    assert fastest.price_per_hour > plan(10.0).price_per_hour
+
+
+def test_memory_objective_takes_less_memory_within_the_slack() -> None:
+    fastest = made_plan(memory="1GB")
+    smallest = made_plan(memory="1GB", objective="memory", slack=0.5)
+    assert smallest.peak_bytes < fastest.peak_bytes
+    assert smallest.seconds_per_batch <= 1.5 * fastest.seconds_per_batch
+
+
+def test_blocks_are_recomputed_only_where_memory_demands_it() -> None:
+    plan = made_plan(schedules=["1f1b"], recompute=["none", "blocks"], memory="24MB", devices=2)
+    names = plan.recompute
+    assert isinstance(names, list)
+    assert names
+    assert all(isinstance(name, str) and name.startswith("layers.") for name in names)
+    assert len(names) < 4
+    assert plan.peak_bytes <= 24e6
+    assert blocks_of(["embed", "h.0.a", "h.0.b", "h.1", "norm", "h.2.a", "x", "h.2.b"]) == {
+        "h.0": (1, 3),
+        "h.1": (3, 4),
+    }
+
+
+@given(
+    seconds=st.lists(st.floats(1e-4, 1e-2), min_size=1, max_size=8),
+    devices=st.integers(1, 6),
+    megabytes=st.floats(10, 100),
+    more=st.floats(1, 4),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_more_memory_or_bandwidth_never_makes_a_plan_slower(
+    seconds: list[float], devices: int, megabytes: float, more: float
+) -> None:
+    """With two versions a batch takes what the slowest stage does: the best split is the best."""
+    profile = made_profile(seconds, message_bytes=0)
+
+    def planned(memory: float, bandwidth: float) -> float:
+        cluster = pd2.Cluster.servers(
+            devices, devices_per_server=2, inside="100GB/s", outside=bandwidth
+        )
+        try:
+            return pd2.plan(
+                profile, devices=cluster, memory=memory, batch=16, schedules=["2bw"]
+            ).seconds_per_batch
+        except ValueError as error:
+            if "fits on no plan" not in str(error):
+                raise
+            return math.inf
+
+    before = planned(megabytes * 1e6, 1e8)
+    assert planned(more * megabytes * 1e6, 1e8) <= before * (1 + 1e-9)
+    assert planned(megabytes * 1e6, more * 1e8) <= before * (1 + 1e-9)
+
+
+@given(
+    schedule=st.sampled_from(["2bw", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera"]),
+    seconds=st.lists(st.floats(1e-4, 1e-2), min_size=8, max_size=12),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_plan_takes_what_its_stages_take_in_the_simulator(
+    schedule: str, seconds: list[float]
+) -> None:
+    plan = pd2.plan(made_profile(seconds), devices=4, memory="2GB", batch=16, schedules=[schedule])
+    simulated = pd2.simulate(
+        plan.schedule,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        forward=[stage.forward for stage in plan.stages],
+        input_grad=[stage.input_grad for stage in plan.stages],
+        weight_grad=[stage.weight_grad for stage in plan.stages],
+        recompute=[stage.recompute for stage in plan.stages],
+        all_reduce=[stage.all_reduce for stage in plan.stages],
+        update=[stage.update for stage in plan.stages],
+        latency=[stage.message for stage in plan.stages[:-1]],
+    )
+    assert plan.seconds_per_batch == pytest.approx(simulated.period, rel=0.01)
+    for stage, fields in zip(plan.stages, map(dataclasses.asdict, plan.stages), strict=True):
+        assert fields["layers"] == stage.layers
+        assert sum(seconds[slice(*stage.layers)]) * plan.microbatch_rows == pytest.approx(
+            stage.forward
+        )
