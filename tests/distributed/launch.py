@@ -235,7 +235,7 @@ def run_rank(folder: Path, rank: int) -> None:
         )
     if isinstance(target, Path):
         sys.argv = [str(target), *map(str, args)]
-        sys.path.insert(0, str(target.parent))  # as Python does; PYTHONPATH was read before
+        sys.path.insert(0, str(target.parent))  # as Python does
         runpy.run_path(str(target), run_name="__main__")
         value = None
     else:

@@ -71,7 +71,11 @@ class Instances {
 
   Topology topology(int devices) {
     const int kind = below(3);
-    if (kind == 0) return Servers{1 + below(devices), link(), link()};
+    if (kind == 0) {
+      Topology result;  // gcc 12 takes one that is returned at once for uninitialised
+      result.emplace<Servers>(Servers{1 + below(devices), link(), link()});
+      return result;
+    }
     if (kind == 1) {
       int rows = 1 + below(devices);
       while (devices % rows != 0) --rows;
