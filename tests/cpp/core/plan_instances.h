@@ -71,7 +71,13 @@ class Instances {
 
   Topology topology(int devices) {
     const int kind = below(3);
-    if (kind == 0) return Servers{1 + below(devices), link(), link()};
+    if (kind == 0) {
+      Servers servers;
+      servers.devices_per_server = 1 + below(devices);
+      servers.inside = link();
+      servers.outside = link();
+      return servers;
+    }
     if (kind == 1) {
       int rows = 1 + below(devices);
       while (devices % rows != 0) --rows;
