@@ -104,17 +104,25 @@ StageHolders Evaluator::holders_of(const PipelineShape& shape, const DeviceGrid&
 
 std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double worth) {
   const PipelineShape& shape = candidate.shape;
-  Evaluation result;
-  result.candidate = candidate;
   const DeviceGrid devices = layouts_.grid(candidate.layout, shape.ranks, candidate.width);
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
-  std::optional<ChosenStages> chosen =
-      chooser_.choose(candidate, holders_of(shape, devices), seconds);
-  if (!chosen) return std::nullopt;
-  result.stages = std::move(chosen->stages);
-  result.costs.edges = std::move(chosen->edges);
-  result.peak_bytes = chosen->peak_bytes;
+  std::optional<Evaluation> best;
+  for (ChosenStages& stages : chooser_.choose(candidate, holders_of(shape, devices), seconds)) {
+    std::optional<Evaluation> found = evaluate(candidate, std::move(stages), devices, worth);
+    if (found && (!best || found->score < best->score)) best = std::move(found);
+  }
+  return best;
+}
+
+std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, ChosenStages stages,
+                                              const DeviceGrid& devices, double worth) const {
+  const PipelineShape& shape = candidate.shape;
+  Evaluation result;
+  result.candidate = candidate;
+  result.stages = std::move(stages.stages);
+  result.costs.edges = std::move(stages.edges);
+  result.peak_bytes = stages.peak_bytes;
   set_links(result, devices);
   const double speed = layouts_.speed(candidate.layout, shape.ranks, candidate.width);
   Costs without_links = result.costs;

@@ -22,7 +22,7 @@ struct Evaluation {
 
 // Evaluates candidates of one problem, which must outlive it. The rules, in order:
 //
-//   stages   as StageChooser says
+//   stages   as StageChooser says; of two splits the one whose score is better
 //   devices  the layout's; with a measured matrix the best mapping by closed_form_period(), or the
 //            layout's if that takes less time in the end
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's. Never less
@@ -45,6 +45,8 @@ class Evaluator {
   double least_memory(const Candidate& candidate) const;
 
  private:
+  std::optional<Evaluation> evaluate(const Candidate& candidate, ChosenStages stages,
+                                     const DeviceGrid& devices, double worth) const;
   StageHolders holders_of(const PipelineShape& shape, const DeviceGrid& devices) const;
   void set_links(Evaluation& plan, const DeviceGrid& devices) const;
   void search_devices(Evaluation& plan) const;

@@ -1,5 +1,6 @@
 #include "core/plan_stages.h"
 
+#include "core/interleaved_split.h"
 #include "core/plan_blocks.h"
 
 #include <algorithm>
@@ -31,6 +32,22 @@ double held_always(const PlannedStage& stage, int num_versions) {
          costs.state_bytes;
 }
 
+// Seconds of the slowest rank over the mean of all.
+double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {
+  double slowest = 0;
+  double sum = 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double seconds = 0;
+    for (const int k : shape.stages_on(rank)) {
+      const StageCosts& costs = stages[k].costs;
+      seconds += costs.forward + costs.input_grad + costs.weight_grad + costs.recompute;
+    }
+    slowest = std::max(slowest, seconds);
+    sum += seconds;
+  }
+  return sum > 0 ? slowest * shape.ranks / sum : 1;
+}
+
 // Stages of the model on one rank.
 int stages_sharing(const PipelineShape& shape) {
   return shape.rule->is_bidirectional ? 2 : shape.stages_per_rank;
@@ -45,7 +62,10 @@ std::vector<int> ranks_of(const PipelineShape& shape, int stage) {
 }
 
 StageChooser::StageChooser(const PlanProblem& problem, const Layouts& layouts)
-    : problem_(problem), layouts_(layouts), least_slowness_(kInfinity) {
+    : problem_(problem),
+      layouts_(layouts),
+      least_slowness_(kInfinity),
+      num_pieces_(most_stages(problem.model)) {
   for (const DeviceType& type : problem.cluster.types) {
     least_slowness_ = std::min(least_slowness_, type.slowness);
   }
@@ -262,15 +282,19 @@ void StageChooser::recompute_block(Plan& plan, int k, int b) const {
   }
 }
 
-bool StageChooser::choose_split(Plan& plan, double seconds) {
-  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
+std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds) {
+  std::vector<ChosenStages> found;
+  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return found;
   set_mean_message(plan);
-  set_stages(plan, balanced_split(plan));
-  if (set_memory(plan)) return true;
-  const std::optional<std::vector<int>> fitting = fitting_split(plan);
-  if (!fitting) return false;
-  set_stages(plan, *fitting);
-  return set_memory(plan);
+  const auto add = [&](const std::optional<std::vector<int>>& firsts) {
+    if (!firsts) return;
+    set_stages(plan, *firsts);
+    if (set_memory(plan)) found.push_back(plan.chosen);
+  };
+  add(balanced_split(plan));
+  if (found.empty()) add(fitting_split(plan));
+  if (may_balance_ranks(plan, found)) add(split_of_ranks(plan));
+  return found;
 }
 
 bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
@@ -284,21 +308,38 @@ bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
   return recompute_blocks(plan) && set_memory(plan);
 }
 
+// Several stages share their rank's memory as they need it.
+std::optional<std::vector<int>> StageChooser::split_of_ranks(const Plan& plan) const {
+  StageSplitProblem split = split_problem(plan);
+  split.stages = memory_rules(plan);
+  for (StageMemoryRule& rule : split.stages) rule.limit *= stages_sharing(plan.shape());
+  std::optional<InterleavedSplit> found = split_interleaved(split, plan.shape().ranks);
+  if (!found) return std::nullopt;
+  return std::move(found->split.first_layers);
+}
+
+bool StageChooser::may_balance_ranks(const Plan& plan,
+                                     const std::vector<ChosenStages>& found) const {
+  if (plan.shape().stages_per_rank == 1 || num_pieces_ > kMostPiecesForRanks) return false;
+  return found.empty() || unevenness(plan.shape(), found.front().stages) >= kUnevenRanks;
+}
+
 // Where all devices are alike, other layouts of a candidate have the same stages, or none. What did
 // not fit the time does not fit less time either.
-std::optional<ChosenStages> StageChooser::choose(const Candidate& candidate,
-                                                 const StageHolders& holders, double seconds) {
+std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
+                                               const StageHolders& holders, double seconds) {
   const bool are_alike = problem_.cluster.types.size() == 1;
   if (are_alike && last_ && same_but_layout(last_->candidate, candidate) &&
-      (last_->chosen || seconds <= last_->seconds)) {
+      (!last_->chosen.empty() || seconds <= last_->seconds)) {
     return last_->chosen;
   }
   Plan plan = begin(candidate, holders);
-  const bool fits = candidate.recompute == Recompute::kBlocks
-                        ? choose_split_for_blocks(plan, seconds)
-                        : choose_split(plan, seconds);
-  last_ = {candidate, seconds, std::nullopt};
-  if (fits) last_->chosen = std::move(plan.chosen);
+  last_ = {candidate, seconds, {}};
+  if (candidate.recompute != Recompute::kBlocks) {
+    last_->chosen = choose_splits(plan, seconds);
+  } else if (choose_split_for_blocks(plan, seconds)) {
+    last_->chosen.push_back(std::move(plan.chosen));
+  }
   return last_->chosen;
 }
 

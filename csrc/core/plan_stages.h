@@ -42,21 +42,28 @@ struct ChosenStages {
 // The ranks that hold a stage: of chimera two.
 std::vector<int> ranks_of(const PipelineShape& shape, int stage);
 
+inline constexpr int kMostPiecesForRanks = 256;
+inline constexpr double kUnevenRanks = 1.01;
+
 // Chooses the stages of candidates of one problem, which must outlive it.
 //
 //   split    of all splits the one whose slowest stage, messages included, takes the least time
 //            (core/stage_split.h; a message at the mean of the links between neighbouring ranks).
 //            If a rank's stages need more than its memory: the best split of which every stage
-//            keeps to an equal share of its rank's memory.
+//            keeps to an equal share of its rank's memory. Where ranks have several stages, beside
+//            it the one that makes the slowest rank fast (core/interleaved_split.h), if the model
+//            can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds, and if
+//            the slowest rank of the first one takes kUnevenRanks times the mean or more.
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (plan_blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
  public:
   StageChooser(const PlanProblem& problem, const Layouts& layouts);
 
-  // None if nothing fits, or if it can be seen that a batch takes `seconds` at least.
-  std::optional<ChosenStages> choose(const Candidate& candidate, const StageHolders& holders,
-                                     double seconds);
+  // One or two, of which the time decides. None if nothing fits, or if it can be seen that a batch
+  // takes `seconds` at least.
+  std::vector<ChosenStages> choose(const Candidate& candidate, const StageHolders& holders,
+                                   double seconds);
 
   // Bytes that each device would need at least for the candidate, blocks apart.
   double least_memory(const Candidate& candidate, const StageHolders& holders) const;
@@ -66,7 +73,7 @@ class StageChooser {
   struct Last {
     Candidate candidate;
     double seconds;
-    std::optional<ChosenStages> chosen;
+    std::vector<ChosenStages> chosen;
   };
   using SplitKey = std::tuple<int, int, bool, double, double, std::vector<double>>;
 
@@ -77,7 +84,9 @@ class StageChooser {
   bool may_fit(const Plan& plan, int sharing, double seconds) const;
   const std::vector<int>& balanced_split(const Plan& plan);
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
-  bool choose_split(Plan& plan, double seconds);
+  std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;
+  bool may_balance_ranks(const Plan& plan, const std::vector<ChosenStages>& found) const;
+  std::vector<ChosenStages> choose_splits(Plan& plan, double seconds);
   bool choose_split_for_blocks(Plan& plan, double seconds);
   void set_stages(Plan& plan, const std::vector<int>& firsts) const;
   bool set_memory(Plan& plan) const;
@@ -87,6 +96,7 @@ class StageChooser {
   const PlanProblem& problem_;
   const Layouts& layouts_;
   double least_slowness_;
+  int num_pieces_;               // that the model can be cut into
   std::vector<LayerSums> sums_;  // by size
   std::optional<Last> last_;     // that stages were chosen for
   std::map<std::pair<int, int>, std::pair<double, double>> mean_messages_;  // by ranks, width
