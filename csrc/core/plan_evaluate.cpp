@@ -14,6 +14,12 @@ const Link& slower(const Link& a, const Link& b, double bytes) {
 
 }  // namespace
 
+Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double seconds_per_row) {
+  const PlanOptions& options = problem.options;
+  const double hours = seconds_per_row / 3600 * options.num_batches * options.batch;
+  return cheapest_start(problem.cluster, devices.devices(), hours, options.start_within);
+}
+
 Evaluator::Evaluator(const PlanProblem& problem, const Layouts& layouts)
     : problem_(problem), layouts_(layouts), bounds_(problem), chooser_(problem, layouts) {}
 
@@ -44,7 +50,7 @@ void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
   costs.stages.clear();
   for (int k = 0; k < shape.depth(); ++k) {
     std::vector<int> holders;
-    for (const int rank : ranks_of(shape, k)) {
+    for (const int rank : shape.ranks_of(k)) {
       const std::span<const int> of_rank = devices.of_rank(rank);
       holders.insert(holders.end(), of_rank.begin(), of_rank.end());
     }
@@ -73,12 +79,10 @@ double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
   const PlanOptions& options = problem_.options;
   const double per_row = seconds / candidate.batch();
   if (options.objective != Objective::kCost) return per_row;
-  const double hours = per_row / 3600;
   if (options.num_batches == 0) {
-    return hours * price_per_hour_now(problem_.cluster, devices.devices());
+    return per_row / 3600 * price_per_hour_now(problem_.cluster, devices.devices());
   }
-  const double rows = options.num_batches * options.batch;
-  return price_of(problem_.cluster, devices.devices(), hours * rows) / rows;
+  return start_of(problem_, devices, per_row).price / (options.num_batches * options.batch);
 }
 
 StageHolders Evaluator::holders_of(const PipelineShape& shape, const DeviceGrid& devices) const {
@@ -96,7 +100,7 @@ StageHolders Evaluator::holders_of(const PipelineShape& shape, const DeviceGrid&
   }
   for (int stage = 0; stage < shape.depth(); ++stage) {
     double slowest = 0;
-    for (const int rank : ranks_of(shape, stage)) slowest = std::max(slowest, slowness[rank]);
+    for (const int rank : shape.ranks_of(stage)) slowest = std::max(slowest, slowness[rank]);
     holders.slowness.push_back(slowest);
   }
   return holders;

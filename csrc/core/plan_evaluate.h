@@ -20,6 +20,10 @@ struct Evaluation {
   double peak_bytes = 0;  // of the fullest rank
 };
 
+// When to begin, and what num_batches cost then, at so many seconds a row; of no num_batches
+// nothing.
+Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double seconds_per_row);
+
 // Evaluates candidates of one problem, which must outlive it. The rules, in order:
 //
 //   stages   as StageChooser says; of two splits the one whose score is better

@@ -48,18 +48,7 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
   return sum > 0 ? slowest * shape.ranks / sum : 1;
 }
 
-// Stages of the model on one rank.
-int stages_sharing(const PipelineShape& shape) {
-  return shape.rule->is_bidirectional ? 2 : shape.stages_per_rank;
-}
-
 }  // namespace
-
-std::vector<int> ranks_of(const PipelineShape& shape, int stage) {
-  const int rank = stage % shape.ranks;
-  if (!shape.rule->is_bidirectional) return {rank};
-  return {rank, shape.ranks - 1 - rank};
-}
 
 StageChooser::StageChooser(const PlanProblem& problem, const Layouts& layouts)
     : problem_(problem),
@@ -106,7 +95,7 @@ void StageChooser::set_mean_message(Plan& plan) {
 std::vector<StageMemoryRule> StageChooser::memory_rules(const Plan& plan) const {
   const PipelineShape& shape = plan.shape();
   const bool again = plan.recomputes_stages();
-  const int sharing = stages_sharing(shape);
+  const int sharing = shape.stages_sharing_a_rank();
   std::vector<StageMemoryRule> rules(shape.depth());
   for (int stage = 0; stage < shape.depth(); ++stage) {
     StageMemoryRule& rule = rules[stage];
@@ -115,7 +104,7 @@ std::vector<StageMemoryRule> StageChooser::memory_rules(const Plan& plan) const 
     rule.trained = shape.rule->num_versions + problem_.options.gradient + problem_.options.state;
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
-    for (const int rank : ranks_of(shape, stage)) {
+    for (const int rank : shape.ranks_of(stage)) {
       rule.limit = std::min(rule.limit, plan.holders.limits[rank] / sharing);
     }
   }
@@ -195,7 +184,7 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
     stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes;
     stage.most_in_flight = most_in_flight(plan.shape(), k);
     stage.memory_limit = std::numeric_limits<double>::infinity();
-    for (const int rank : ranks_of(plan.shape(), k)) {
+    for (const int rank : plan.shape().ranks_of(k)) {
       stage.memory_limit = std::min(stage.memory_limit, plan.holders.limits[rank]);
     }
   }
@@ -284,7 +273,7 @@ void StageChooser::recompute_block(Plan& plan, int k, int b) const {
 
 std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds) {
   std::vector<ChosenStages> found;
-  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return found;
+  if (!may_fit(plan, plan.shape().stages_sharing_a_rank(), seconds)) return found;
   set_mean_message(plan);
   const auto add = [&](const std::optional<std::vector<int>>& firsts) {
     if (!firsts) return;
@@ -298,7 +287,7 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
 }
 
 bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
-  if (!may_fit(plan, stages_sharing(plan.shape()), seconds)) return false;
+  if (!may_fit(plan, plan.shape().stages_sharing_a_rank(), seconds)) return false;
   set_mean_message(plan);
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) {
@@ -312,7 +301,7 @@ bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
 std::optional<std::vector<int>> StageChooser::split_of_ranks(const Plan& plan) const {
   StageSplitProblem split = split_problem(plan);
   split.stages = memory_rules(plan);
-  for (StageMemoryRule& rule : split.stages) rule.limit *= stages_sharing(plan.shape());
+  for (StageMemoryRule& rule : split.stages) rule.limit *= plan.shape().stages_sharing_a_rank();
   std::optional<InterleavedSplit> found = split_interleaved(split, plan.shape().ranks);
   if (!found) return std::nullopt;
   return std::move(found->split.first_layers);
@@ -347,7 +336,7 @@ double StageChooser::least_memory(const Candidate& candidate, const StageHolders
   const Plan plan = begin(candidate, holders);
   StageSplitProblem split = split_problem(plan);
   split.stages = memory_rules(plan);
-  return stages_sharing(candidate.shape) * smallest_memory_limit(split);
+  return candidate.shape.stages_sharing_a_rank() * smallest_memory_limit(split);
 }
 
 }  // namespace pd2

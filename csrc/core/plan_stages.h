@@ -39,9 +39,6 @@ struct ChosenStages {
   double peak_bytes = 0;             // of the fullest rank
 };
 
-// The ranks that hold a stage: of chimera two.
-std::vector<int> ranks_of(const PipelineShape& shape, int stage);
-
 inline constexpr int kMostPiecesForRanks = 256;
 inline constexpr double kUnevenRanks = 1.01;
 

@@ -116,6 +116,9 @@ class Instances {
     const Objective objectives[] = {Objective::kThroughput, Objective::kCost, Objective::kMemory};
     options.objective = objectives[std::max(0, below(5) - 2)];
     options.num_batches = below(2) * 1000;
+    if (options.objective == Objective::kCost && options.num_batches > 0) {
+      options.start_within = below(2) * 1e-2;
+    }
     options.state = below(3);
     return problem;
   }
