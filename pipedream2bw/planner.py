@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ def plan(
     objective: str = "throughput",
     slack: float = 0.1,
     num_batches: int | None = None,
+    start_within: float = 0.0,
     optimizer: str = "adamw",
     precision: str | None = None,
     split_master: bool = False,
@@ -65,6 +67,8 @@ def plan(
         slack: see ``objective``.
         num_batches: for prices that change: what so many batches cost, beginning now. None: at
             today's prices.
+        start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
+            says when they are to begin.
         optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time if profiled.
         precision: "bf16" or "fp16" if the pipeline will have it; the profile is of such weights.
         split_master: as in :class:`PipelineModule`.
@@ -85,6 +89,13 @@ def plan(
     for name, number in (("width", width), ("num_stages", num_stages)):
         if number is not None:
             check_whole_number(name, number)
+    if not 0 <= start_within < math.inf:
+        raise ValueError(f"start_within: {start_within} hours, it must be >= 0 and finite")
+    if start_within and (objective != "cost" or num_batches is None):
+        raise ValueError(
+            f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
+            f"{num_batches}: when to begin needs 'cost' and the batches to be trained"
+        )
     if calibration is not None:
         profile = calibration.applied_to(profile)
         bytes_per_device = calibration.memory_left(bytes_per_device)
@@ -100,7 +111,8 @@ def plan(
         _cluster_row(cluster, bytes_per_device, profile if isinstance(devices, int) else None),
         (
             *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
-            *(objective, slack, num_batches or 0, gradient, state, width or 0, num_stages or 0),
+            *(objective, slack, num_batches or 0, start_within, gradient, state),
+            *(width or 0, num_stages or 0),
         ),
     )
     best, *others = found
@@ -119,6 +131,8 @@ def plan(
         stages=tuple(_stage(stage, best, profile, blocks) for stage in best["stages"]),
         rows_per_second=_rows(best) / best["seconds_per_batch"],
         bubble=best["bubble"],
+        start_hour=best["start_hour"],
+        total_price=best["total_price"],
         bound_by=bound_by,
         alternatives=tuple(alternatives),
         gains=gains,

@@ -124,6 +124,9 @@ class Plan:
         rows_per_second: of all replicas.
         bubble: share of that time in which the busiest rank does nothing, 0 to 1.
         price_per_hour: of all devices that are used, now.
+        start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
+            to wait for low prices.
+        total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
         peak_bytes: of the device that holds the most.
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.
@@ -143,6 +146,8 @@ class Plan:
     rows_per_second: float
     bubble: float
     price_per_hour: float
+    start_hour: float
+    total_price: float
     peak_bytes: float
     bound_by: str
     alternatives: tuple[Alternative, ...]
@@ -165,7 +170,8 @@ class Plan:
             )
         if not 0 <= self.bubble <= 1:
             raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
-        check_number("peak_bytes", self.peak_bytes)
+        for name in ("start_hour", "total_price", "peak_bytes"):
+            check_number(name, getattr(self, name))
         for name, seconds in self.gains.items():
             check_number(f"gains[{name}]", seconds)
         self._check_stages()

@@ -58,6 +58,8 @@ def plan_of(
         "seconds_per_batch": 3e-3 * m,
         "bubble": 0.05,
         "price_per_hour": 0.0,
+        "start_hour": 0.0,
+        "total_price": 0.0,
         "peak_bytes": max(stage.peak_bytes for stage in stages),
         "bound_by": "stage 0 computes all the time",
         "alternatives": (),

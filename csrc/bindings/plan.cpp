@@ -25,7 +25,7 @@ using ClusterRow = std::tuple<std::vector<TypeRow>, std::vector<int>, std::strin
                               std::vector<LinkRow>, std::vector<std::tuple<int, double, double>>>;
 using OptionsRow =
     std::tuple<int, int, std::vector<std::string>, std::vector<int>, std::vector<std::string>,
-               std::string, double, double, double, double, int, int>;
+               std::string, double, double, double, double, double, int, int>;
 
 ProfiledModel read_model(const ModelRow& row) {
   ProfiledModel model;
@@ -90,7 +90,7 @@ Objective parse_objective(const std::string& name) {
 PlanOptions read_options(const OptionsRow& row) {
   PlanOptions options;
   const auto& [batch, largest_batch, schedules, stages_per_rank, recompute, objective, slack,
-               num_batches, gradient, state, width, num_stages] = row;
+               num_batches, start_within, gradient, state, width, num_stages] = row;
   options.batch = batch;
   options.width = width;
   options.num_stages = num_stages;
@@ -102,6 +102,7 @@ PlanOptions read_options(const OptionsRow& row) {
   options.objective = parse_objective(objective);
   options.slack = slack;
   options.num_batches = num_batches;
+  options.start_within = start_within;
   options.gradient = gradient;
   options.state = state;
   return options;
@@ -147,6 +148,9 @@ py::dict write_plan(const PlanProblem& problem, const Evaluation& plan) {
   fields["seconds_per_batch"] = plan.time.seconds;
   fields["bubble"] = plan.time.bubble;
   fields["price_per_hour"] = price_per_hour_now(problem.cluster, plan.devices.devices());
+  const Start start = start_of(problem, plan.devices, plan.time.seconds / plan.candidate.batch());
+  fields["start_hour"] = start.hour;
+  fields["total_price"] = start.price;
   fields["peak_bytes"] = plan.peak_bytes;
   py::list stages;
   for (const PlannedStage& stage : plan.stages) stages.append(write_stage(stage, rule));

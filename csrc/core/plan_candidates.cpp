@@ -15,12 +15,6 @@ bool may_cut(const ProfiledModel& model, int after) {
   return model.can_cut.empty() || model.can_cut[after];
 }
 
-int most_stages(const ProfiledModel& model) {
-  int stages = 1;
-  for (int i = 0; i + 1 < model.num_layers(); ++i) stages += may_cut(model, i);
-  return stages;
-}
-
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Adds every size, way and layout of one schedule on so many ranks.
@@ -78,6 +72,12 @@ class Adder {
 };
 
 }  // namespace
+
+int most_stages(const ProfiledModel& model) {
+  int stages = 1;
+  for (int i = 0; i + 1 < model.num_layers(); ++i) stages += may_cut(model, i);
+  return stages;
+}
 
 double least_received(const ProfiledModel& model, int size) {
   const ProfiledRows& profiled = model.microbatches[size];

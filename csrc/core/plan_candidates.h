@@ -34,6 +34,9 @@ std::string to_string(const Candidate& candidate);
 // the same.
 std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& layouts);
 
+// Of the model, which it can be cut into.
+int most_stages(const ProfiledModel& model);
+
 // The bytes of a microbatch that a stage receives at least, but the first: what the layer reads
 // that it begins with.
 double least_received(const ProfiledModel& model, int size);

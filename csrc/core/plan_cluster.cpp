@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
+#include <utility>
 
 namespace pd2 {
 namespace {
@@ -107,16 +109,28 @@ void check(const DeviceType& type) {
   }
 }
 
-double price_of(const DeviceType& type, double hours) {
-  double sum = 0;
-  for (std::size_t i = 0; i < type.prices.size(); ++i) {
-    const double begin = type.prices[i].from_hour;
-    const double end =
-        i + 1 < type.prices.size() ? std::min(hours, type.prices[i + 1].from_hour) : hours;
-    if (end > begin) sum += (end - begin) * type.prices[i].per_hour;
+// What one device costs from now to any hour.
+class PaidUntil {
+ public:
+  explicit PaidUntil(const std::vector<Price>& prices) : prices_(prices) {
+    double sum = 0;
+    for (std::size_t i = 0; i < prices.size(); ++i) {
+      if (i > 0) sum += (prices[i].from_hour - prices[i - 1].from_hour) * prices[i - 1].per_hour;
+      sums_.push_back(sum);
+    }
   }
-  return sum;
-}
+
+  double operator()(double hour) const {
+    if (prices_.empty()) return 0;
+    const auto next = std::ranges::upper_bound(prices_, hour, {}, &Price::from_hour);
+    const std::size_t i = next - prices_.begin() - 1;
+    return sums_[i] + (hour - prices_[i].from_hour) * prices_[i].per_hour;
+  }
+
+ private:
+  const std::vector<Price>& prices_;
+  std::vector<double> sums_;  // until each price begins
+};
 
 // By the measured times of n ranks, which are sorted by bytes; below the smallest size the smallest
 // one's time, above the largest at its rate.
@@ -177,14 +191,31 @@ double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, 
   return 2 * (n - 1) * slowest;
 }
 
-double price_of(const Cluster& cluster, std::span<const int> devices, double hours) {
+Start cheapest_start(const Cluster& cluster, std::span<const int> devices, double hours,
+                     double within) {
   std::vector<int> count(cluster.types.size(), 0);
   for (const int device : devices) ++count[cluster.type_of[device]];
-  double sum = 0;
+  std::vector<std::pair<int, PaidUntil>> paid;
+  std::set<double> starts = {0, within};
   for (std::size_t i = 0; i < count.size(); ++i) {
-    if (count[i] > 0) sum += count[i] * price_of(cluster.types[i], hours);
+    if (count[i] == 0) continue;
+    const std::vector<Price>& prices = cluster.types[i].prices;
+    paid.emplace_back(count[i], PaidUntil(prices));
+    for (const Price& price : prices) {
+      for (const double start : {price.from_hour, price.from_hour - hours}) {
+        if (start > 0 && start < within) starts.insert(start);
+      }
+    }
   }
-  return sum;
+  Start best = {.hour = 0, .price = std::numeric_limits<double>::infinity()};
+  for (const double start : starts) {
+    double price = 0;
+    for (const auto& [devices_of_type, until] : paid) {
+      price += devices_of_type * (until(start + hours) - until(start));
+    }
+    if (price < best.price * (1 - 1e-12)) best = {start, price};
+  }
+  return best;
 }
 
 double price_per_hour_now(const Cluster& cluster, std::span<const int> devices) {

@@ -84,8 +84,16 @@ void check(const Cluster& cluster);
 // through the two nearest sizes.
 double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, double bytes);
 
-// Of all these devices, from now on for so many hours.
-double price_of(const Cluster& cluster, std::span<const int> devices, double hours);
+struct Start {
+  double hour = 0;   // from now
+  double price = 0;  // of the run
+};
+
+// The cheapest time to begin a run of so many hours on all these devices, up to `within` hours from
+// now; of equally cheap ones the earliest. By scanning the hours at which a run begins or ends as a
+// price changes: between them its price is linear.
+Start cheapest_start(const Cluster& cluster, std::span<const int> devices, double hours,
+                     double within = 0);
 double price_per_hour_now(const Cluster& cluster, std::span<const int> devices);
 
 }  // namespace pd2

@@ -1,5 +1,6 @@
 #include "core/check.h"
 #include "core/plan.h"
+#include "core/plan_unequal.h"
 
 #include <algorithm>
 #include <cmath>
@@ -128,6 +129,21 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
                         in_words(faster.peak_bytes / kBytesPerGiB), " GiB");
 }
 
+// What stages of unequal width would save, if more than a hundredth.
+std::string saved_by_unequal_stages(const PlanProblem& problem, const Evaluation& plan) {
+  if (problem.options.objective != Objective::kThroughput) return "";
+  const int rows = plan.candidate.batch();
+  const auto found = unequal_replication(problem, 0.99 * plan.time.seconds / rows);
+  if (!found) return "";
+  std::string widths;
+  for (const int width : found->replicas) {
+    widths += detail::concat(widths.empty() ? "" : ", ", width);
+  }
+  return detail::concat("; with unequal replication, which the pipeline does not run, stages of ",
+                        widths, " devices would take ", in_seconds(found->seconds_per_row * rows),
+                        " a batch");
+}
+
 bool has_limit(const PlanProblem& problem) {
   return std::ranges::any_of(problem.cluster.types, [](const DeviceType& type) {
     return std::isfinite(type.memory_bytes);
@@ -178,6 +194,7 @@ Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& p
   Explanation why;
   why.bound_by = largest_part(best);
   if (has_limit(problem)) why.bound_by += forbidden_by_memory(problem, best);
+  why.bound_by += saved_by_unequal_stages(problem, best);
   for (std::size_t i = 1; i < plans.size(); ++i) {
     why.lost_by.push_back(why_it_lost(best, plans[i], problem.options.objective));
   }

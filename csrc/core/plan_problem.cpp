@@ -82,6 +82,8 @@ void check(const PlanOptions& options) {
             ": it must be finite and >= 0");
   PD2_CHECK(std::isfinite(options.num_batches) && options.num_batches >= 0,
             "num_batches: ", options.num_batches, ": it must be finite and >= 0");
+  PD2_CHECK(std::isfinite(options.start_within) && options.start_within >= 0,
+            "start_within: ", options.start_within, " hours: it must be finite and >= 0");
   PD2_CHECK(std::isfinite(options.gradient) && options.gradient >= 0,
             "gradient: ", options.gradient, ": it must be finite and >= 0");
   PD2_CHECK(std::isfinite(options.state) && options.state >= 0, "state: ", options.state,

@@ -49,8 +49,9 @@ struct PlanOptions {
   std::vector<int> stages_per_rank = {2};  // tried where a schedule has chunks
   std::vector<Recompute> recompute = {Recompute::kNone, Recompute::kStages, Recompute::kBlocks};
   Objective objective = Objective::kThroughput;
-  double slack = 0.1;      // kMemory: of the least time
-  double num_batches = 0;  // kCost: to be trained, for prices that change; 0: at today's
+  double slack = 0.1;       // kMemory: of the least time
+  double num_batches = 0;   // kCost: to be trained, for prices that change; 0: at today's
+  double start_within = 0;  // hours: kCost: how long num_batches may wait for low prices
   // Bytes per byte of trained parameters, in one copy.
   double gradient = 1;
   double state = 0;  // optimizer and masters

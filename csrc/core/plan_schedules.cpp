@@ -199,6 +199,12 @@ std::vector<int> PipelineShape::stages_on(int rank) const {
   return stages;
 }
 
+std::vector<int> PipelineShape::ranks_of(int stage) const {
+  const int rank = stage % ranks;
+  if (!rule->is_bidirectional) return {rank};
+  return {rank, ranks - 1 - rank};
+}
+
 std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int stages_per_rank,
                                       int at_least) {
   if (stages_per_rank > 1 && !rule.has_chunks) return std::nullopt;

@@ -36,6 +36,9 @@ struct PipelineShape {
   int depth() const { return ranks * stages_per_rank; }
   // The model's stages on a rank; of chimera two, of which the second is the other pipeline's.
   std::vector<int> stages_on(int rank) const;
+  int stages_sharing_a_rank() const { return rule->is_bidirectional ? 2 : stages_per_rank; }
+  // The ranks that hold a stage: of chimera two.
+  std::vector<int> ranks_of(int stage) const;
 };
 
 // The least m >= at_least that the schedule's rule (core/generate.h) allows; none: no m does.

@@ -27,7 +27,7 @@ def print_plan(plan: Plan) -> None:
     tables = [_sizes(plan), _times(plan), _memory(plan)]
     if plan.alternatives:
         tables.append(_alternatives(plan))
-    lines = [f"bound by: {plan.bound_by}", *_gains(plan)]
+    lines = [f"bound by: {plan.bound_by}", *_gains(plan), *_start(plan)]
     try:
         rich = importlib.import_module("rich.console")
         kind = importlib.import_module("rich.table").Table
@@ -152,6 +152,12 @@ def _gains(plan: Plan) -> list[str]:
         f"one more {what}: " + (f"{_seconds(seconds)} less a batch" if seconds else "no faster")
         for what, seconds in plan.gains.items()
     ]
+
+
+def _start(plan: Plan) -> list[str]:
+    if not plan.total_price:
+        return []
+    return [f"all batches cost {plan.total_price:.4g}, begun {plan.start_hour:.4g} hours from now"]
 
 
 def _devices(devices: Sequence[int]) -> str:

@@ -248,6 +248,35 @@ def test_cost_prefers_cheap_slow_devices_when_prices_say_so() -> None:
     assert fastest.price_per_hour > plan(10.0).price_per_hour
 
 
+def test_the_start_is_the_cheapest_hour_within_the_window() -> None:
+    """A night of low prices from hour 8 to 12; the run takes about an hour."""
+    prices = [(0.0, 2.0), (8.0, 0.5), (12.0, 2.0)]
+    types = [pd2.DeviceType("spot", 2, price_per_hour=prices)]
+    cluster = pd2.Cluster.servers(types, devices_per_server=2, inside="1GB/s", outside="1GB/s")
+
+    def planned(**changes: Any) -> pd2.Plan:
+        return made_plan(devices=cluster, batch=16, objective="cost", **changes)
+
+    batches = round(3600 / planned().seconds_per_batch)
+    now = planned(num_batches=batches)
+    later = planned(num_batches=batches, start_within=24.0)
+    assert (now.start_hour, later.start_hour) == (0.0, 8.0)
+    assert later.total_price == pytest.approx(now.total_price / 4)
+    hours = batches * later.seconds_per_batch / 3600
+    assert later.total_price == pytest.approx(0.5 * later.num_devices * hours)
+    assert planned(num_batches=batches, start_within=7.0).start_hour == 0.0
+    soon = planned(num_batches=batches, start_within=7.5)
+    assert soon.start_hour == 7.5
+    assert later.total_price < soon.total_price < now.total_price
+    assert planned().total_price == 0.0
+    with pytest.raises(ValueError, match=r"start_within: 3\.0 hours, .*num_batches: None"):
+        planned(start_within=3.0)
+    with pytest.raises(ValueError, match=r"start_within: -1\.0 hours, it must be >= 0"):
+        planned(start_within=-1.0)
+    with pytest.raises(ValueError, match=r"start_within: 3\.0 hours, objective: 'throughput'"):
+        made_plan(num_batches=5, start_within=3.0)
+
+
 def test_memory_objective_takes_less_memory_within_the_slack() -> None:
     fastest = made_plan(memory="1GB")
     smallest = made_plan(memory="1GB", objective="memory", slack=0.5)

@@ -72,9 +72,11 @@ class Instances {
   Topology topology(int devices) {
     const int kind = below(3);
     if (kind == 0) {
-      Topology result;  // gcc 12 takes one that is returned at once for uninitialised
-      result.emplace<Servers>(Servers{1 + below(devices), link(), link()});
-      return result;
+      Servers servers;
+      servers.devices_per_server = 1 + below(devices);
+      servers.inside = link();
+      servers.outside = link();
+      return servers;
     }
     if (kind == 1) {
       int rows = 1 + below(devices);
@@ -114,6 +116,9 @@ class Instances {
     const Objective objectives[] = {Objective::kThroughput, Objective::kCost, Objective::kMemory};
     options.objective = objectives[std::max(0, below(5) - 2)];
     options.num_batches = below(2) * 1000;
+    if (options.objective == Objective::kCost && options.num_batches > 0) {
+      options.start_within = below(2) * 1e-2;
+    }
     options.state = below(3);
     return problem;
   }

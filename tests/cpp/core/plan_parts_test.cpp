@@ -194,9 +194,53 @@ TEST(PlanCluster, PricesAreAddedUpOverTime) {
   cluster.types.resize(2);
   cluster.types[0].prices = {{0, 2}, {3, 1}};
   cluster.type_of = {0, 0, 1};
-  EXPECT_DOUBLE_EQ(price_of(cluster, std::vector<int>{0, 1, 2}, 5), 2 * (3 * 2 + 2 * 1));
-  EXPECT_DOUBLE_EQ(price_of(cluster, std::vector<int>{0}, 1.5), 3);
+  const auto price_of = [&](const std::vector<int>& devices, double hours) {
+    return cheapest_start(cluster, devices, hours).price;
+  };
+  EXPECT_DOUBLE_EQ(price_of({0, 1, 2}, 5), 2 * (3 * 2 + 2 * 1));
+  EXPECT_DOUBLE_EQ(price_of({0}, 1.5), 3);
   EXPECT_DOUBLE_EQ(price_per_hour_now(cluster, std::vector<int>{0, 2}), 2);
+}
+
+TEST(PlanCluster, TheCheapestStartIsThatOfAFineGrid) {
+  Instances instances(9);
+  int num_later = 0;
+  for (int round = 0; round < 100; ++round) {
+    Cluster cluster;
+    for (int type = 0; type < 2; ++type) {
+      double hour = 0;
+      for (DeviceType& each = cluster.types.emplace_back(); hour < 12;
+           hour += 1 + instances.below(4)) {
+        each.prices.push_back({hour, 0.25 * (1 + instances.below(12))});
+      }
+    }
+    cluster.type_of = {0, 1, 1};
+    const std::vector<int> devices = {0, 1, 2};
+    const double hours = 0.5 * (1 + instances.below(10));
+    const double within = 0.5 * instances.below(16);
+    // Prices change at whole hours: halves are enough.
+    const auto price_per_hour = [&](double hour) {
+      double sum = 0;
+      for (const int device : devices) {
+        const std::vector<Price>& prices = cluster.type(device).prices;
+        const auto next = std::ranges::upper_bound(prices, hour, {}, &Price::from_hour);
+        sum += std::prev(next)->per_hour;
+      }
+      return sum;
+    };
+    Start expected = {0, std::numeric_limits<double>::infinity()};
+    for (double start = 0; start <= within; start += 0.5) {
+      double price = 0;
+      for (double hour = start; hour < start + hours; hour += 0.5)
+        price += 0.5 * price_per_hour(hour);
+      if (price < expected.price) expected = {start, price};
+    }
+    const Start found = cheapest_start(cluster, devices, hours, within);
+    EXPECT_DOUBLE_EQ(found.price, expected.price) << "round " << round;
+    EXPECT_DOUBLE_EQ(found.hour, expected.hour) << "round " << round;
+    num_later += found.hour > 0;
+  }
+  EXPECT_GT(num_later, 50);
 }
 
 TEST(PlanCluster, LinksOfAMeshGoAlongItsRowsAndColumns) {

@@ -1,0 +1,30 @@
+// Sums over the layers of a profiled model, which the planner asks for again and again.
+
+#pragma once
+
+#include "core/plan_problem.h"
+
+#include <vector>
+
+namespace pd2 {
+
+// For one size of microbatch.
+struct LayerSums {
+  std::vector<LayerCost> before;      // of the layers before each one, and of all
+  std::vector<Edge> edges;            // by producer and consumer
+  std::vector<LayerCost> blocks;      // of each of the model's blocks
+  std::vector<double> block_inputs;   // bytes that each block reads
+  double seconds_per_saved_byte = 0;  // of the block that saves bytes at the least price
+  double least_received = 0;          // least_received()
+
+  LayerCost of(int first, int end) const;
+  const LayerCost& of_all() const { return before.back(); }
+};
+
+LayerSums sums_of(const ProfiledModel& model, int size);
+
+// The bytes that every stage receives, of each value once.
+std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>& stage_of,
+                                   int num_stages);
+
+}  // namespace pd2
