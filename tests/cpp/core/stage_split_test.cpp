@@ -307,7 +307,7 @@ TEST_P(TenThousandLayers, InSixtyFourStagesTakeLessThanASecond) {
   problem.recompute = GetParam().limited;
   const double seconds = seconds_of(problem);
   RecordProperty("seconds", std::to_string(seconds));
-  if (!kSanitized) EXPECT_LT(seconds, 5.0);  // under one where no other jobs run beside
+  EXPECT_LT(seconds, kSanitized ? 100.0 : 5.0);  // under one where no other jobs run beside
 }
 
 INSTANTIATE_TEST_SUITE_P(
