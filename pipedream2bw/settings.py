@@ -56,6 +56,14 @@ def check_parameters(root: nn.Module, loss_fn: object) -> None:
     """Raises ValueError if a parameter has what its copies in the stages would not have."""
     check_aliases(root)
     check_views(root)
+    for name, module in root.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+            raise ValueError(
+                f"module {name or 'itself'}: {type(module).__name__}, it must not be sharded by "
+                "FSDP: that frees and gathers the parameters, of which each weight version has its "
+                "own memory; shard a stage by tensor parallelism (mesh=) or use more stages"
+            )
     for name, parameter in root.named_parameters():
         if is_dtensor(parameter):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import embedding, mse_loss
 
 import pipedream2bw as pd2
@@ -100,6 +101,12 @@ def test_a_wrong_setting_is_named_with_the_rule(
         build(**changes)
 
 
+def as_if_sharded(module: nn.Module) -> nn.Module:
+    """What fully_shard() makes of a module's class."""
+    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    return module
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "kind", "message"),
     [
@@ -136,6 +143,12 @@ def test_a_wrong_setting_is_named_with_the_rule(
             {"example_args": (torch.zeros(1, dtype=torch.long),)},
             ValueError,
             r"sparse=True: a pipeline takes dense gradients only",
+        ),
+        (
+            lambda: [nn.Linear(4, 4), as_if_sharded(nn.Linear(4, 4))],
+            {},
+            ValueError,
+            r"module 1: FSDPLinear, it must not be sharded by FSDP",
         ),
     ],
 )
