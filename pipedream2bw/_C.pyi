@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend
 
 class Schedule:
     @property
@@ -221,6 +222,8 @@ class SharedBoard:
 
 class DelayedSender(Sender):
     def __init__(self, sender: Sender, shortest: float, longest: float, seed: int) -> None: ...
+
+def delayed_backend(backend: Backend, shortest: float, longest: float, seed: int) -> Backend: ...
 
 class ProcessGroupSender(Sender):
     def __init__(

@@ -126,6 +126,7 @@ class GradNorm(LazyNumber):
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before; names the first cause.
+            RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
+                during which the norm comes has not been called.
         """
-        return self._wait(lambda: self.norm.wait(self.slot))
+        return self._wait_for_update(lambda: self.norm.wait(self.slot))

@@ -32,6 +32,20 @@ class LazyNumber(abc.ABC):
                 pipeline._ending.check_open()
             raise
 
+    def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
+        """As :meth:`_wait`, for what exists after the batch's last backward on every stage."""
+        pipeline = self._pipeline()
+        if pipeline is not None and not self.done():
+            pipeline._ending.check_open()
+            missing = pipeline._steps_until_finished(self.batch)
+            if missing > 0:
+                raise RuntimeError(
+                    f"{type(self).__name__} of train_step {self.batch}: its last backwards run "
+                    f"during the train_steps after it, of which {missing} must still be called: "
+                    f"read it then, or after flush()"
+                )
+        return self._wait(read)
+
     @abc.abstractmethod
     def done(self) -> bool:
         """Whether it can be read without waiting."""

@@ -75,11 +75,12 @@ class NewestScale(LazyNumber):
         """The scale. Waits until the batch's last backward; under "2bw" that is during the next.
 
         Raises:
-            RuntimeError: the pipeline failed before.
+            RuntimeError: the pipeline failed before. Or the ``train_step`` during which it comes
+                has not been called.
         """
         if self._update is not None:
             norm, slot = self._update
-            self._wait(lambda: norm.wait(slot))
+            self._wait_for_update(lambda: norm.wait(slot))
         return self._scale.of_version(self._version)
 
 

@@ -242,6 +242,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> GradNorm:
         """The norm of the gradients that the last :meth:`step` uses, before clipping; lazy.
 
+        With ``"2bw"`` it comes during the next ``train_step``: keep this object and read it then.
+
         Raises:
             ValueError: no ``max_grad_norm`` was given, or no step has been made.
         """

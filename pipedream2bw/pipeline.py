@@ -485,6 +485,12 @@ class PipelineModule(nn.Module):
             self._batch += 1
             return loss
 
+    def _steps_until_finished(self, batch: int) -> int:
+        """How many more ``train_step`` calls the batch's last backward on every stage needs."""
+        if self._drained:
+            return 0
+        return batch + self._schedule.most_batches_behind + 1 - self._batch
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
+import itertools
 from collections.abc import Iterator
 from unittest import mock
 
-from pipedream2bw import _C, stages
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+from pipedream2bw import _C, clipping, control, stages
 from pipedream2bw.wiring import Channels
+
+_numbers = itertools.count()  # of backends
 
 
 @contextlib.contextmanager
@@ -32,4 +40,44 @@ def delayed_messages(
             return sender, receiver
 
     with mock.patch.object(stages, "Channels", Delayed):
+        yield
+
+
+@contextlib.contextmanager
+def delayed_collectives(shortest: float, longest: float, seed: int = 0) -> Iterator[None]:
+    """In pipelines made inside, collectives between processes begin some seconds later.
+
+    That is the sums over replicas, of tied weights and of norms, the ranks' agreement and losses,
+    also where shared memory would do. Each process draws delays of its own for each group, evenly
+    between ``shortest`` and ``longest``, so that processes come to one sum at different times.
+    """
+
+    def make(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        own_seed = hash((seed, dist.get_rank(), next(_numbers))) % 2**64
+        return _C.delayed_backend(gloo, shortest, longest, own_seed)
+
+    backend = f"delayed{next(_numbers)}"
+    dist.Backend.register_backend(backend, make, devices=["cpu"])
+    new_group = dist.new_group
+
+    @functools.wraps(new_group)
+    def new_delayed_group(*args: object, **options: object) -> object:
+        return new_group(*args, **options | {"backend": backend})
+
+    def no_board(*_: object) -> None:
+        return None
+
+    with (
+        mock.patch.object(dist, "new_group", new_delayed_group),
+        mock.patch.object(control, "make_board", no_board),
+        mock.patch.object(clipping, "make_board", no_board),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def delays_everywhere(longest: float, seed: int = 0) -> Iterator[None]:
+    """Both, evenly between 0 and ``longest``."""
+    with delayed_messages(0.0, longest, seed), delayed_collectives(0.0, longest, seed):
         yield

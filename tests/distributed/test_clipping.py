@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.distributed.launch import run_ranks
 from tests.models import TASKS, whole
 from tests.oracle import Oracle
@@ -82,7 +82,7 @@ def check(width: int, schedule: str, m: int, *, stages_per_rank: int = 1) -> Non
 def clip(rank: int, world: int, width: int) -> None:
     torch.set_num_threads(1)
     num_ranks = world // width
-    for delays in (contextlib.nullcontext(), delayed_messages(0.0, 0.02)):
+    for delays in (contextlib.nullcontext(), delays_everywhere(0.02)):
         with delays:
             check(width, "2bw", num_ranks)
             check(width, "1f1b", 3)

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.combinations import assert_alike, batches_of, by_definition, by_pipeline, draw
 from tests.distributed.launch import run_ranks
 
@@ -25,7 +25,7 @@ def train(rank: int, world: int, width: int) -> None:
         own = rank // num_ranks
         want = by_definition(of, by_replica)[own]
         bucket_cap_mb = numbers.choice([25.0, 1e-6])
-        late = delayed_messages(0.0, 0.02) if seed % 3 == 0 else contextlib.nullcontext()
+        late = delays_everywhere(0.02) if seed % 3 == 0 else contextlib.nullcontext()
         try:
             with late:
                 got = by_pipeline(of, by_replica[own], width=width, bucket_cap_mb=bucket_cap_mb)

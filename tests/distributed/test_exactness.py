@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.distributed.launch import run_ranks
 from tests.memory_in_flight import assert_as_simulated
 from tests.models import TASKS, Task, whole
@@ -214,7 +214,7 @@ def replicas_average(rank: int, world_size: int, width: int) -> None:
         # Sums at the end; and begun one parameter after the other.
         for bucket_cap_mb in (25.0, 1e-6) if name == "mlp" else (1e-6,):
             replicas_follow_the_mean(task, by_replica, make, d, m, bucket_cap_mb=bucket_cap_mb)
-    with delayed_messages(0.0, 0.02):  # one replica's sums begin while the other still waits
+    with delays_everywhere(0.02):  # one replica's sums begin while the other still waits
         replicas_follow_the_mean(task, by_replica, rmsprop, d, m, bucket_cap_mb=1e-6)
     if d in TASKS["branch"].depths or d == 1:
         return

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 import pipedream2bw as pd2
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.distributed.launch import in_turn, run_ranks
 from tests.distributed.outcomes import Expected, Outcome, assert_raised, attempt
 from tests.models import TASKS, WIDTH, Task, whole
@@ -179,7 +179,7 @@ def any_optimizers(rank: int, world: int, width: int) -> None:
 
 def late_messages(rank: int, world: int, width: int) -> None:
     torch.set_num_threads(1)
-    with delayed_messages(0.0, 0.02):
+    with delays_everywhere(0.02):
         for name in ("low rank", "weight norm", "some microbatches"):
             if world // width in KINDS[name].depths:
                 check(KINDS[name], width)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.distributed.launch import run_ranks
 from tests.mixed_oracle import MixedOracle, half_away, lowered
 from tests.trajectory import copy_of, make_pipeline
@@ -85,7 +85,7 @@ def masters(rank: int, world: int, width: int) -> None:
         for precision in ("bf16", "fp16"):
             check(width, schedule, precision)
     check(width, "2bw", "bf16", split_master=True)
-    with delayed_messages(0.0, 0.02):
+    with delays_everywhere(0.02):
         for precision in ("bf16", "fp16"):
             check(width, "2bw", precision)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from benchmarks.measuring.delays import delayed_messages
+from benchmarks.measuring.delays import delays_everywhere
 from tests.distributed.launch import run_ranks
 from tests.models import whole
 from tests.oracle import Oracle
@@ -82,7 +82,7 @@ def check(
 
 def train(rank: int, world: int, width: int, longest_delay: float) -> None:
     torch.set_num_threads(1)
-    late = delayed_messages(0.0, longest_delay) if longest_delay else contextlib.nullcontext()
+    late = delays_everywhere(longest_delay) if longest_delay else contextlib.nullcontext()
     p = world // width
     with late:
         for name in ("language model", "layers") if p == 4 else ("language model",):

@@ -215,10 +215,23 @@ def test_the_norm_is_lazy() -> None:
         norm = opt.grad_norm
         assert not norm.done()  # its last backward needs the next batch, or a flush
         assert "not there yet" in repr(norm)
-        pipe.flush()
-        assert norm.done()
+        with pytest.raises(RuntimeError, match=r"GradNorm of train_step 0: .* 1 must still"):
+            norm.item()  # would wait forever
+        pipe.train_step(*batches[1].args, target=batches[1].target)
         assert norm.item() > 0
+        opt.step()
+        with pytest.raises(RuntimeError, match="GradNorm of train_step 1"):
+            float(opt.grad_norm)
+        pipe.flush()
+        norm = opt.grad_norm
+        assert norm.done()
         assert f"{norm:.3f}" == f"{norm.item():.3f}"
+    with make_pipeline(task, 2, 2, batches[0], schedule="1f1b") as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=math.inf)
+        for batch in batches:
+            pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
+            assert float(opt.grad_norm) > 0
 
 
 def test_bad_bounds_are_named() -> None:

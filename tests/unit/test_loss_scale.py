@@ -201,6 +201,19 @@ def test_the_scale_is_saved_and_loaded() -> None:
         assert run(pipe, opt, batches[4:]) == want[4:]
 
 
+def test_a_scale_that_needs_another_train_step_is_not_waited_for() -> None:
+    (batch,) = SKIPS.batches([6])
+    with make_pipeline(SKIPS, 2, 3, batch, autocast=torch.bfloat16) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), loss_scale=SCALE)
+        for step in range(2):
+            pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
+            with pytest.raises(RuntimeError, match=f"NewestScale of train_step {step}: .* flush"):
+                float(opt.loss_scale)
+        pipe.flush()
+        assert float(opt.loss_scale) > 0
+
+
 def test_a_gradient_is_divided_by_what_its_loss_was_multiplied_by() -> None:
     """Whatever optimizer, scale or weights come between the two."""
     (batch,) = SKIPS.batches([6])
