@@ -59,6 +59,7 @@ class LayerCosts:
         forward, backward: nominal seconds; weight_grad: the part of backward for parameters.
         saved_bytes: what autograd keeps of each layer, 0 if not asked for; a storage counts with
             the first layer that saves it, parameters, buffers and the graph's inputs with none.
+        kept: bytes of what several layers save, with these layers.
         described: of each value, structure, shapes, dtypes and strides.
         value_bytes: bytes of each value's tensors.
         crossing: nominal seconds that each value takes over a link between stages, its gradient
@@ -78,6 +79,7 @@ class LayerCosts:
     backward: list[float]
     weight_grad: list[float]
     saved_bytes: list[int]
+    kept: list[tuple[int, tuple[int, ...]]]
     described: dict[str, str]
     value_bytes: dict[str, int]
     crossing: dict[str, float]
@@ -130,7 +132,7 @@ class _DryRun:
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
         self._result = LayerCosts(
-            *([], [], [], [], {}, {}, {}, set(), [], set(), {}, [], []), error=None
+            *([], [], [], [], [], {}, {}, {}, set(), [], set(), {}, [], []), error=None
         )
         state = (*self._fake_root.parameters(), *self._fake_root.buffers())
         self._saved = SavedCounter([*state, *self._examples])
@@ -147,6 +149,7 @@ class _DryRun:
                     layers.append(node)
                     self._layer(node)
         self._result.written_values = list(_stale_reads(layers, self._result))
+        self._result.kept = self._saved.saved_by_several()
         return self._result
 
     def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:

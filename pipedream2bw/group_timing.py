@@ -51,10 +51,14 @@ class _Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What :func:`measure_groups` found: by kind (the first group of it), and by group."""
+    """What :func:`measure_groups` found: by kind (the first group of it), and by group.
+
+    ``kept`` has bytes of what several groups save, with these groups.
+    """
 
     times: dict[int, GroupTimes]
     saved_bytes: list[int]
+    kept: list[tuple[int, tuple[int, ...]]]
 
 
 def measure_groups(
@@ -75,7 +79,7 @@ def measure_groups(
         seconds: how long rounds go on; there are at least 5.
     """
     programs = split_into_stages(run.captured, [group.first for group in groups])
-    saved, inputs = _first_pass(run, root, programs)
+    counter, saved, inputs = _first_pass(run, root, programs)
     chosen: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         chosen.setdefault(group.like, []).append(index)
@@ -102,7 +106,7 @@ def measure_groups(
             everyone = [item for future in _in_order_of_cause(futures) for item in future.result()]
     finally:
         torch.set_num_threads(threads_before)
-    return Measured(_summarised(everyone), saved)
+    return Measured(_summarised(everyone), saved, counter.saved_by_several())
 
 
 def _in_order_of_cause(
@@ -129,8 +133,8 @@ def _own_copy(root: nn.Module) -> nn.Module:
 
 def _first_pass(
     run: Run, root: nn.Module, programs: Sequence[StageProgram]
-) -> tuple[list[int], list[list[Any]]]:
-    """By group: bytes that autograd saves, and the inputs. Runs the model once."""
+) -> tuple[SavedCounter, list[int], list[list[Any]]]:
+    """What autograd saves, also by group, and each group's inputs. Runs the model once."""
     own = _own_copy(root)
     values: dict[str, Any] = dict(run.inputs)
     counter = SavedCounter([*own.parameters(), *own.buffers(), *run.inputs.values()])
@@ -143,7 +147,7 @@ def _first_pass(
         saved.append(counter.take())
         graphs.append(outputs)
         values.update(zip(program.outputs, outputs, strict=True))
-    return saved, inputs
+    return counter, saved, inputs
 
 
 def _leaves(values: list[Any]) -> list[Any]:

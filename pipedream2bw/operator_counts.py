@@ -47,23 +47,41 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SavedCounter:
-    """Counts what autograd saves: each storage once, some not at all."""
+    """Counts what autograd saves, part by part: each storage once, some not at all."""
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
-        self._seen = set(map(storage_of, not_counted))
+        self._not_counted = set(map(storage_of, not_counted))
+        self._parts: dict[int, list[int]] = {}  # by storage, those that save it
+        self._sizes: dict[int, int] = {}
+        self._part = 0
         self._bytes = 0
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:
-        if storage_of(tensor) not in self._seen:
-            self._seen.add(storage_of(tensor))
-            self._bytes += tensor.untyped_storage().nbytes()
+        storage = storage_of(tensor)
+        if storage in self._not_counted:
+            return tensor
+        if storage not in self._parts:
+            self._parts[storage] = []
+            self._sizes[storage] = tensor.untyped_storage().nbytes()
+            self._bytes += self._sizes[storage]
+        if self._part not in self._parts[storage]:
+            self._parts[storage].append(self._part)
         return tensor
 
     def take(self) -> int:
-        """Bytes since the last call."""
+        """Ends a part: the bytes that it was the first to save."""
         taken, self._bytes = self._bytes, 0
+        self._part += 1
         return taken
+
+    def saved_by_several(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes of what several parts saved, and these parts' numbers, increasing."""
+        return [
+            (self._sizes[storage], tuple(parts))
+            for storage, parts in self._parts.items()
+            if len(parts) > 1
+        ]
 
 
 def is_tensor(item: Any) -> bool:

@@ -199,6 +199,7 @@ def _model_row(
                 )
             ],
             list(each.edges),
+            [(float(size), list(layers)) for size, layers in each.kept],
         )
         for each in profile.microbatches
     ]

@@ -24,6 +24,9 @@ VERSION = 1
 Edge = tuple[int, int, int]
 """Producer layer, consumer layer, bytes of the value."""
 
+Kept = tuple[int, tuple[int, ...]]
+"""Bytes, and the layers that keep the same tensors, increasing."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ProfiledLayer:
@@ -58,6 +61,7 @@ class MicrobatchProfile:
         activation_bytes: kept from the forward to the end of the backward. What several layers
             keep counts with the first of them; parameters, buffers and the model's inputs do not
             count.
+        kept: what several layers keep; on every stage that has one of them it takes memory.
         spread: (90th - 10th percentile) / median of the times that a forward and backward took; 0
             if not measured.
         edges: the values between layers; those of one producer carry the same value. The model's
@@ -69,6 +73,7 @@ class MicrobatchProfile:
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     activation_bytes: tuple[int, ...]
+    kept: tuple[Kept, ...]
     spread: tuple[float, ...]
     edges: tuple[Edge, ...]
 
@@ -272,8 +277,9 @@ def _read_layer(field: Field) -> ProfiledLayer:
 
 
 def _read_microbatch(field: Field) -> MicrobatchProfile:
-    rows, forward, input_grad, weight_grad, activations, spread, edges = field.fields(
-        *("rows", "forward", "input_grad", "weight_grad", "activation_bytes", "spread", "edges")
+    rows, forward, input_grad, weight_grad, activations, kept, spread, edges = field.fields(
+        *("rows", "forward", "input_grad", "weight_grad"),
+        *("activation_bytes", "kept", "spread", "edges"),
     )
     return MicrobatchProfile(
         rows.whole(),
@@ -281,6 +287,7 @@ def _read_microbatch(field: Field) -> MicrobatchProfile:
         input_grad.each(Field.number),
         weight_grad.each(Field.number),
         activations.each(Field.whole),
+        kept.each(_read_kept),
         spread.each(Field.number),
         edges.each(_read_edge),
     )
@@ -289,6 +296,11 @@ def _read_microbatch(field: Field) -> MicrobatchProfile:
 def _read_edge(field: Field) -> Edge:
     producer, consumer, size = field.each(Field.whole, length=3)
     return producer, consumer, size
+
+
+def _read_kept(field: Field) -> Kept:
+    size, layers = field.each(lambda item: item, length=2)
+    return size.whole(), layers.each(Field.whole)
 
 
 def _read_links(field: Field) -> ProfiledLinks:

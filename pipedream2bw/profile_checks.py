@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -65,6 +66,15 @@ def _check_microbatch(where: str, num_layers: int, item: MicrobatchProfile) -> N
                 f"{num_layers}: the producer must come before the consumer"
             )
         _at_least(0, f"{where}.edges[{index}]", [producer, consumer, size])
+
+    for index, (size, layers) in enumerate(item.kept):
+        _at_least(0, f"{where}.kept[{index}]", [size])
+        rising = all(before < after for before, after in itertools.pairwise(layers))
+        if len(layers) < 2 or not rising or not 0 <= layers[0] < layers[-1] < num_layers:
+            raise ValueError(
+                f"{where}.kept[{index}]: layers {list(layers)}, layers: {num_layers}: it needs two "
+                "or more of them, increasing"
+            )
 
 
 def _check_links(links: ProfiledLinks) -> None:

@@ -13,6 +13,7 @@ from .captured import edges_between
 from .group_timing import GroupTimes, Measured
 from .layer_groups import Group, crossing_bytes
 from .profile import (
+    Kept,
     MicrobatchProfile,
     Profile,
     ProfiledDevice,
@@ -36,7 +37,7 @@ def median_of(found: Sequence[Measured]) -> Measured:
         )
         for like in found[0].times
     }
-    return Measured(times, found[0].saved_bytes)
+    return Measured(times, found[0].saved_bytes, found[0].kept)
 
 
 def shared_out(run: Run, groups: Sequence[Group], measured: Measured) -> MicrobatchProfile:
@@ -57,7 +58,8 @@ def shared_out(run: Run, groups: Sequence[Group], measured: Measured) -> Microba
         weight_grad += _parts(times.weight_grad, weights)
         activations += _whole_parts(saved, costs.saved_bytes[layers])
         spread += [times.spread] * len(weights)
-    return microbatch_of(run, forward, input_grad, weight_grad, activations, spread)
+    kept = [(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept]
+    return microbatch_of(run, forward, input_grad, weight_grad, activations, kept, spread)
 
 
 def _parts(total: float, shares: Sequence[float]) -> list[float]:
@@ -81,6 +83,7 @@ def microbatch_of(
     input_grad: Sequence[float],
     weight_grad: Sequence[float],
     activations: Sequence[int],
+    kept: Sequence[Kept],
     spread: Sequence[float],
 ) -> MicrobatchProfile:
     """With the loss, which is the last of these, in the layer before."""
@@ -90,9 +93,20 @@ def microbatch_of(
         (*input_grad[:-2], input_grad[-2] + input_grad[-1]),
         (*weight_grad[:-2], weight_grad[-2] + weight_grad[-1]),
         (*activations[:-2], activations[-2] + activations[-1]),
+        _joined(kept, len(forward) - 2),
         tuple(spread[:-1]),
         _edges(run),
     )
+
+
+def _joined(kept: Sequence[Kept], last: int) -> tuple[Kept, ...]:
+    """One item for the tensors that the same layers keep; the loss's are layer ``last``'s."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for size, layers in kept:
+        holders = tuple(dict.fromkeys(min(layer, last) for layer in layers))
+        if len(holders) > 1:
+            sizes[holders] = sizes.get(holders, 0) + size
+    return tuple((size, layers) for layers, size in sizes.items())
 
 
 def _edges(run: Run) -> tuple[tuple[int, int, int], ...]:

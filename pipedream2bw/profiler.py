@@ -146,6 +146,7 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
                 [whole - weight for whole, weight in backward],
                 costs.weight_grad,
                 costs.saved_bytes,
+                costs.kept,
                 [0.0] * len(costs.forward),
             )
         )

@@ -16,7 +16,8 @@ namespace {
 
 using LayerRow = std::array<double, 6>;
 using RowsRow =
-    std::tuple<int, std::vector<LayerRow>, std::vector<std::tuple<int, int, std::int64_t>>>;
+    std::tuple<int, std::vector<LayerRow>, std::vector<std::tuple<int, int, std::int64_t>>,
+               std::vector<std::pair<double, std::vector<int>>>>;
 using ModelRow = std::tuple<std::vector<RowsRow>, std::vector<bool>,
                             std::vector<std::pair<int, int>>, double, double>;
 using LinkRow = std::pair<double, double>;
@@ -30,7 +31,7 @@ using OptionsRow =
 ProfiledModel read_model(const ModelRow& row) {
   ProfiledModel model;
   const auto& [microbatches, can_cut, blocks, per_update_byte, per_action] = row;
-  for (const auto& [rows, layers, edges] : microbatches) {
+  for (const auto& [rows, layers, edges, kept] : microbatches) {
     ProfiledRows& profiled = model.microbatches.emplace_back();
     profiled.rows = rows;
     for (const auto& [f, i, w, activations, parameters, trained] : layers) {
@@ -38,6 +39,12 @@ ProfiledModel read_model(const ModelRow& row) {
     }
     for (const auto& [producer, consumer, bytes] : edges) {
       profiled.edges.push_back({producer, consumer, bytes});
+    }
+    for (const auto& [bytes, holders] : kept) {
+      PD2_CHECK(!holders.empty(), "kept: no layers, it needs the ones that keep ", bytes, " bytes");
+      profiled.kept.push_back({.producer = holders.front(),
+                               .consumers = {holders.begin() + 1, holders.end()},
+                               .kept_bytes = bytes});
     }
   }
   model.can_cut = can_cut;

@@ -35,7 +35,7 @@ class Ranks {
     const Messages messages = costs_.messages(first, end);
     const StageMemoryRule& rule = costs_.rule(s);
     return {costs_.compute(rule.slowness, first, end) + messages.cost(),
-            costs_.bytes(rule, first, end, messages.entering_bytes)};
+            costs_.bytes(rule, first, end, messages.received)};
   }
 
   Quality quality(const std::vector<Stage>& stages) const {
@@ -172,7 +172,7 @@ class Search {
       costs.extend(messages, first, end - 1);
       const Cost compute = before.cost + costs.compute(rule.slowness, first, end);
       sum.cost = compute + messages.cost();
-      sum.bytes = before.bytes + costs.bytes(rule, first, end, messages.entering_bytes);
+      sum.bytes = before.bytes + costs.bytes(rule, first, end, messages.received);
       if (compute >= best_ || sum.bytes > rule.limit) break;
       if (sum.cost >= best_ || (s + 1 == num_stages && end < n)) continue;
       ends_.push_back(end);

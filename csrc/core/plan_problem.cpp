@@ -35,6 +35,15 @@ void check(const ProfiledRows& profiled, int num_layers) {
               "edge: ", edge.producer, " to ", edge.consumer, ", ", edge.bytes,
               " bytes: it needs 0 <= producer < consumer < ", num_layers, " and bytes >= 0");
   }
+  for (const Value& value : profiled.kept) {
+    int before = value.producer;
+    for (const int layer : value.consumers) {
+      PD2_CHECK(before >= 0 && before < layer && layer < num_layers && value.kept_bytes >= 0,
+                "kept: layer ", before, " and then ", layer, ", ", value.kept_bytes,
+                " bytes: it needs increasing layers < ", num_layers, " and bytes >= 0");
+      before = layer;
+    }
+  }
 }
 
 void check(const ProfiledModel& model) {

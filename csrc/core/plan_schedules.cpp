@@ -254,7 +254,7 @@ double busiest_rank(const PipelineShape& shape, const Costs& costs) {
     for (const int stage : shape.stages_on(rank)) {
       const StageCosts& cost = costs.stages[stage];
       seconds += share * shape.num_microbatches * work(cost);
-      if (shape.rule->is_flushed()) seconds += update(cost);
+      seconds += shape.rule->is_flushed() ? update(cost) : cost.update;
     }
     busiest = std::max(busiest, seconds);
   }

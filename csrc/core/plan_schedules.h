@@ -82,7 +82,9 @@ struct StepTime {
 // busiest rank's work.
 StepTime step_time(const PipelineShape& shape, const Costs& costs);
 
-// The busiest rank's seconds of a batch, updates that are not beside others included.
+// The busiest rank's seconds of a batch. An update that goes on beside the next microbatches delays
+// none of them by waiting, but it takes its device's time; the sum over replicas before it does
+// not.
 double busiest_rank(const PipelineShape& shape, const Costs& costs);
 
 }  // namespace pd2

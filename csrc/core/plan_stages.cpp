@@ -115,6 +115,7 @@ StageSplitProblem StageChooser::split_problem(const Plan& plan) const {
   StageSplitProblem split;
   split.layers = plan.profiled.layers;
   split.edges = plan.profiled.edges;
+  split.values = plan.profiled.kept;
   split.can_cut = problem_.model.can_cut;
   split.seconds_per_byte = plan.seconds_per_byte;
   split.seconds_per_value = plan.seconds_per_value;
@@ -189,10 +190,15 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
     }
   }
   const std::vector<double> received = received_bytes(plan.sums, stage_of, d);
+  const std::vector<double> kept = kept_again_bytes(plan.profiled.kept, stage_of, d);
   plan.chosen.edges.assign(d - 1, {});
   for (int k = 0; k < d; ++k) {
     if (k > 0) plan.chosen.edges[k - 1].message_bytes = received[k];
-    if (plan.recomputes_stages()) stages[k].costs.input_bytes = received[k];
+    if (plan.recomputes_stages()) {
+      stages[k].costs.input_bytes = received[k];
+    } else {
+      stages[k].costs.activation_bytes += kept[k];
+    }
   }
   plan.chosen.stages = std::move(stages);
 }

@@ -100,7 +100,7 @@ class Program {
     const auto fits = [&](int in_flight) {
       rule.activations = problem_.recompute ? 1 : in_flight;
       rule.inputs = problem_.recompute ? in_flight : 0;
-      return costs_.bytes(rule, a, b, messages.entering_bytes) <= problem_.limit;
+      return costs_.bytes(rule, a, b, messages.received) <= problem_.limit;
     };
     int most = 0;
     for (int high = std::min(problem_.num_machines, problem_.num_microbatches); most < high;) {

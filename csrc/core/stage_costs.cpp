@@ -39,6 +39,7 @@ void check_values(const std::vector<Value>& values, std::size_t num_layers) {
     const Value& value = values[i];
     check_amount(value.bytes, "values", i, "bytes");
     check_amount(value.seconds, "values", i, "seconds");
+    check_amount(value.kept_bytes, "values", i, "kept_bytes");
     for (const int consumer : value.consumers) {
       PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < n, "values[", i,
                 "]: producer: ", value.producer, ", consumer: ", consumer, ", layers: ", n,
@@ -202,7 +203,7 @@ void StageCosts::add_values(const std::vector<Value>& values) {
     for (const int consumer : consumers) {
       const int piece = piece_of_[consumer];
       if (piece == previous) continue;
-      links.push_back({piece, {previous, cost, value.bytes}});
+      links.push_back({piece, {previous, cost, value.bytes, value.kept_bytes}});
       previous = piece;
     }
   }
@@ -221,12 +222,18 @@ void StageCosts::add_values(const std::vector<Value>& values) {
   for (const auto& [piece, end] : ends) ends_[next_end[piece]++] = end;
 
   // A link crosses the positions previous + 1 .. piece; after the last piece nothing does.
-  crossing_bytes_.assign(n + 2, 0);
+  crossing_.assign(n + 2, {});
   for (const auto& [piece, link] : links) {
-    crossing_bytes_[link.previous + 1] += link.bytes;
-    crossing_bytes_[piece + 1] -= link.bytes;
+    crossing_[link.previous + 1].all += link.bytes;
+    crossing_[link.previous + 1].kept += link.kept_bytes;
+    crossing_[piece + 1].all -= link.bytes;
+    crossing_[piece + 1].kept -= link.kept_bytes;
+    has_kept_ = has_kept_ || link.kept_bytes > 0;
   }
-  for (int i = 1; i <= n; ++i) crossing_bytes_[i] += crossing_bytes_[i - 1];
+  for (int i = 1; i <= n; ++i) {
+    crossing_[i].all += crossing_[i - 1].all;
+    crossing_[i].kept += crossing_[i - 1].kept;
+  }
 }
 
 Cost StageCosts::compute(double slowness, int first, int end) const {
@@ -284,7 +291,8 @@ std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
     for (const int stage : stages) {  // the producer's is the first
       uses[stage].messages += value.seconds;
       if (stage != stages.front()) {
-        uses[stage].bytes += problem.stages[stage].inputs * value.bytes;
+        uses[stage].bytes +=
+            StageCosts::bytes(problem.stages[stage], {value.bytes, value.kept_bytes});
       }
     }
   }

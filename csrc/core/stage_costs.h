@@ -21,11 +21,17 @@ std::vector<Value> all_values(const StageSplitProblem& problem);
 // Throws ValueError as split_stages().
 void check(const StageSplitProblem& problem);
 
+// Bytes of what comes from stages before.
+struct Received {
+  double all = 0;
+  double kept = 0;  // for the backward
+};
+
 // The messages of a stage.
 struct Messages {
   Cost entering = 0;
   Cost leaving = 0;
-  double entering_bytes = 0;
+  Received received;
 
   Cost cost() const { return entering + leaving; }
 };
@@ -55,7 +61,8 @@ class StageCosts {
     for (int i = links_at_[piece]; i < links_at_[piece + 1]; ++i) {
       if (links_[i].previous >= first) continue;
       messages.entering += links_[i].cost;
-      messages.entering_bytes += links_[i].bytes;
+      messages.received.all += links_[i].bytes;
+      messages.received.kept += links_[i].kept_bytes;
     }
     messages.leaving += made_[piece];
     for (int i = ends_at_[piece]; i < ends_at_[piece + 1]; ++i) {
@@ -65,14 +72,21 @@ class StageCosts {
   Messages messages(int first, int end) const;
   Cost cost(int stage, int first, int end) const;  // compute and messages
 
-  double bytes(const StageMemoryRule& rule, int first, int end, double entering_bytes) const {
+  // Inputs that are kept to run the forward again are those that its layers keep.
+  static double bytes(const StageMemoryRule& rule, const Received& received) {
+    return rule.inputs > 0 ? rule.inputs * received.all : rule.activations * received.kept;
+  }
+  double bytes(const StageMemoryRule& rule, int first, int end, const Received& received) const {
     return rule.trained * (trained_[end] - trained_[first]) +
            rule.frozen * (frozen_[end] - frozen_[first]) +
-           rule.activations * (activations_[end] - activations_[first]) +
-           rule.inputs * entering_bytes;
+           rule.activations * (activations_[end] - activations_[first]) + bytes(rule, received);
   }
   // Of the values that are made before the position and read after it.
-  double crossing_bytes(int position) const { return crossing_bytes_[position]; }
+  const Received& crossing(int position) const { return crossing_[position]; }
+  // Whether the memory by this rule depends on what a stage receives.
+  bool counts_received(const StageMemoryRule& rule) const {
+    return rule.inputs > 0 || (has_kept_ && rule.activations > 0);
+  }
 
  private:
   // A consumer of a value, and its consumer before (for the first one: its producer). A stage
@@ -81,6 +95,7 @@ class StageCosts {
     int previous = 0;
     Cost cost = 0;
     double bytes = 0;
+    double kept_bytes = 0;
   };
 
   void add_layers(const StageSplitProblem& problem);
@@ -105,7 +120,8 @@ class StageCosts {
   std::vector<Cost> made_;
   std::vector<int> ends_at_;
   std::vector<std::pair<int, Cost>> ends_;
-  std::vector<double> crossing_bytes_;
+  std::vector<Received> crossing_;
+  bool has_kept_ = false;
 };
 
 }  // namespace pd2

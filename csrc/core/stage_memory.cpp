@@ -20,47 +20,47 @@ int last_that(int low, int high, Holds&& holds) {
   return low;
 }
 
-// The bytes that enter the stages from one first piece on, by end, found as far as asked for.
-class EnteringBytes {
+// What the stages from one first piece on receive, by end, found as far as asked for.
+class ReceivedByEnd {
  public:
-  EnteringBytes(const StageCosts& costs, int first) : costs_(costs), first_(first), bytes_(1, 0) {}
+  ReceivedByEnd(const StageCosts& costs, int first) : costs_(costs), first_(first), received_(1) {}
 
-  double by(int end) {
-    while (first_ + static_cast<int>(bytes_.size()) <= end) {
-      costs_.extend(messages_, first_, first_ + static_cast<int>(bytes_.size()) - 1);
-      bytes_.push_back(messages_.entering_bytes);
+  const Received& by(int end) {
+    while (first_ + static_cast<int>(received_.size()) <= end) {
+      costs_.extend(messages_, first_, first_ + static_cast<int>(received_.size()) - 1);
+      received_.push_back(messages_.received);
     }
-    return bytes_[end - first_];
+    return received_[end - first_];
   }
 
  private:
   const StageCosts& costs_;
   int first_;
   Messages messages_;
-  std::vector<double> bytes_;
+  std::vector<Received> received_;
 };
 
 void find_farthest(const StageCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
   const int n = costs.num_pieces();
   for (int a = 0; a < n; ++a) {
-    EnteringBytes entering(costs, a);
+    ReceivedByEnd received(costs, a);
     for (int k = 0; k < costs.num_stages(); ++k) {
       const StageMemoryRule& rule = costs.rule(k);
       int& farthest = fit.farthest[k][a];
-      if (costs.bytes(rule, a, n, costs.crossing_bytes(a)) <= limits[k]) {
+      if (costs.bytes(rule, a, n, costs.crossing(a)) <= limits[k]) {
         farthest = n;
         continue;
       }
-      // First without what enters: it takes time to find.
+      // First without what is received: it takes time to find.
       farthest = last_that(
-          a, n, [&](int end) { return end == a || costs.bytes(rule, a, end, 0) <= limits[k]; });
-      if (rule.inputs > 0) {
+          a, n, [&](int end) { return end == a || costs.bytes(rule, a, end, {}) <= limits[k]; });
+      if (costs.counts_received(rule)) {
         farthest = last_that(a, farthest, [&](int end) {
-          return costs.bytes(rule, a, end, entering.by(end)) <= limits[k];
+          return costs.bytes(rule, a, end, received.by(end)) <= limits[k];
         });
       }
       if (farthest < n) {
-        const double more = rule.inputs > 0 ? entering.by(farthest + 1) : 0;
+        const Received more = costs.counts_received(rule) ? received.by(farthest + 1) : Received{};
         fit.next_bytes = std::min(fit.next_bytes, costs.bytes(rule, a, farthest + 1, more));
       }
     }
@@ -100,8 +100,7 @@ double smallest_memory_limit(const StageSplitProblem& problem) {
     for (int k = 0, a = 0; k < d; ++k) {
       int end = a + 1;
       while (!fit.may_begin[k + 1][end]) ++end;
-      most =
-          std::max(most, costs.bytes(costs.rule(k), a, end, costs.messages(a, end).entering_bytes));
+      most = std::max(most, costs.bytes(costs.rule(k), a, end, costs.messages(a, end).received));
       a = end;
     }
     return most;

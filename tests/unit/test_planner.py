@@ -36,6 +36,7 @@ def made_profile(
             input_grad=tuple(rows * each for each in seconds),
             weight_grad=tuple(rows * each for each in seconds),
             activation_bytes=(rows * 2 * size,) * n,
+            kept=(),
             spread=(0.0,) * n,
             edges=tuple((i, i + 1, rows * message_bytes) for i in range(n - 1)),
         )

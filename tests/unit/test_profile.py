@@ -89,6 +89,7 @@ def test_bytes_of_a_model_counted_by_hand(make: Any) -> None:
     assert sum(microbatch.activation_bytes) == value + value + value + 5 * 4 * 4
     if make is dry:
         assert microbatch.activation_bytes == (0, 0, value, value, value + 5 * 4 * 4)
+        assert microbatch.kept == ((value, (2, 3)),)  # tanh's result
     assert microbatch.edges == (
         *((0, 1, value), (1, 2, value), (2, 3, value), (0, 3, value), (3, 4, value)),
     )
@@ -136,6 +137,68 @@ def test_a_stage_keeps_what_the_profile_says(name: str) -> None:
     assert memory.most_in_flight == 4
     (microbatch,) = profile.microbatches
     assert 4 * sum(microbatch.activation_bytes) == pytest.approx(memory.activations, rel=0.03)
+
+
+class Residual(nn.Module):
+    """ReLU keeps what it gives, and so do the layers that read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = (x + second(first(x).relu())).relu()
+        return x
+
+
+def test_stages_keep_what_others_keep_too() -> None:
+    """A plan's bytes are the pipeline's, wherever the model is cut."""
+    x, target = torch.randn(16, 32), torch.randn(16, 32)
+    torch.manual_seed(1)
+    model = Residual()
+    profile = pd2.profile(
+        model,
+        nn.functional.mse_loss,
+        example_args=(x[:4],),
+        target=target[:4],
+        microbatch_rows=(4,),
+        seconds=0.01,
+    )
+    sums = 0
+    for cut in (i + 1 for i, layer in enumerate(profile.layers) if layer.can_cut_after):
+        # All work is in the layers around the cut, which puts it there.
+        work = tuple(1.0 if i in (cut - 1, cut) else 0.0 for i in range(len(profile.layers)))
+        (found,) = profile.microbatches
+        there = dataclasses.replace(
+            profile, microbatches=(dataclasses.replace(found, forward=work, input_grad=work),)
+        )
+        plan = pd2.plan(
+            there,
+            devices=2,
+            memory="1GiB",
+            batch=16,
+            schedules=["2bw"],
+            recompute=["none"],
+            optimizer="sgd",
+            num_stages=2,
+            width=1,
+        )
+        assert plan.stages[1].layers[0] == cut
+        pipe = pd2.PipelineModule(
+            model, nn.functional.mse_loss, plan=plan, example_args=(x[:4],), timeout=60.0
+        )
+        with pipe:
+            optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            for _ in range(3):
+                pipe.train_step(x, target=target)
+                optimizer.step()
+            pipe.flush()
+            report = pipe.memory_report()
+        for stage, memory in report.items():
+            assert plan.stages[stage].peak_bytes == memory.total - memory.padding, (cut, stage)
+        sums += any(held[0] < cut <= held[-1] for _, held in found.kept)
+    assert sums > 3
 
 
 def test_every_name_is_one_where_a_stage_may_begin() -> None:
@@ -327,6 +390,10 @@ def test_nonsense_in_a_file(tmp_path: Path, change: dict[str, Any], message: str
         ("activation_bytes", lambda values: (-1, *values[1:]), "activation_bytes, item 0: -1"),
         ("edges", lambda values: (*values, (1, 9, 4)), r"edges\[5\]: from layer 1 to 9, layers: 5"),
         ("edges", lambda values: (*values, (3, 3, 4)), r"edges\[5\]: from layer 3 to 3"),
+        ("kept", lambda _: ((4, (1, 5)),), r"kept\[0\]: layers \[1, 5\], layers: 5"),
+        ("kept", lambda _: ((4, (2, 1)),), r"kept\[0\]: layers \[2, 1\]"),
+        ("kept", lambda _: ((4, (2,)),), r"kept\[0\]: layers \[2\]"),
+        ("kept", lambda _: ((-4, (2, 3)),), r"kept\[0\], item 0: -4"),
         ("rows", lambda value: 0, r"microbatches\[0\].rows: 0, it must be more than 0"),
     ],
 )

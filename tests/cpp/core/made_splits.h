@@ -16,6 +16,7 @@ struct StageByDefinition {
   double compute = 0;
   double messages = 0;
   double entering_bytes = 0;
+  double kept_bytes = 0;  // what stages before keep, too
 
   double seconds() const { return compute + messages; }
 };
@@ -53,13 +54,15 @@ inline StageByDefinition stage_by_definition(const StageSplitProblem& problem, d
     }
     if (makes ? read_elsewhere : reads) stage.messages += value.seconds;
     if (!makes && reads) stage.entering_bytes += value.bytes;
+    if (!makes && reads) stage.kept_bytes += value.kept_bytes;
   }
   return stage;
 }
 
 inline double bytes_by_definition(const StageSplitProblem& problem, const StageMemoryRule& rule,
-                                  int first, int end, double entering_bytes) {
-  double bytes = rule.inputs * entering_bytes;
+                                  int first, int end, const StageByDefinition& stage) {
+  double bytes = rule.inputs * stage.entering_bytes;
+  if (rule.inputs == 0) bytes += rule.activations * stage.kept_bytes;
   for (int i = first; i < end; ++i) {
     const LayerCost& layer = problem.layers[i];
     bytes += rule.trained * layer.trained_bytes +
@@ -85,7 +88,7 @@ class AllStages {
         for (std::size_t k = 0; k < problem.stages.size(); ++k) {
           const StageMemoryRule& rule = problem.stages[k];
           seconds_[k][index(a, b)] = stage.compute * rule.slowness + stage.messages;
-          bytes_[k][index(a, b)] = bytes_by_definition(problem, rule, a, b, stage.entering_bytes);
+          bytes_[k][index(a, b)] = bytes_by_definition(problem, rule, a, b, stage);
         }
       }
     }
@@ -155,7 +158,7 @@ inline StageSplitProblem random_problem(std::mt19937& random, int most_layers, i
         {producer, producer + 1 + below(n - 1 - producer), one_size ? 4 : below(10)});
   }
   for (int i = n > 1 ? below(4) : 0; i > 0; --i) {
-    Value value = {below(n - 1), {}, 1.0 * below(10), 1.0 * below(10)};
+    Value value = {below(n - 1), {}, 1.0 * below(10), 1.0 * below(10), 1.0 * below(10)};
     for (int reader = 1 + below(3); reader > 0; --reader) {
       value.consumers.push_back(value.producer + 1 + below(n - 1 - value.producer));
     }

@@ -50,7 +50,7 @@ double slowest_stage(const ReplicationProblem& problem, const std::vector<int>& 
     rule.frozen = problem.frozen;
     rule.activations = problem.recompute ? 1 : in_flight;
     rule.inputs = problem.recompute ? in_flight : 0;
-    const double bytes = testing::bytes_by_definition(split, rule, a, b, stage.entering_bytes);
+    const double bytes = testing::bytes_by_definition(split, rule, a, b, stage);
     if (bytes > problem.limit) return kInfinity;
     double trained = 0;
     for (int i = a; i < b; ++i) trained += split.layers[i].trained_bytes;

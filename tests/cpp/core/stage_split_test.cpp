@@ -173,8 +173,7 @@ TEST(StageSplit, UsesAreThoseOfTheDefinition) {
         const auto stage = testing::stage_by_definition(problem, rule.slowness, a, b);
         EXPECT_EQ(uses[k].compute, stage.compute);
         EXPECT_EQ(uses[k].messages, stage.messages);
-        EXPECT_EQ(uses[k].bytes,
-                  testing::bytes_by_definition(problem, rule, a, b, stage.entering_bytes));
+        EXPECT_EQ(uses[k].bytes, testing::bytes_by_definition(problem, rule, a, b, stage));
       });
     });
   }
