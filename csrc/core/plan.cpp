@@ -212,20 +212,18 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
   return std::move(best).take();
 }
 
-std::optional<double> faster_plan(const PlanProblem& problem, double worth) {
-  PlanProblem timed = problem;
-  timed.options.objective = Objective::kThroughput;
-  const Layouts layouts(timed.cluster);
-  Evaluator evaluator(timed, layouts);
-  Queue queue(timed, layouts, evaluator);
-  std::optional<double> fastest;
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {
+  const Layouts layouts(problem.cluster);
+  Evaluator evaluator(problem, layouts);
+  Queue queue(problem, layouts, evaluator);
+  std::optional<Evaluation> best;
   while (const Candidate* candidate = queue.next(worth)) {
-    const std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
+    std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
     if (!evaluation || evaluation->score >= worth) continue;
     worth = evaluation->score;
-    fastest = worth;
+    best = std::move(evaluation);
   }
-  return fastest;
+  return best;
 }
 
 }  // namespace pd2

@@ -25,12 +25,12 @@ std::vector<Evaluation> best_plans(const PlanProblem& problem);
 // The same without bounds: for tests.
 std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 
-// Seconds per row of the fastest plan, if below `worth`.
-std::optional<double> faster_plan(const PlanProblem& problem, double worth);
+// The best plan, if its score is below `worth`. Not for kMemory.
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
 
 struct Gain {
-  std::string what;    // "GiB of memory", "GB/s inside a server"
-  double seconds = 0;  // saved per batch
+  std::string what;  // "GiB of memory", "GB/s inside a server"
+  double saved = 0;  // seconds per batch; kCost: of its price; kMemory: bytes of the peak
 };
 
 struct Explanation {
