@@ -131,7 +131,7 @@ class Plan:
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.
         gains: what one more GiB of memory, or GB/s of a kind of link, would save: seconds per
-            batch; planned for "cost" its price, for "memory" bytes of the peak, as the key says.
+            batch; planned for "cost" its price, as the key says; for "memory" there are none.
         profile_fingerprint: of the profiled model.
     """
 

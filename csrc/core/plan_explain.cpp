@@ -174,16 +174,10 @@ std::vector<std::pair<std::string, Topology>> faster_links(const Topology& topol
 
 // What is saved, and of what if it is not time.
 std::string in_unit(const std::string& what, Objective objective) {
-  return what + (objective == Objective::kCost     ? " (price)"
-                 : objective == Objective::kMemory ? " (bytes)"
-                                                   : "");
+  return what + (objective == Objective::kCost ? " (price)" : "");
 }
 
-Gain gain(std::string what, PlanProblem changed, const Evaluation& plan) {
-  if (changed.options.objective == Objective::kMemory) {
-    changed.options.num_alternatives = 0;
-    return {std::move(what), std::max(0.0, plan.score - best_plans(changed).front().score)};
-  }
+Gain gain(std::string what, const PlanProblem& changed, const Evaluation& plan) {
   const std::optional<Evaluation> better = better_plan(changed, plan.score);
   const double saved = better ? (plan.score - better->score) * plan.candidate.batch() : 0;
   return {std::move(what), saved};
@@ -210,12 +204,13 @@ Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& p
     const std::string named = in_unit(what, problem.options.objective);
     gains.push_back(begin([named, changed, &best] { return gain(named, changed, best); }));
   };
-  if (has_limit(problem)) {
+  const bool has_gains = problem.options.objective != Objective::kMemory;
+  if (has_gains && has_limit(problem)) {
     PlanProblem changed = problem;
     for (DeviceType& type : changed.cluster.types) type.memory_bytes += kBytesPerGiB;
     add_gain("GiB of memory", changed);
   }
-  if (problem.cluster.num_devices() > 1) {
+  if (has_gains && problem.cluster.num_devices() > 1) {
     for (auto& [what, topology] : faster_links(problem.cluster.topology)) {
       PlanProblem changed = problem;
       changed.cluster.topology = std::move(topology);

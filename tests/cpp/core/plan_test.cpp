@@ -48,6 +48,7 @@ TEST(Plan, EqualsExhaustiveSearch) {
   int num_refused = 0;
   for (int round = 0; round < rounds(120); ++round) {
     const PlanProblem problem = instances.problem(round % 4 == 0 ? 12 : 8, round % 4 == 1 ? 16 : 6);
+    if (problem.options.objective == Objective::kMemory) continue;
     const std::vector<Evaluation> expected = best_plans_exhaustively(problem);
     if (expected.empty()) {
       EXPECT_NE(value_error([&] { best_plans(problem); }), "") << "round " << round;
@@ -63,6 +64,35 @@ TEST(Plan, EqualsExhaustiveSearch) {
   }
   EXPECT_GE(num_planned, rounds(60));
   EXPECT_GE(num_refused, rounds(5));
+}
+
+TEST(Plan, NoPlanWithinTheSlackNeedsLessMemory) {
+  Instances instances(7);
+  int num_planned = 0;
+  int num_limited = 0;
+  for (int round = 0; round < rounds(60); ++round) {
+    PlanProblem problem = instances.problem(8, 6);
+    problem.options.objective = Objective::kMemory;
+    problem.options.slack = 0.1 * instances.below(4);
+    const std::vector<Evaluation> fastest = best_plans_exhaustively(problem);
+    if (fastest.empty()) continue;
+    const double worth = fastest.front().score * (1 + problem.options.slack);
+    const std::vector<Evaluation> found = best_plans(problem);
+    const Evaluation& best = found.front();
+    ASSERT_EQ(best.score, best.peak_bytes);
+    ASSERT_LE(best.time.seconds / best.candidate.batch(), worth * (1 + 1e-9)) << "round " << round;
+    for (const Evaluation& other : found) ASSERT_LE(best.score, other.score);
+    for (DeviceType& type : problem.cluster.types) {
+      type.memory_bytes = std::min(type.memory_bytes, 0.998 * best.peak_bytes);
+    }
+    const std::vector<Evaluation> smaller = best_plans_exhaustively(problem);
+    ++num_planned;
+    if (smaller.empty()) continue;
+    ASSERT_GT(smaller.front().score, worth) << "round " << round;
+    ++num_limited;
+  }
+  EXPECT_GE(num_planned, rounds(40));
+  EXPECT_GE(num_limited, rounds(20));
 }
 
 TEST(Plan, BoundsAreBounds) {
@@ -159,9 +189,15 @@ TEST(Plan, KeepsMemoryLimitsAndTheLargestBatch) {
 TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
   Instances instances(4);
   int num_refused = 0;
+  int num_tight = 0;
   for (int round = 0; round < rounds(150); ++round) {
     PlanProblem problem = instances.problem(8, 5);
-    problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+    const std::vector<Recompute> ways[] = {
+        {Recompute::kNone, Recompute::kStages},
+        {Recompute::kNone, Recompute::kStages, Recompute::kBlocks},
+        {Recompute::kBlocks},
+        {Recompute::kNone, Recompute::kBlocks}};
+    problem.options.recompute = ways[round % 4];
     if (!best_plans_exhaustively(problem).empty()) continue;
     const std::string error = value_error([&] { best_plans(problem); });
     const std::string before = "memory = ";
@@ -177,13 +213,13 @@ TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
       }
       return best_plans_exhaustively(problem);
     };
+    EXPECT_EQ(error.find("lacks -"), std::string::npos) << error;
     EXPECT_FALSE(with_memory(would_do).empty()) << error;
-    if (problem.cluster.types.size() == 1 && problem.options.stages_per_rank.empty()) {
-      EXPECT_TRUE(with_memory(would_do - 0.0011).empty()) << error;
-    }
+    num_tight += with_memory(0.997 * would_do).empty();
     ++num_refused;
   }
   EXPECT_GE(num_refused, rounds(10));
+  EXPECT_GE(num_tight, 0.9 * num_refused);  // only a few shapes are looked at
 }
 
 TEST(Plan, LeastMemoryIsNamedExactly) {
