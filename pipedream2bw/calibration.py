@@ -57,14 +57,17 @@ class Calibration:
         )
         return dataclasses.replace(profile, microbatches=microbatches)
 
-    def memory_left(self, memory: float) -> float:
+    def memory_left(self, memory: float, name: str = "memory") -> float:
         """Bytes of a device for what a profile predicts.
 
         Raises:
-            ValueError: none are left.
+            ValueError: none are left; calls the device's bytes by the name.
         """
         if not memory > self.offset:
-            raise ValueError(f"memory: {memory:.0f} bytes, the calibration's offset: {self.offset}")
+            raise ValueError(
+                f"{name}: {memory:.0f} bytes, the calibration's offset: {self.offset:.0f} bytes: "
+                "it must be more, or nothing is left for the model"
+            )
         return memory - self.offset
 
     def save(self, path: str | os.PathLike[str]) -> None:

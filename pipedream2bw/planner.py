@@ -10,6 +10,7 @@ from typing import Any
 from . import _C
 from .calibration import Calibration
 from .cluster import Cluster, as_cluster
+from .plan_limits import explain_limits, memory_of_types
 from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .settings import check_whole_number
@@ -98,7 +99,6 @@ def plan(
         )
     if calibration is not None:
         profile = calibration.applied_to(profile)
-        bytes_per_device = calibration.memory_left(bytes_per_device)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
     cluster = as_cluster(devices, profile.links)
     if objective == "cost" and not any(
@@ -106,15 +106,19 @@ def plan(
     ):
         raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
     blocks = blocks_of([layer.name for layer in profile.layers])
-    found, bound_by, lost_by, gains = _C.best_plans(
-        _model_row(profile, blocks, optimizer),
-        _cluster_row(cluster, bytes_per_device, profile if isinstance(devices, int) else None),
-        (
-            *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
-            *(objective, slack, num_batches or 0, start_within, gradient, state),
-            *(width or 0, num_stages or 0),
-        ),
-    )
+    limits = memory_of_types(cluster, bytes_per_device, calibration)
+    try:
+        found, bound_by, lost_by, gains = _C.best_plans(
+            _model_row(profile, blocks, optimizer),
+            _cluster_row(cluster, limits, profile if isinstance(devices, int) else None),
+            (
+                *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
+                *(objective, slack, num_batches or 0, start_within, gradient, state),
+                *(width or 0, num_stages or 0),
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(explain_limits(str(error), cluster, calibration)) from None
     best, *others = found
     alternatives = [
         Alternative(
@@ -208,15 +212,12 @@ def _model_row(
     return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
 
 
-def _cluster_row(cluster: Cluster, memory: float, measured: Profile | None) -> tuple[Any, ...]:
+def _cluster_row(
+    cluster: Cluster, limits: Sequence[float], measured: Profile | None
+) -> tuple[Any, ...]:
     types = [
-        (
-            each.name,
-            1 / each.throughput,
-            memory if each.memory is None else parse_bytes("memory", each.memory),
-            each.prices(),
-        )
-        for each in cluster.types
+        (each.name, 1 / each.throughput, limit, each.prices())
+        for each, limit in zip(cluster.types, limits, strict=True)
     ]
     type_of = [index for index, each in enumerate(cluster.types) for _ in range(each.count)]
     all_reduce = [] if measured is None or measured.links is None else list(measured.all_reduce)

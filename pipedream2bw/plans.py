@@ -37,7 +37,8 @@ class StagePlan:
             whole stage is recomputed, it is there from that on.
         input_bytes: of one microbatch, if the whole stage is recomputed: what it received, else 0.
         peak_bytes: all of that, of one copy of the stage, at its peak.
-        memory_limit: bytes that each device has, of whatever stages it holds.
+        memory_limit: bytes that each device has, of whatever stages it holds; less a calibration's
+            offset.
         recomputed: whether the whole stage is, or the names of the modules that are.
     """
 

@@ -358,3 +358,38 @@ def test_a_plan_takes_what_its_stages_take_in_the_simulator(
         assert sum(seconds[slice(*stage.layers)]) * plan.microbatch_rows == pytest.approx(
             stage.forward
         )
+
+
+def of_two_types(big: str, small: str) -> pd2.Cluster:
+    types = [pd2.DeviceType("big", 1, memory=big), pd2.DeviceType("small", 3, memory=small)]
+    return pd2.Cluster.servers(types, devices_per_server=4, inside="1TB/s", outside="1TB/s")
+
+
+def test_a_calibrations_offset_is_left_free_on_devices_of_every_type() -> None:
+    calibration = pd2.Calibration(1.0, 4e6)
+    cluster = of_two_types("34MB", "30MB")
+    for limited in ({"devices": cluster}, {"memory": "34MB"}):
+        plan = made_plan(**limited, calibration=calibration)
+        limits = {stage.memory_limit for stage in plan.stages}
+        assert limits <= {30e6, 26e6}
+        assert plan.peak_bytes <= max(limits)
+    with pytest.raises(ValueError, match="device type small: memory: 3000000 bytes, the cal"):
+        made_plan(devices=of_two_types("24MB", "3MB"), calibration=calibration)
+    with pytest.raises(ValueError, match=r"memory: 3000000 bytes, the calibration's offset: 40000"):
+        made_plan(memory="3MB", calibration=calibration)
+
+
+def test_what_would_do_is_told_with_the_calibrations_offset() -> None:
+    calibration = pd2.Calibration(1.0, 2.0**30)
+    with pytest.raises(ValueError, match=r"^memory: 1\.001 GiB: .* lacks 0\.\d+ GiB") as error:
+        made_plan(memory="1.001GiB", calibration=calibration)
+    would_do = str(error.value).split("memory = ")[1].split(" GiB")[0]
+    plan = made_plan(memory=f"{would_do}GiB", calibration=calibration)
+    assert plan.peak_bytes + calibration.offset <= float(would_do) * 2**30
+    with pytest.raises(ValueError, match=r"with recompute of blocks alone; .*offset"):
+        made_plan(memory="1.001GiB", calibration=calibration, recompute=["blocks"])
+
+
+def test_types_with_a_memory_of_their_own_are_told() -> None:
+    with pytest.raises(ValueError, match=r"DeviceType\(memory=\): 'big' \(0.0009\d+ GiB\), 'small"):
+        made_plan(devices=of_two_types("1MB", "1MB"), memory="1TB")
