@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from .memory import StageMemory
 from .plan_json import check_number, read_json, write_json
-from .plan_memory import bytes_by_kind, stages_of_ranks
+from .plan_memory import bytes_of_rank, stages_of_ranks
 from .plans import Plan
 from .profile import Profile
 
@@ -160,9 +160,5 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _predicted(plan: Plan) -> list[tuple[float, float]]:
     """By rank of a replica: bytes that are exact, and activations."""
-    found = []
-    for stages in stages_of_ranks(plan):
-        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
-        activations = sum(each["activations"] for each in kinds)
-        found.append((sum(sum(each.values()) for each in kinds) - activations, activations))
-    return found
+    kinds = [bytes_of_rank(plan, stages) for stages in stages_of_ranks(plan)]
+    return [(sum(each.values()) - each["activations"], each["activations"]) for each in kinds]

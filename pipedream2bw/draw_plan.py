@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .draw import Matplotlib, Picture, time_unit
-from .plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
+from .plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_ranks
 from .plans import Plan, StagePlan
 
 _MESSAGES = "messages to and from the next stage"
@@ -141,10 +141,7 @@ def _layers(stage: StagePlan) -> str:
 def _draw_memory(
     axes: Any, plan: Plan, ranks: Sequence[Sequence[int]], matplotlib: Matplotlib
 ) -> list[Any]:
-    bars = []
-    for stages in ranks:
-        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
-        bars.append({name: sum(each[name] for each in kinds) for name in MEMORY_KINDS})
+    bars = [bytes_of_rank(plan, stages) for stages in ranks]
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
     span = max(sum(bar.values()) for bar in bars)
     span = max([span, *(limit for limit in limits if limit < math.inf)])

@@ -13,7 +13,7 @@ from pipedream2bw.__main__ import main
 from pipedream2bw.commands.plan import parse_topology
 from pipedream2bw.commands.plan_report import print_plan
 from pipedream2bw.plans import Alternative
-from tests.plans import plan_of, stage_plan
+from tests.plans import frozen_stage, plan_of, stage_plan
 
 GIB = 2.0**30
 MODULE = """
@@ -135,7 +135,7 @@ def test_the_tables_tell_times_memory_reason_and_alternatives(
 
 
 def test_a_devices_memory_is_that_of_all_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    stages = [stage_plan((i, i + 1), devices=(i % 2,), peak_bytes=(5 + i) * GIB) for i in range(4)]
+    stages = [frozen_stage((i, i + 1), (5 + i) * GIB, devices=(i % 2,)) for i in range(4)]
     print_plan(plan_of(stages, schedule="interleaved", stages_per_rank=2, num_microbatches=2))
     out = capsys.readouterr().out
     assert "0, 2" in out
