@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from .memory import StageMemory
 from .plan_json import check_number, read_json, write_json
 from .plan_memory import bytes_of_rank, stages_of_ranks
+from .planned import as_plan
 from .plans import Plan
 from .profile import Profile
 
@@ -85,7 +86,9 @@ class Calibration:
         return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
-def calibrate(plan: Plan, measured: Mapping[int, StageMemory | float]) -> Calibration:
+def calibrate(
+    plan: Plan | str | os.PathLike[str], measured: Mapping[int, StageMemory | float]
+) -> Calibration:
     """Learns the margin from a run of a plan: none of its devices was above what it then says.
 
     From reports the factor of the activations is the largest of any device. From bytes alone it is
@@ -93,15 +96,22 @@ def calibrate(plan: Plan, measured: Mapping[int, StageMemory | float]) -> Calibr
     else 1.
 
     Args:
-        plan: what was run.
+        plan: what was run, or the path where it was saved.
         measured: by stage what ``pipe.memory_report()`` gives, of one process or of all together;
             or peak bytes, say of ``torch.cuda.max_memory_allocated()``, by a device's first stage.
 
     Raises:
         ValueError: a stage that the plan has not, bytes that are not positive, or of no device all
             stages' reports.
-        TypeError: neither all are reports nor all are numbers.
+        TypeError: neither all are reports nor all are numbers, or no plan or mapping is given.
+        OSError: the plan cannot be read.
     """
+    plan = as_plan(plan)
+    if not isinstance(measured, Mapping):
+        raise TypeError(
+            f"measured: {type(measured).__name__} given, it must be a dict of stages' reports or "
+            "bytes"
+        )
     predicted = _predicted(plan)
     ranks = stages_of_ranks(plan)
     known = {stage for stages in ranks for stage in stages}

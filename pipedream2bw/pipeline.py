@@ -241,7 +241,7 @@ class PipelineModule(nn.Module):
                 timeout=timeout,
             )
         try:
-            made_plan = as_plan(plan)
+            made_plan = None if plan is None else as_plan(plan)
             layout = given.complete(model, made_plan)
             if made_plan is not None:
                 given.check_agreement(made_plan)

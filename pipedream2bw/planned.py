@@ -12,14 +12,14 @@ from .plans import Plan
 from .profile import describe_parameters, fingerprint_of
 
 
-def as_plan(plan: object) -> Plan | None:
+def as_plan(plan: object) -> Plan:
     """The plan itself, or what a file holds.
 
     Raises:
         TypeError: neither a plan nor a path.
         ValueError, OSError: the file holds no plan, or cannot be read.
     """
-    if plan is None or isinstance(plan, Plan):
+    if isinstance(plan, Plan):
         return plan
     if isinstance(plan, (str, os.PathLike)):
         return Plan.load(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,19 @@ from typing import Any
 from . import _C
 from .calibration import Calibration
 from .cluster import Cluster, as_cluster
+from .plan_arguments import (
+    as_calibration,
+    as_profile,
+    check_batch,
+    check_grid,
+    check_objective,
+    chosen_schedules,
+    chunks_to_try,
+    ways_to_recompute,
+)
 from .plan_limits import explain_limits, memory_of_types
 from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
-from .settings import check_whole_number
 from .units import parse_bytes
 
 __all__ = ["Alternative", "Cluster", "Plan", "StagePlan", "blocks_of", "plan"]
@@ -23,15 +32,15 @@ _SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_byt
 
 
 def plan(
-    profile: Profile,
+    profile: Profile | str | os.PathLike[str],
     *,
     devices: int | Cluster,
     memory: str | float,
     batch: int,
     largest_batch: int | None = None,
-    schedules: Sequence[str] = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera"),
-    stages_per_rank: Sequence[int] = (2, 4),
-    recompute: Sequence[str] = ("none", "stages", "blocks"),
+    schedules: str | Sequence[str] = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera"),
+    stages_per_rank: int | Sequence[int] = (2, 4),
+    recompute: str | Sequence[str] = ("none", "stages", "blocks"),
     objective: str = "throughput",
     slack: float = 0.1,
     num_batches: int | None = None,
@@ -41,7 +50,7 @@ def plan(
     split_master: bool = False,
     width: int | None = None,
     num_stages: int | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
 
@@ -53,12 +62,15 @@ def plan(
         plan.save("plan.json")
 
     Args:
-        profile: of the model, as it will be trained (dtype included).
+        profile: of the model, as it will be trained (dtype included), or the path of one.
         devices: how many, with the profile's links if it has any, else free ones. Or a cluster.
+            At most 65,536.
         memory: bytes of a device, a number or like "16GiB", unless its type has its own.
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
+            At most 100 million.
         largest_batch: at most so many; the batch if None. The largest that trains well.
         schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
+            Of these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block
@@ -74,29 +86,22 @@ def plan(
         precision: "bf16" or "fp16" if the pipeline will have it; the profile is of such weights.
         split_master: as in :class:`PipelineModule`.
         width, num_stages: plans have so many replicas, and stages; None: the best number.
-        calibration: what :func:`calibrate` learnt from a run: plans leave its margin of memory.
+        calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
+            margin of memory.
 
     Raises:
         ValueError: the model fits on no plan (by how much, and which memory would do), no sizes
             make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
+    profile = as_profile(profile)
+    calibration = as_calibration(calibration)
     bytes_per_device = parse_bytes("memory", memory)
-    check_whole_number("batch", batch)
     largest = batch if largest_batch is None else largest_batch
-    check_whole_number("largest_batch", largest)
-    if num_batches is not None:
-        check_whole_number("num_batches", num_batches)
-    for name, number in (("width", width), ("num_stages", num_stages)):
-        if number is not None:
-            check_whole_number(name, number)
-    if not 0 <= start_within < math.inf:
-        raise ValueError(f"start_within: {start_within} hours, it must be >= 0 and finite")
-    if start_within and (objective != "cost" or num_batches is None):
-        raise ValueError(
-            f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
-            f"{num_batches}: when to begin needs 'cost' and the batches to be trained"
-        )
+    check_batch(batch, largest)
+    names, chunks = chosen_schedules(schedules), chunks_to_try(stages_per_rank, largest)
+    ways = ways_to_recompute(recompute)
+    check_objective(objective, slack, num_batches, start_within)
     if calibration is not None:
         profile = calibration.applied_to(profile)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
@@ -105,6 +110,15 @@ def plan(
         price > 0 for each in cluster.types for _, price in each.prices()
     ):
         raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    check_grid(
+        names,
+        chunks,
+        width=width,
+        num_stages=num_stages,
+        num_devices=cluster.num_devices,
+        num_pieces=1 + sum(layer.can_cut_after for layer in profile.layers),
+        largest_batch=largest,
+    )
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, bytes_per_device, calibration)
     try:
@@ -112,7 +126,7 @@ def plan(
             _model_row(profile, blocks, optimizer),
             _cluster_row(cluster, limits, profile if isinstance(devices, int) else None),
             (
-                *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
+                *(batch, largest, names, chunks, ways),
                 *(objective, slack, num_batches or 0, start_within, gradient, state),
                 *(width or 0, num_stages or 0),
             ),
@@ -167,10 +181,14 @@ def _bytes_per_trained_byte(
 ) -> tuple[float, float]:
     """Of gradients, and of optimizer state with masters."""
     states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+    if not isinstance(optimizer, str):
+        raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
+    if not isinstance(split_master, bool):
+        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
     if split_master and precision != "bf16":
         raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
     if precision in (None, "fp32"):

@@ -182,7 +182,7 @@ def test_the_start_is_the_cheapest_hour_within_the_window() -> None:
     assert planned().total_price == 0.0
     with pytest.raises(ValueError, match=r"start_within: 3\.0 hours, .*num_batches: None"):
         planned(start_within=3.0)
-    with pytest.raises(ValueError, match=r"start_within: -1\.0 hours, it must be >= 0"):
+    with pytest.raises(ValueError, match=r"start_within: -1\.0, it must be >= 0"):
         planned(start_within=-1.0)
     with pytest.raises(ValueError, match=r"start_within: 3\.0 hours, objective: 'throughput'"):
         made_plan(num_batches=5, start_within=3.0)
