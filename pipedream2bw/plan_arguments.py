@@ -111,6 +111,37 @@ def check_objective(
         )
 
 
+def check_precision(profile: Profile, precision: str | None) -> None:
+    """Raises ValueError if the profile is of a model in another dtype than stages compute in.
+
+    Some parameters may be in another one, as BatchNorm's are.
+    """
+    dtypes = profile.trained_dtypes
+    if precision is None or not dtypes:
+        return
+    dtype, convert = {
+        "bf16": ("torch.bfloat16", "bfloat16"),
+        "fp16": ("torch.float16", "half"),
+        "fp32": ("torch.float32", "float"),
+    }[precision]
+    if dtype not in dtypes:
+        raise ValueError(
+            f"precision: {precision!r}, trained parameters of the profiled model: "
+            f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
+            f"model.{convert}()"
+        )
+
+
+def check_update_time(profile: Profile, optimizer: str) -> None:
+    """Raises ValueError if a measured profile does not have the optimizer's time."""
+    known = profile.seconds_per_update_byte
+    if profile.device.measured and optimizer not in known:
+        raise ValueError(
+            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+            f"{', '.join(known) or 'none'}: a measured profile must have the optimizer's"
+        )
+
+
 def check_grid(
     schedules: Sequence[str],
     stages_per_rank: Sequence[int],

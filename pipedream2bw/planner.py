@@ -16,6 +16,8 @@ from .plan_arguments import (
     check_batch,
     check_grid,
     check_objective,
+    check_precision,
+    check_update_time,
     chosen_schedules,
     chunks_to_try,
     ways_to_recompute,
@@ -82,8 +84,10 @@ def plan(
             today's prices.
         start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
             says when they are to begin.
-        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time if profiled.
-        precision: "bf16" or "fp16" if the pipeline will have it; the profile is of such weights.
+        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
+            profile must have; in another one that lacks it an update takes no time.
+        precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
+            in that dtype (``model.bfloat16()``), whose times and bytes no profile in float32 tells.
         split_master: as in :class:`PipelineModule`.
         width, num_stages: plans have so many replicas, and stages; None: the best number.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
@@ -105,6 +109,8 @@ def plan(
     if calibration is not None:
         profile = calibration.applied_to(profile)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
+    check_precision(profile, precision)
+    check_update_time(profile, optimizer)
     cluster = as_cluster(devices, profile.links)
     if objective == "cost" and not any(
         price > 0 for each in cluster.types for _, price in each.prices()
@@ -123,7 +129,7 @@ def plan(
     limits = memory_of_types(cluster, bytes_per_device, calibration)
     try:
         found, bound_by, lost_by, gains = _C.best_plans(
-            _model_row(profile, blocks, optimizer),
+            _model_row(profile, blocks, optimizer, gradient),
             _cluster_row(cluster, limits, profile if isinstance(devices, int) else None),
             (
                 *(batch, largest, names, chunks, ways),
@@ -198,7 +204,7 @@ def _bytes_per_trained_byte(
 
 
 def _model_row(
-    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, gradient: float
 ) -> tuple[Any, ...]:
     parameters = [
         (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
@@ -226,7 +232,8 @@ def _model_row(
         for each in profile.microbatches
     ]
     can_cut = [layer.can_cut_after for layer in profile.layers[:-1]]
-    per_byte = profile.seconds_per_update_byte.get(optimizer, 0.0)
+    # Profiled for each byte of float32, which gradients and what is stepped are.
+    per_byte = gradient * profile.seconds_per_update_byte.get(optimizer, 0.0)
     return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
 
 
