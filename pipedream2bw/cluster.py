@@ -185,30 +185,37 @@ class Cluster:
         return cls(types, "matrix", (), tuple(links))
 
 
-def as_cluster(devices: int | Cluster, links: ProfiledLinks | None) -> Cluster:
-    """The cluster, or so many devices with the profile's links; without any they are free."""
+def as_cluster(
+    devices: int | Sequence[DeviceType] | Cluster, links: ProfiledLinks | None
+) -> Cluster:
+    """The cluster, or these devices with the profile's links; without any they are free."""
     if isinstance(devices, Cluster):
         return devices
-    if not isinstance(devices, int):
-        raise TypeError(f"devices: {devices!r} given, it must be an int or a Cluster")
-    _check_count("devices", devices)
+    types = _types(devices)
+    count = sum(each.count for each in types)
+    _check_count("devices", count)
     if links is None:
-        return Cluster(_types(devices), "servers", (devices,), ((0.0, math.inf), (0.0, math.inf)))
-    if len(links.bandwidth) < devices:
+        return Cluster(types, "servers", (count,), ((0.0, math.inf), (0.0, math.inf)))
+    if len(links.bandwidth) < count:
         raise ValueError(
-            f"devices: {devices}, ranks of the profile's links: {len(links.bandwidth)}: links "
+            f"devices: {count}, ranks of the profile's links: {len(links.bandwidth)}: links "
             "between more devices are not known; give a Cluster"
         )
     return Cluster.measured(
-        [row[:devices] for row in links.latency[:devices]],
-        [row[:devices] for row in links.bandwidth[:devices]],
+        [row[:count] for row in links.latency[:count]],
+        [row[:count] for row in links.bandwidth[:count]],
+        types,
     )
 
 
 def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
-    if isinstance(devices, Sequence):
-        if not devices or not all(isinstance(each, DeviceType) for each in devices):
-            raise TypeError(f"devices: {devices!r} given, it must be a number or DeviceTypes")
+    if not isinstance(devices, int):
+        are_types = _is_list(devices) and all(isinstance(each, DeviceType) for each in devices)
+        if not are_types or not devices:
+            raise TypeError(
+                f"devices: {devices!r} given, it must be a number, DeviceTypes, or for plan() a "
+                "Cluster"
+            )
         return tuple(devices)
     _check_count("devices", devices)
     return (DeviceType("device", devices),)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _C
 from .calibration import Calibration
-from .cluster import Cluster, as_cluster
+from .cluster import Cluster, DeviceType, as_cluster
 from .plan_arguments import (
     as_calibration,
     as_profile,
@@ -32,15 +32,18 @@ __all__ = ["Alternative", "Cluster", "Plan", "StagePlan", "blocks_of", "plan"]
 _SHAPE = ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches")
 _SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_bytes")
 
+SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
+"""That are chosen among by default: gpipe keeps more than 1f1b, 2bw_eager more than 2bw."""
+
 
 def plan(
     profile: Profile | str | os.PathLike[str],
     *,
-    devices: int | Cluster,
+    devices: int | Sequence[DeviceType] | Cluster,
     memory: str | float,
     batch: int,
     largest_batch: int | None = None,
-    schedules: str | Sequence[str] = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera"),
+    schedules: str | Sequence[str] = SCHEDULES,
     stages_per_rank: int | Sequence[int] = (2, 4),
     recompute: str | Sequence[str] = ("none", "stages", "blocks"),
     objective: str = "throughput",
@@ -65,8 +68,8 @@ def plan(
 
     Args:
         profile: of the model, as it will be trained (dtype included), or the path of one.
-        devices: how many, with the profile's links if it has any, else free ones. Or a cluster.
-            At most 65,536.
+        devices: how many, or their types, with the profile's links if it has any, else free ones.
+            Or a cluster. At most 65,536.
         memory: bytes of a device, a number or like "16GiB", unless its type has its own.
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
             At most 100 million.
@@ -130,7 +133,7 @@ def plan(
     try:
         found, bound_by, lost_by, gains = _C.best_plans(
             _model_row(profile, blocks, optimizer, gradient),
-            _cluster_row(cluster, limits, profile if isinstance(devices, int) else None),
+            _cluster_row(cluster, limits, None if isinstance(devices, Cluster) else profile),
             (
                 *(batch, largest, names, chunks, ways),
                 *(objective, slack, num_batches or 0, start_within, gradient, state),

@@ -18,7 +18,7 @@ HUGE = 10**400
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": 10**10}, ValueError, "devices: 10000000000, it must be at most 65536"),
-    ({"devices": [1, 2]}, TypeError, r"devices: \[1, 2\] given, it must be an int or a Cluster"),
+    ({"devices": [1, 2]}, TypeError, r"devices: \[1, 2\] given, it must be a number, DeviceTypes"),
     ({"memory": HUGE}, ValueError, "memory: 10+ given, it is too large"),
     ({"batch": 2**31}, ValueError, "batch: 2147483648 rows, it must be at most 100000000"),
     ({"largest_batch": HUGE}, ValueError, "largest_batch: 10+ rows, it must be at most 1000"),
