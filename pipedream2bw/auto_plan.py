@@ -17,6 +17,7 @@ from . import _C
 from .capture import as_root
 from .control import ControlPlane
 from .layout import Layout
+from .link_profile import with_links
 from .materialize import home_of
 from .mesh import check_mesh
 from .planner import plan
@@ -48,7 +49,8 @@ def plan_for_devices_at_hand(
         given: num_microbatches and width, which the plan keeps to if they are not None, schedule
             and stages_per_rank.
         example_target: of as many rows as a replica's batch has.
-        profile: a path that does not exist is written.
+        profile: a path that does not exist is written. Links between these processes that it has
+            not are measured, and written there too.
 
     Raises:
         ValueError, TypeError: on every rank.
@@ -88,6 +90,10 @@ def plan_for_devices_at_hand(
                 parallel=ranks if control.size == 1 and device.type == "cpu" else 1,
                 timeout=timeout,
             )
+            if isinstance(profile, (str, os.PathLike)):
+                _shared(control, lambda: found.save(profile))
+        if control.group is not None and _lacks_links(found, control.size):
+            found = with_links(found, control.group, device, timeout)
             if isinstance(profile, (str, os.PathLike)):
                 _shared(control, lambda: found.save(profile))
         _shared(
@@ -150,6 +156,11 @@ def _cached(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
     if isinstance(profile, (str, os.PathLike)):
         return Profile.load(profile) if Path(profile).exists() else None
     return profile
+
+
+def _lacks_links(profile: Profile, num_processes: int) -> bool:
+    """Without them messages between processes would seem to be free."""
+    return profile.links is None or len(profile.links.latency) < num_processes
 
 
 def _check_profile(

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from .memory import StageMemory
 from .plan_json import check_number, read_json, write_json
-from .plan_memory import bytes_by_kind, stages_of_ranks
+from .plan_memory import bytes_of_rank, stages_of_ranks
+from .planned import as_plan
 from .plans import Plan
 from .profile import Profile
 
@@ -57,14 +58,17 @@ class Calibration:
         )
         return dataclasses.replace(profile, microbatches=microbatches)
 
-    def memory_left(self, memory: float) -> float:
+    def memory_left(self, memory: float, name: str = "memory") -> float:
         """Bytes of a device for what a profile predicts.
 
         Raises:
-            ValueError: none are left.
+            ValueError: none are left; calls the device's bytes by the name.
         """
         if not memory > self.offset:
-            raise ValueError(f"memory: {memory:.0f} bytes, the calibration's offset: {self.offset}")
+            raise ValueError(
+                f"{name}: {memory:.0f} bytes, the calibration's offset: {self.offset:.0f} bytes: "
+                "it must be more, or nothing is left for the model"
+            )
         return memory - self.offset
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -82,7 +86,9 @@ class Calibration:
         return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
-def calibrate(plan: Plan, measured: Mapping[int, StageMemory | float]) -> Calibration:
+def calibrate(
+    plan: Plan | str | os.PathLike[str], measured: Mapping[int, StageMemory | float]
+) -> Calibration:
     """Learns the margin from a run of a plan: none of its devices was above what it then says.
 
     From reports the factor of the activations is the largest of any device. From bytes alone it is
@@ -90,15 +96,22 @@ def calibrate(plan: Plan, measured: Mapping[int, StageMemory | float]) -> Calibr
     else 1.
 
     Args:
-        plan: what was run.
+        plan: what was run, or the path where it was saved.
         measured: by stage what ``pipe.memory_report()`` gives, of one process or of all together;
             or peak bytes, say of ``torch.cuda.max_memory_allocated()``, by a device's first stage.
 
     Raises:
         ValueError: a stage that the plan has not, bytes that are not positive, or of no device all
             stages' reports.
-        TypeError: neither all are reports nor all are numbers.
+        TypeError: neither all are reports nor all are numbers, or no plan or mapping is given.
+        OSError: the plan cannot be read.
     """
+    plan = as_plan(plan)
+    if not isinstance(measured, Mapping):
+        raise TypeError(
+            f"measured: {type(measured).__name__} given, it must be a dict of stages' reports or "
+            "bytes"
+        )
     predicted = _predicted(plan)
     ranks = stages_of_ranks(plan)
     known = {stage for stages in ranks for stage in stages}
@@ -157,9 +170,5 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _predicted(plan: Plan) -> list[tuple[float, float]]:
     """By rank of a replica: bytes that are exact, and activations."""
-    found = []
-    for stages in stages_of_ranks(plan):
-        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
-        activations = sum(each["activations"] for each in kinds)
-        found.append((sum(sum(each.values()) for each in kinds) - activations, activations))
-    return found
+    kinds = [bytes_of_rank(plan, stages) for stages in stages_of_ranks(plan)]
+    return [(sum(each.values()) - each["activations"], each["activations"]) for each in kinds]

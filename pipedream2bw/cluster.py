@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import sys
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 from .profile import ProfiledLinks
-from .settings import check_whole_number
+from .settings import check_number, check_whole_number
 from .units import parse_bandwidth, parse_bytes, parse_seconds
+
+MOST_DEVICES = 2**16
+"""Of a cluster: a plan for so many is found in about a second."""
 
 Amount = str | float
 """A number in bytes, bytes per second or seconds, or a text with a unit."""
@@ -38,12 +44,14 @@ class DeviceType:
     price_per_hour: float | Sequence[tuple[float, float]] = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"device type: name: {self.name!r} given, it must be a str")
         where = f"device type {self.name}"
-        check_whole_number(f"{where}: count", self.count)
-        if not 0 < self.throughput < math.inf:
-            raise ValueError(f"{where}: throughput: {self.throughput}, it must be > 0 and finite")
+        _check_count(f"{where}: count", self.count)
+        check_number(f"{where}: throughput", self.throughput, below=math.inf)
         if self.memory is not None:
             parse_bytes(f"{where}: memory", self.memory)
+        _check_prices(f"{where}: price_per_hour", self.price_per_hour)
 
     def prices(self) -> list[tuple[float, float]]:
         """(hour, price), the first at hour 0."""
@@ -69,6 +77,11 @@ class Cluster:
     topology: str
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        _check_count("devices", self.num_devices)
+        for size in self.sizes:
+            _check_count(f"{self.topology}: sizes", size)
 
     @property
     def num_devices(self) -> int:
@@ -97,7 +110,7 @@ class Cluster:
         Raises:
             ValueError, TypeError: names the field, what was given and what is allowed.
         """
-        check_whole_number("devices_per_server", devices_per_server)
+        _check_count("devices_per_server", devices_per_server)
         links = (
             _link("inside", inside, inside_latency),
             _link("outside", outside, outside_latency),
@@ -129,8 +142,8 @@ class Cluster:
         Raises:
             ValueError, TypeError: as :meth:`servers`.
         """
-        check_whole_number("rows", rows)
-        check_whole_number("columns", columns)
+        _check_count("rows", rows)
+        _check_count("columns", columns)
         types = _types(rows * columns if devices is None else devices)
         links = (_link("row", row, row_latency), _link("column", column, column_latency))
         return cls(types, "mesh", (rows, columns), links)
@@ -152,6 +165,9 @@ class Cluster:
         Raises:
             ValueError, TypeError: as :meth:`servers`.
         """
+        for name, rows in (("latency", latency), ("bandwidth", bandwidth)):
+            if not _is_list(rows) or not all(map(_is_list, rows)):
+                raise TypeError(f"{name}: {rows!r} given, it must be a list of lists of numbers")
         types = _types(len(latency) if devices is None else devices)
         count = sum(each.count for each in types)
         for name, rows in (("latency", latency), ("bandwidth", bandwidth)):
@@ -169,31 +185,73 @@ class Cluster:
         return cls(types, "matrix", (), tuple(links))
 
 
-def as_cluster(devices: int | Cluster, links: ProfiledLinks | None) -> Cluster:
-    """The cluster, or so many devices with the profile's links; without any they are free."""
+def as_cluster(
+    devices: int | Sequence[DeviceType] | Cluster, links: ProfiledLinks | None
+) -> Cluster:
+    """The cluster, or these devices with the profile's links; without any they are free."""
     if isinstance(devices, Cluster):
         return devices
-    check_whole_number("devices", devices)
+    types = _types(devices)
+    count = sum(each.count for each in types)
+    _check_count("devices", count)
     if links is None:
-        return Cluster(_types(devices), "servers", (devices,), ((0.0, math.inf), (0.0, math.inf)))
-    if len(links.bandwidth) < devices:
+        return Cluster(types, "servers", (count,), ((0.0, math.inf), (0.0, math.inf)))
+    if len(links.bandwidth) < count:
         raise ValueError(
-            f"devices: {devices}, ranks of the profile's links: {len(links.bandwidth)}: links "
+            f"devices: {count}, ranks of the profile's links: {len(links.bandwidth)}: links "
             "between more devices are not known; give a Cluster"
         )
     return Cluster.measured(
-        [row[:devices] for row in links.latency[:devices]],
-        [row[:devices] for row in links.bandwidth[:devices]],
+        [row[:count] for row in links.latency[:count]],
+        [row[:count] for row in links.bandwidth[:count]],
+        types,
     )
 
 
 def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
-    if isinstance(devices, Sequence):
-        if not devices or not all(isinstance(each, DeviceType) for each in devices):
-            raise TypeError(f"devices: {devices!r} given, it must be a number or DeviceTypes")
+    if not isinstance(devices, int):
+        are_types = _is_list(devices) and all(isinstance(each, DeviceType) for each in devices)
+        if not are_types or not devices:
+            raise TypeError(
+                f"devices: {devices!r} given, it must be a number, DeviceTypes, or for plan() a "
+                "Cluster"
+            )
         return tuple(devices)
-    check_whole_number("devices", devices)
+    _check_count("devices", devices)
     return (DeviceType("device", devices),)
+
+
+def _check_count(name: str, count: object) -> None:
+    check_whole_number(name, count)
+    assert isinstance(count, int)
+    if count > MOST_DEVICES:
+        raise ValueError(f"{name}: {count}, it must be at most {MOST_DEVICES}")
+
+
+def _check_prices(name: str, given: object) -> None:
+    """Raises TypeError, or ValueError that tells the rule."""
+    hours_and_prices = [(0.0, given)] if _is_number(given) else given
+    if not _is_list(hours_and_prices) or not all(
+        _is_list(each) and len(each) == 2 and all(map(_is_number, each))
+        for each in hours_and_prices
+    ):
+        raise TypeError(f"{name}: {given!r} given, it must be a number or a list of (hour, price)")
+    if not hours_and_prices or hours_and_prices[0][0] != 0:
+        raise ValueError(f"{name}: {given!r}, the first price must be of hour 0")
+    for (before, _), (hour, _) in itertools.pairwise(hours_and_prices):
+        if not before < hour < math.inf:
+            raise ValueError(f"{name}: hour {hour} after {before}, hours must rise and be finite")
+    for hour, price in hours_and_prices:
+        if not 0 <= price <= sys.float_info.max:
+            raise ValueError(f"{name}: {price} at hour {hour}, it must be >= 0 and finite")
+
+
+def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def _link(name: str, bandwidth: Amount, latency: Amount) -> Link:

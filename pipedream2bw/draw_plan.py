@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .draw import Matplotlib, Picture, time_unit
-from .plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
+from .plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_ranks
+from .planned import as_plan
 from .plans import Plan, StagePlan
 
 _MESSAGES = "messages to and from the next stage"
@@ -30,7 +31,9 @@ _BAR, _THIN_BAR = 0.74, 0.3  # of a row
 _DPI = 130
 
 
-def draw_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Picture:
+def draw_plan(
+    plan: Plan | str | os.PathLike[str], path: str | os.PathLike[str] | None = None
+) -> Picture:
     """A picture of a plan: bars of time on the left, of memory on the right.
 
     On the left a row for each stage: what one microbatch takes, and a line at the time that the
@@ -39,13 +42,16 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str] | None = None) -> Picture
     peak, and a mark at its device's limit.
 
     Args:
-        plan: what :func:`plan` made.
+        plan: what :func:`plan` made, or the path where it was saved.
         path: where to write it, if at all; the suffix chooses the format (.png, .svg, .pdf). A
             notebook shows what is returned.
 
     Raises:
         ImportError: matplotlib is not installed.
+        TypeError: neither a plan nor a path is given.
+        ValueError, OSError: the file holds no plan, or cannot be read.
     """
+    plan = as_plan(plan)
     matplotlib = Matplotlib.load("a plan")
     ranks = stages_of_ranks(plan)
     rows = max(plan.num_stages, len(ranks))
@@ -141,10 +147,7 @@ def _layers(stage: StagePlan) -> str:
 def _draw_memory(
     axes: Any, plan: Plan, ranks: Sequence[Sequence[int]], matplotlib: Matplotlib
 ) -> list[Any]:
-    bars = []
-    for stages in ranks:
-        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
-        bars.append({name: sum(each[name] for each in kinds) for name in MEMORY_KINDS})
+    bars = [bytes_of_rank(plan, stages) for stages in ranks]
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
     span = max(sum(bar.values()) for bar in bars)
     span = max([span, *(limit for limit in limits if limit < math.inf)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import statistics
@@ -12,15 +13,42 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .profile import ProfiledLinks
+from .profile import Profile, ProfiledLinks
 from .wiring import make_ring
 
 _SMALL_BYTES = 64
 _ROUND_TRIPS = 21
 _UNDER_WAY = 4
 _SUMS = 5
+_SMALLEST_MESSAGE, _LARGEST_MESSAGE = 64 * 2**10, 16 * 2**20
 # Of the buckets in which replicas add up their gradients (25 MiB) and below.
 _SUM_BYTES = (64 * 2**10, 2**20, 8 * 2**20, 25 * 2**20)
+
+
+def with_links(
+    profile: Profile, group: dist.ProcessGroup, device: torch.device, timeout: float
+) -> Profile:
+    """The profile with the links of these processes. All ranks of the default group call it."""
+    size = typical_message(_crossing_bytes(profile))
+    links = measure_links(group, device, size, timeout)
+    all_reduce = measure_all_reduce(group, device, timeout)
+    return dataclasses.replace(profile, links=links, all_reduce=all_reduce)
+
+
+def typical_message(sizes: Sequence[int]) -> int:
+    """The median of what crosses the places where stages may begin, within limits."""
+    typical = int(statistics.median(sizes)) if sizes else 0
+    return min(max(typical, _SMALLEST_MESSAGE), _LARGEST_MESSAGE)
+
+
+def _crossing_bytes(profile: Profile) -> list[int]:
+    """Of the largest microbatch, after every layer where the model may be cut."""
+    edges = profile.microbatches[-1].edges
+    return [
+        sum({p: size for p, consumer, size in edges if p <= index < consumer}.values())
+        for index, layer in enumerate(profile.layers)
+        if layer.can_cut_after
+    ]
 
 
 def measure_links(

@@ -241,7 +241,7 @@ class PipelineModule(nn.Module):
                 timeout=timeout,
             )
         try:
-            made_plan = as_plan(plan)
+            made_plan = None if plan is None else as_plan(plan)
             layout = given.complete(model, made_plan)
             if made_plan is not None:
                 given.check_agreement(made_plan)
@@ -265,12 +265,12 @@ class PipelineModule(nn.Module):
             check_parameters(root, loss_fn)
             example = (tuple(example_args), dict(example_kwargs or {}))
             check_loadable(root)
-            if made_plan is not None:
-                check_model(made_plan, root, example, tuple(replicated))
             model_device = home_of(root, example)
             recomputes = bool(blocks) or any(self._recompute)
             self._compile = compile_options(compile, model_device, recomputes=recomputes)
             self._precision = Precision(root, precision, split_master, autocast, model_device.type)
+            if made_plan is not None:
+                check_model(made_plan, root, example, tuple(replicated), self._precision)
             self._modes = Modes(
                 root,
                 self._schedule.depth,

@@ -9,25 +9,35 @@ from torch import nn
 
 from .materialize import Example
 from .plans import Plan
+from .precision import Precision
 from .profile import describe_parameters, fingerprint_of
 
 
-def as_plan(plan: object) -> Plan | None:
+def as_plan(plan: object) -> Plan:
     """The plan itself, or what a file holds.
 
     Raises:
         TypeError: neither a plan nor a path.
         ValueError, OSError: the file holds no plan, or cannot be read.
     """
-    if plan is None or isinstance(plan, Plan):
+    if isinstance(plan, Plan):
         return plan
     if isinstance(plan, (str, os.PathLike)):
         return Plan.load(plan)
     raise TypeError(f"plan: {type(plan).__name__} given, it must be a Plan or the path of one")
 
 
-def check_model(plan: Plan, root: nn.Module, example: Example, replicated: Sequence[str]) -> None:
-    """Raises ValueError if the plan was made for another model; says what differs."""
+def check_model(
+    plan: Plan,
+    root: nn.Module,
+    example: Example,
+    replicated: Sequence[str],
+    precision: Precision,
+) -> None:
+    """Raises ValueError if the plan was made for another model; says what differs.
+
+    It may be the model as it is, in the dtype of the precision, or as its stages will have it.
+    """
     from .profiler import layer_names  # which measures pipelines
 
     args, kwargs = example
@@ -46,7 +56,11 @@ def check_model(plan: Plan, root: nn.Module, example: Example, replicated: Seque
                 f"{type(root).__name__}"
             )
     found = fingerprint_of(describe_parameters(root), names)
-    if found != plan.profile_fingerprint:
+    others = [
+        fingerprint_of(describe_parameters(root, dtype_of), names)
+        for dtype_of in (precision.of_parameter, precision.of_converted)
+    ]
+    if plan.profile_fingerprint not in (found, *others):
         raise ValueError(
             f"plan of another model: the names, shapes or dtypes of its parameters or layers "
             f"differ from those of {type(root).__name__}: fingerprint "

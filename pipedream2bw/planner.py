@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from . import _C
 from .calibration import Calibration
-from .cluster import Cluster, as_cluster
+from .cluster import Cluster, DeviceType, as_cluster
+from .plan_arguments import (
+    as_calibration,
+    as_profile,
+    check_batch,
+    check_grid,
+    check_objective,
+    check_precision,
+    check_update_time,
+    chosen_schedules,
+    chunks_to_try,
+    ways_to_recompute,
+)
+from .plan_limits import explain_limits, memory_of_types
 from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
-from .settings import check_whole_number
 from .units import parse_bytes
 
 __all__ = ["Alternative", "Cluster", "Plan", "StagePlan", "blocks_of", "plan"]
@@ -20,17 +32,20 @@ __all__ = ["Alternative", "Cluster", "Plan", "StagePlan", "blocks_of", "plan"]
 _SHAPE = ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches")
 _SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_bytes")
 
+SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
+"""That are chosen among by default: gpipe keeps more than 1f1b, 2bw_eager more than 2bw."""
+
 
 def plan(
-    profile: Profile,
+    profile: Profile | str | os.PathLike[str],
     *,
-    devices: int | Cluster,
+    devices: int | Sequence[DeviceType] | Cluster,
     memory: str | float,
     batch: int,
     largest_batch: int | None = None,
-    schedules: Sequence[str] = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera"),
-    stages_per_rank: Sequence[int] = (2, 4),
-    recompute: Sequence[str] = ("none", "stages", "blocks"),
+    schedules: str | Sequence[str] = SCHEDULES,
+    stages_per_rank: int | Sequence[int] = (2, 4),
+    recompute: str | Sequence[str] = ("none", "stages", "blocks"),
     objective: str = "throughput",
     slack: float = 0.1,
     num_batches: int | None = None,
@@ -40,7 +55,7 @@ def plan(
     split_master: bool = False,
     width: int | None = None,
     num_stages: int | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
 
@@ -52,12 +67,15 @@ def plan(
         plan.save("plan.json")
 
     Args:
-        profile: of the model, as it will be trained (dtype included).
-        devices: how many, with the profile's links if it has any, else free ones. Or a cluster.
+        profile: of the model, as it will be trained (dtype included), or the path of one.
+        devices: how many, or their types, with the profile's links if it has any, else free ones.
+            Or a cluster. At most 65,536.
         memory: bytes of a device, a number or like "16GiB", unless its type has its own.
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
+            At most 100 million.
         largest_batch: at most so many; the batch if None. The largest that trains well.
         schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
+            Of these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block
@@ -69,52 +87,61 @@ def plan(
             today's prices.
         start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
             says when they are to begin.
-        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time if profiled.
-        precision: "bf16" or "fp16" if the pipeline will have it; the profile is of such weights.
+        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
+            profile must have; in another one that lacks it an update takes no time.
+        precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
+            in that dtype (``model.bfloat16()``), whose times and bytes no profile in float32 tells.
         split_master: as in :class:`PipelineModule`.
         width, num_stages: plans have so many replicas, and stages; None: the best number.
-        calibration: what :func:`calibrate` learnt from a run: plans leave its margin of memory.
+        calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
+            margin of memory.
 
     Raises:
         ValueError: the model fits on no plan (by how much, and which memory would do), no sizes
             make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
+    profile = as_profile(profile)
+    calibration = as_calibration(calibration)
     bytes_per_device = parse_bytes("memory", memory)
-    check_whole_number("batch", batch)
     largest = batch if largest_batch is None else largest_batch
-    check_whole_number("largest_batch", largest)
-    if num_batches is not None:
-        check_whole_number("num_batches", num_batches)
-    for name, number in (("width", width), ("num_stages", num_stages)):
-        if number is not None:
-            check_whole_number(name, number)
-    if not 0 <= start_within < math.inf:
-        raise ValueError(f"start_within: {start_within} hours, it must be >= 0 and finite")
-    if start_within and (objective != "cost" or num_batches is None):
-        raise ValueError(
-            f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
-            f"{num_batches}: when to begin needs 'cost' and the batches to be trained"
-        )
+    check_batch(batch, largest)
+    names, chunks = chosen_schedules(schedules), chunks_to_try(stages_per_rank, largest)
+    ways = ways_to_recompute(recompute)
+    check_objective(objective, slack, num_batches, start_within)
     if calibration is not None:
         profile = calibration.applied_to(profile)
-        bytes_per_device = calibration.memory_left(bytes_per_device)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
+    check_precision(profile, precision)
+    check_update_time(profile, optimizer)
     cluster = as_cluster(devices, profile.links)
     if objective == "cost" and not any(
         price > 0 for each in cluster.types for _, price in each.prices()
     ):
         raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
-    blocks = blocks_of([layer.name for layer in profile.layers])
-    found, bound_by, lost_by, gains = _C.best_plans(
-        _model_row(profile, blocks, optimizer),
-        _cluster_row(cluster, bytes_per_device, profile if isinstance(devices, int) else None),
-        (
-            *(batch, largest, list(schedules), list(stages_per_rank), list(recompute)),
-            *(objective, slack, num_batches or 0, start_within, gradient, state),
-            *(width or 0, num_stages or 0),
-        ),
+    check_grid(
+        names,
+        chunks,
+        width=width,
+        num_stages=num_stages,
+        num_devices=cluster.num_devices,
+        num_pieces=1 + sum(layer.can_cut_after for layer in profile.layers),
+        largest_batch=largest,
     )
+    blocks = blocks_of([layer.name for layer in profile.layers])
+    limits = memory_of_types(cluster, bytes_per_device, calibration)
+    try:
+        found, bound_by, lost_by, gains = _C.best_plans(
+            _model_row(profile, blocks, optimizer, gradient),
+            _cluster_row(cluster, limits, None if isinstance(devices, Cluster) else profile),
+            (
+                *(batch, largest, names, chunks, ways),
+                *(objective, slack, num_batches or 0, start_within, gradient, state),
+                *(width or 0, num_stages or 0),
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(explain_limits(str(error), cluster, calibration)) from None
     best, *others = found
     alternatives = [
         Alternative(
@@ -163,10 +190,14 @@ def _bytes_per_trained_byte(
 ) -> tuple[float, float]:
     """Of gradients, and of optimizer state with masters."""
     states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+    if not isinstance(optimizer, str):
+        raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
+    if not isinstance(split_master, bool):
+        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
     if split_master and precision != "bf16":
         raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
     if precision in (None, "fp32"):
@@ -176,7 +207,7 @@ def _bytes_per_trained_byte(
 
 
 def _model_row(
-    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, gradient: float
 ) -> tuple[Any, ...]:
     parameters = [
         (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
@@ -204,19 +235,17 @@ def _model_row(
         for each in profile.microbatches
     ]
     can_cut = [layer.can_cut_after for layer in profile.layers[:-1]]
-    per_byte = profile.seconds_per_update_byte.get(optimizer, 0.0)
+    # Profiled for each byte of float32, which gradients and what is stepped are.
+    per_byte = gradient * profile.seconds_per_update_byte.get(optimizer, 0.0)
     return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
 
 
-def _cluster_row(cluster: Cluster, memory: float, measured: Profile | None) -> tuple[Any, ...]:
+def _cluster_row(
+    cluster: Cluster, limits: Sequence[float], measured: Profile | None
+) -> tuple[Any, ...]:
     types = [
-        (
-            each.name,
-            1 / each.throughput,
-            memory if each.memory is None else parse_bytes("memory", each.memory),
-            each.prices(),
-        )
-        for each in cluster.types
+        (each.name, 1 / each.throughput, limit, each.prices())
+        for each, limit in zip(cluster.types, limits, strict=True)
     ]
     type_of = [index for index, each in enumerate(cluster.types) for _ in range(each.count)]
     all_reduce = [] if measured is None or measured.links is None else list(measured.all_reduce)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from .plan_checks import check_plan
 from .plan_json import check_number, read_json, write_json
-from .schedules import make_schedule
+from .planned_shape import PlannedShape, check_sizes
 from .settings import check_whole_number
 
 FORMAT = "pipedream2bw.plan"
@@ -37,7 +38,8 @@ class StagePlan:
             whole stage is recomputed, it is there from that on.
         input_bytes: of one microbatch, if the whole stage is recomputed: what it received, else 0.
         peak_bytes: all of that, of one copy of the stage, at its peak.
-        memory_limit: bytes that each device has, of whatever stages it holds.
+        memory_limit: bytes that each device has, of whatever stages it holds; less a calibration's
+            offset.
         recomputed: whether the whole stage is, or the names of the modules that are.
     """
 
@@ -66,7 +68,8 @@ class StagePlan:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type == "float":
-                check_number(field.name, getattr(self, field.name))
+                positive = field.name == "memory_limit"
+                check_number(field.name, getattr(self, field.name), positive=positive)
         if not 0 <= self.layers[0] < self.layers[1]:
             raise ValueError(f"layers: {self.layers}, a stage needs 0 <= first < end")
         if not self.devices or min(self.devices) < 0 or len({*self.devices}) < len(self.devices):
@@ -101,7 +104,8 @@ class Alternative:
     lost_by: str
 
     def __post_init__(self) -> None:
-        _check_shape(self)
+        check_sizes(self)
+        _check_numbers(self)
         if self.recompute not in ("none", "stages", "blocks"):
             raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
         check_number("peak_bytes", self.peak_bytes)
@@ -156,13 +160,14 @@ class Plan:
     profile_fingerprint: str
 
     def __post_init__(self) -> None:
-        _check_shape(self)
+        check_sizes(self)
         rows = self.width * self.microbatch_rows * self.num_microbatches
         if self.batch != rows:
             raise ValueError(
                 f"batch: {self.batch}, width * microbatch_rows * num_microbatches: {rows}: they "
                 "must be equal"
             )
+        shape = _check_numbers(self)
         predicted = self.batch / self.seconds_per_batch
         if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
             raise ValueError(
@@ -175,46 +180,7 @@ class Plan:
             check_number(name, getattr(self, name))
         for name, seconds in self.gains.items():
             check_number(f"gains[{name}]", seconds)
-        self._check_stages()
-
-    def _check_stages(self) -> None:
-        if len(self.stages) != self.num_stages:
-            raise ValueError(
-                f"stages: {len(self.stages)}, num_stages: {self.num_stages}: one for each"
-            )
-        end = 0
-        whole = {isinstance(stage.recomputed, bool) for stage in self.stages}
-        held_by: dict[int, int] = {}
-        num_ranks = self.num_stages // self.stages_per_rank
-        for index, stage in enumerate(self.stages):
-            where = f"stages[{index}]"
-            if stage.layers[0] != end:
-                raise ValueError(
-                    f"{where}.layers: {stage.layers}, the stage before ends at {end}: it must "
-                    "begin there"
-                )
-            end = stage.layers[1]
-            if (stage.begins_at == "") != (index == 0):
-                raise ValueError(
-                    f"{where}.begins_at: {stage.begins_at!r}, it must be the name of a layer, "
-                    "and '' for stage 0 alone"
-                )
-            if len(stage.devices) != self.width:
-                raise ValueError(
-                    f"{where}.devices: {len(stage.devices)}, width: {self.width}: one for each "
-                    "replica"
-                )
-            for device in stage.devices:
-                if held_by.setdefault(device, index % num_ranks) != index % num_ranks:
-                    raise ValueError(
-                        f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
-                        f"{where} is on rank {index % num_ranks}: it must have one rank's"
-                    )
-            if len(whole) > 1:
-                raise ValueError(
-                    f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "
-                    "false, or all have names"
-                )
+        check_plan(self, shape)
 
     @property
     def num_devices(self) -> int:
@@ -255,10 +221,10 @@ class Plan:
         return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
-def _check_shape(shape: Plan | Alternative) -> None:
-    for name in ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches"):
-        check_whole_number(name, getattr(shape, name))
-    make_schedule(shape.schedule, shape.num_stages, shape.num_microbatches, shape.stages_per_rank)
-    check_number("seconds_per_batch", shape.seconds_per_batch, positive=True)
-    check_number("rows_per_second", shape.rows_per_second, positive=True)
-    check_number("price_per_hour", shape.price_per_hour)
+def _check_numbers(checked: Plan | Alternative) -> PlannedShape:
+    """Also that the schedule has such sizes."""
+    shape = PlannedShape.of(checked)
+    check_number("seconds_per_batch", checked.seconds_per_batch, positive=True)
+    check_number("rows_per_second", checked.rows_per_second, positive=True)
+    check_number("price_per_hour", checked.price_per_hour)
+    return shape

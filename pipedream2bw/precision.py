@@ -65,6 +65,12 @@ class Precision:
         """The dtype in which stages compute with a parameter of the model."""
         return self._parameters.get(name, parameter.dtype)
 
+    def of_converted(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter of ``model.to(dtype)``, which converts norms too."""
+        if self.dtype is None or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.dtype
+
     def of_master(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which a parameter is kept, whatever its handle shows."""
         is_master = self.dtype is not None and parameter.requires_grad

@@ -8,10 +8,11 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .capture import as_root
@@ -142,6 +143,11 @@ class Profile:
         """The same for models with the same parameters and layers."""
         return fingerprint_of(self.parameters, [layer.name for layer in self.layers])
 
+    @property
+    def trained_dtypes(self) -> set[str]:
+        """Of the parameters that are not frozen, like "torch.float32"."""
+        return {line.rpartition(" ")[2] for line in self.parameters if not line.endswith(" frozen")}
+
     def check_model(
         self, model: nn.Module | Sequence[nn.Module], layers: Sequence[str] | None = None
     ) -> None:
@@ -221,10 +227,16 @@ def fingerprint_of(parameters: Sequence[str], layers: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_parameters(root: nn.Module) -> tuple[str, ...]:
-    """A line for each parameter: name, shape, dtype, and whether it is frozen."""
+def describe_parameters(
+    root: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype] | None = None
+) -> tuple[str, ...]:
+    """A line for each parameter: name, shape, dtype, and whether it is frozen.
+
+    ``dtype_of`` gives the dtypes that the parameters will have, if they will have others.
+    """
     return tuple(
-        f"{name} {list(parameter.shape)} {parameter.dtype}"
+        f"{name} {list(parameter.shape)} "
+        f"{parameter.dtype if dtype_of is None else dtype_of(name, parameter)}"
         + ("" if parameter.requires_grad else " frozen")
         for name, parameter in root.named_parameters()
     )

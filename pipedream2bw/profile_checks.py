@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .profile import MicrobatchProfile, Profile, ProfiledLayer, ProfiledLinks
+
+_MOST_BYTES = 2**63 - 1
+_MOST_ROWS = 2**31 - 1
 
 
 def check_profile(profile: Profile) -> None:
@@ -18,7 +22,7 @@ def check_profile(profile: Profile) -> None:
         raise ValueError("layers: 0, it must be at least 1")
     if not profile.microbatches:
         raise ValueError("microbatches: 0, it must be at least 1")
-    _at_least(0, "device.memory_bytes", [profile.device.memory_bytes])
+    _at_least(0, "device.memory_bytes", [profile.device.memory_bytes], _MOST_BYTES)
     for index, layer in enumerate(profile.layers):
         _check_layer(f"layers[{index}]", index, layer)
     if profile.layers[-1].can_cut_after:
@@ -30,6 +34,7 @@ def check_profile(profile: Profile) -> None:
         where = f"microbatches[{index}]"
         if item.rows <= before:
             raise ValueError(f"{where}.rows: {item.rows}, it must be more than {before}")
+        _at_least(1, f"{where}.rows", [item.rows], _MOST_ROWS)
         before = item.rows
         _check_microbatch(where, n, item)
     _at_least(0, "seconds_per_action", [profile.seconds_per_action])
@@ -38,12 +43,13 @@ def check_profile(profile: Profile) -> None:
     if profile.links is not None:
         _check_links(profile.links)
     for index, (ranks, size, seconds) in enumerate(profile.all_reduce):
-        _at_least(2, f"all_reduce[{index}][0]", [ranks])
-        _at_least(0, f"all_reduce[{index}]", [ranks, size, seconds])
+        _at_least(2, f"all_reduce[{index}][0]", [ranks], _MOST_ROWS)
+        _at_least(1, f"all_reduce[{index}][1]", [size], _MOST_BYTES)
+        _at_least(0, f"all_reduce[{index}][2]", [seconds])
 
 
 def _check_layer(where: str, index: int, layer: ProfiledLayer) -> None:
-    _at_least(0, f"{where}.parameter_bytes", [layer.parameter_bytes])
+    _at_least(0, f"{where}.parameter_bytes", [layer.parameter_bytes], _MOST_BYTES)
     if not 0 <= layer.trained_bytes <= layer.parameter_bytes:
         raise ValueError(
             f"{where}.trained_bytes: {layer.trained_bytes}, it must be from 0 to parameter_bytes, "
@@ -58,17 +64,17 @@ def _check_microbatch(where: str, num_layers: int, item: MicrobatchProfile) -> N
         values = getattr(item, name)
         if len(values) != num_layers:
             raise ValueError(f"{where}.{name}: {len(values)} items, layers: {num_layers}")
-        _at_least(0, f"{where}.{name}", values)
+        most = _MOST_BYTES if name == "activation_bytes" else sys.float_info.max
+        _at_least(0, f"{where}.{name}", values, most)
     for index, (producer, consumer, size) in enumerate(item.edges):
         if not 0 <= producer < consumer < num_layers:
             raise ValueError(
                 f"{where}.edges[{index}]: from layer {producer} to {consumer}, layers: "
                 f"{num_layers}: the producer must come before the consumer"
             )
-        _at_least(0, f"{where}.edges[{index}]", [producer, consumer, size])
-
+        _at_least(0, f"{where}.edges[{index}]", [producer, consumer, size], _MOST_BYTES)
     for index, (size, layers) in enumerate(item.kept):
-        _at_least(0, f"{where}.kept[{index}]", [size])
+        _at_least(0, f"{where}.kept[{index}]", [size], _MOST_BYTES)
         rising = all(before < after for before, after in itertools.pairwise(layers))
         if len(layers) < 2 or not rising or not 0 <= layers[0] < layers[-1] < num_layers:
             raise ValueError(
@@ -93,7 +99,10 @@ def _check_links(links: ProfiledLinks) -> None:
                 raise ValueError(f"links.bandwidth[{i}][{j}]: {value}, it must be > 0 and finite")
 
 
-def _at_least(least: int, where: str, values: Iterable[float]) -> None:
+def _at_least(
+    least: int, where: str, values: Iterable[float], most: float = sys.float_info.max
+) -> None:
     for index, value in enumerate(values):
-        if not least <= value < math.inf:
-            raise ValueError(f"{where}, item {index}: {value}, it must be >= {least} and finite")
+        if not least <= value <= most:
+            rule = "and finite" if most == sys.float_info.max else f"and at most {most}"
+            raise ValueError(f"{where}, item {index}: {value}, it must be >= {least} {rule}")

@@ -12,6 +12,7 @@ import torch
 from .captured import edges_between
 from .group_timing import GroupTimes, Measured
 from .layer_groups import Group, crossing_bytes
+from .link_profile import typical_message
 from .profile import (
     Kept,
     MicrobatchProfile,
@@ -22,8 +23,6 @@ from .profile import (
 )
 from .profiled_model import Prepared
 from .with_loss import Run
-
-_SMALLEST_MESSAGE, _LARGEST_MESSAGE = 64 * 2**10, 16 * 2**20
 
 
 def median_of(found: Sequence[Measured]) -> Measured:
@@ -126,9 +125,7 @@ def _edges(run: Run) -> tuple[tuple[int, int, int], ...]:
 def message_bytes(prepared: Prepared) -> int:
     """Of a typical message between two stages: the median over the places where they may begin."""
     crossing = crossing_bytes(prepared.runs[-1].captured)
-    sizes = [crossing[group.first] for group in prepared.groups[1:]]
-    typical = int(statistics.median(sizes)) if sizes else 0
-    return min(max(typical, _SMALLEST_MESSAGE), _LARGEST_MESSAGE)
+    return typical_message([crossing[group.first] for group in prepared.groups[1:]])
 
 
 def profile_of(

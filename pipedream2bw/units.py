@@ -67,7 +67,10 @@ def _parse(
         except ValueError:
             raise ValueError(f"{name}: {given!r} given, {match[1]!r} is no number") from None
     else:
-        value = float(given)
+        try:
+            value = float(given)
+        except OverflowError:
+            raise ValueError(f"{name}: {given!r} given, it is too large for a number") from None
     if not (value >= 0 if allows_zero else value > 0):
         raise ValueError(f"{name}: {given!r} given, it must be {'>=' if allows_zero else '>'} 0")
     return value

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from pipedream2bw.plan_memory import bytes_of_rank, held_always, held_in_flight
+from pipedream2bw.planned_shape import PlannedShape
 from pipedream2bw.plans import Plan, StagePlan
 
 
@@ -31,36 +35,58 @@ def stage_plan(layers: tuple[int, int], **changes: Any) -> StagePlan:
         "memory_limit": 16 * 2.0**30,
         "recomputed": False,
     }
-    fields |= changes
-    if "peak_bytes" not in fields:
-        fields["peak_bytes"] = (
-            fields["num_versions"] * fields["weight_bytes"]
-            + fields["frozen_bytes"]
-            + fields["gradient_bytes"]
-            + fields["state_bytes"]
-            + fields["most_in_flight"] * fields["activation_bytes"]
-        )
-    return StagePlan(**fields)
+    return StagePlan(**{"peak_bytes": 0.0, **fields, **changes})
+
+
+def frozen_stage(layers: tuple[int, int], size: float, **changes: Any) -> StagePlan:
+    """A stage that takes so many bytes, whatever the schedule."""
+    nothing = dict.fromkeys(
+        ("weight_bytes", "gradient_bytes", "state_bytes", "activation_bytes"), 0.0
+    )
+    return stage_plan(layers, frozen_bytes=size, **{**nothing, **changes})
+
+
+def with_peak(stage: StagePlan, most_recomputed: int = 1) -> StagePlan:
+    """With the peak that its other fields make."""
+    again = most_recomputed * stage.activation_bytes if stage.recomputed is True else 0.0
+    peak = held_always(stage) + held_in_flight(stage) + again
+    return dataclasses.replace(stage, peak_bytes=peak)
 
 
 def plan_of(
     stages: Sequence[StagePlan], *, num_microbatches: int | None = None, **changes: Any
 ) -> Plan:
+    """With what follows from the schedule: versions, microbatches in flight and peaks."""
     m = len(stages) if num_microbatches is None else num_microbatches
+    sizes = SimpleNamespace(
+        schedule=changes.get("schedule", "2bw"),
+        num_stages=len(stages),
+        num_microbatches=m,
+        stages_per_rank=changes.get("stages_per_rank", 1),
+    )
+    shape = PlannedShape.of(sizes)
+    stages = [
+        with_peak(
+            dataclasses.replace(
+                stage, num_versions=shape.num_versions, most_in_flight=shape.most_in_flight[index]
+            ),
+            shape.most_recomputed[index],
+        )
+        for index, stage in enumerate(stages)
+    ]
+    held: Any = SimpleNamespace(stages=stages, num_stages=len(stages))
+    ranks = shape.stages_of_ranks
     fields: dict[str, Any] = {
-        "schedule": "2bw",
+        **vars(sizes),
         "width": 1,
-        "num_stages": len(stages),
-        "stages_per_rank": 1,
         "microbatch_rows": 2,
-        "num_microbatches": m,
         "stages": tuple(stages),
         "seconds_per_batch": 3e-3 * m,
         "bubble": 0.05,
         "price_per_hour": 0.0,
         "start_hour": 0.0,
         "total_price": 0.0,
-        "peak_bytes": max(stage.peak_bytes for stage in stages),
+        "peak_bytes": max(sum(bytes_of_rank(held, each).values()) for each in ranks),
         "bound_by": "stage 0 computes all the time",
         "alternatives": (),
         "gains": {"GiB of memory": 0.0, "GB/s of links": 1e-3},

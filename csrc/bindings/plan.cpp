@@ -3,6 +3,8 @@
 
 #include "bindings/bindings.h"
 #include "core/check.h"
+#include "core/generate.h"
+#include "core/plan_schedules.h"
 
 #include <array>
 #include <cstdint>
@@ -182,10 +184,41 @@ py::tuple plan_for_python(const ModelRow& model, const ClusterRow& cluster,
   return py::make_tuple(written, why.bound_by, why.lost_by, gains);
 }
 
+// What the planner knows of a schedule of these sizes, which is not made: versions of the weights;
+// by stage the most microbatches in flight, and the most whose forward has run again; the stages on
+// each rank. Throws ValueError for a schedule that is not planned, and sizes that it has not.
+py::tuple planned_shape(const std::string& name, int num_stages, int num_microbatches,
+                        int stages_per_rank) {
+  const ScheduleRule& rule = schedule_rule(name);
+  const bool is_whole = num_stages >= 1 && num_microbatches >= 1 && stages_per_rank >= 1 &&
+                        num_stages % stages_per_rank == 0;
+  const int ranks = is_whole ? num_stages / stages_per_rank : 0;
+  if (!is_whole || (rule.is_bidirectional && ranks < 2) ||
+      least_microbatches(rule, ranks, stages_per_rank, num_microbatches) != num_microbatches) {
+    make_schedule(name, num_stages, num_microbatches, stages_per_rank);  // which tells its rule
+    detail::throw_value_error(detail::concat("schedule: \"", name, "\", num_stages: ", num_stages,
+                                             ", num_microbatches: ", num_microbatches,
+                                             ", stages_per_rank: ", stages_per_rank,
+                                             ": it has no such sizes"));
+  }
+  const PipelineShape shape = {&rule, ranks, stages_per_rank, num_microbatches};
+  std::vector<int> in_flight;
+  std::vector<int> recomputed;
+  for (int stage = 0; stage < num_stages; ++stage) {
+    in_flight.push_back(most_in_flight(shape, stage));
+    recomputed.push_back(most_recomputed(shape, stage));
+  }
+  std::vector<std::vector<int>> stages;
+  for (int rank = 0; rank < ranks; ++rank) stages.push_back(shape.stages_on(rank));
+  return py::make_tuple(rule.num_versions, in_flight, recomputed, stages);
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
   module.def("planned_schedules", &planned_schedules);
+  module.def("planned_shape", &planned_shape, py::arg("name"), py::arg("num_stages"),
+             py::arg("num_microbatches"), py::arg("stages_per_rank"));
   module.def("best_plans", &plan_for_python, py::arg("model"), py::arg("cluster"),
              py::arg("options"));
 }

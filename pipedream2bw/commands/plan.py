@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cluster import Cluster
+from .._C import planned_schedules
+from ..cluster import Cluster, DeviceType
 from ..device_figures import KNOWN_DEVICES
 from ..draw_plan import draw_plan
-from ..planner import plan
+from ..planner import SCHEDULES, plan
 from ..plans import Plan
 from ..profile import Profile
 from ..profiler import profile
@@ -17,7 +19,18 @@ from .model import build_model
 from .plan_report import print_plan
 from .profile import known_device, rows_of
 
-_PLANNED = ("model", "profile", "devices", "memory", "batch")  # what --show needs none of
+_OPTIONS = (
+    *("largest_batch", "schedules", "recompute", "width", "num_stages", "optimizer", "precision"),
+    *("objective", "slack", "calibration"),
+)
+"""What :func:`plan` is given by the same names, if at all."""
+
+_MAKING = (
+    *("model", "profile", "devices", "memory", "batch", "price", "topology", "rows", "dry"),
+    *_OPTIONS,
+)
+"""What --show needs none of."""
+
 _TOPOLOGIES = {
     "servers": ("inside", "outside", "inside_latency", "outside_latency"),
     "mesh": ("row", "column", "row_latency", "column_latency"),
@@ -47,11 +60,34 @@ def add_plan_command(commands: Any) -> None:
     what.add_argument(
         "--schedules",
         metavar="NAME,...",
-        help="to choose among; default: all that the planner knows",
+        type=_names,
+        help=f"to choose among; default: {','.join(SCHEDULES)}; known besides: "
+        f"{', '.join(name for name in planned_schedules() if name not in SCHEDULES)}",
     )
-    what.add_argument("--optimizer", default="adamw", help="sgd, momentum or adamw (default)")
     what.add_argument(
-        "--objective", default="throughput", help="throughput (default), cost or memory"
+        "--recompute",
+        metavar="WAY,...",
+        type=_names,
+        help="ways to choose among: none, stages, blocks; default: all",
+    )
+    what.add_argument("--width", type=int, metavar="W", help="replicas; default: the best number")
+    what.add_argument("--num-stages", type=int, metavar="D", help="default: the best number")
+    what.add_argument("--optimizer", help="sgd, momentum or adamw (default)")
+    what.add_argument(
+        "--precision", help="bf16 or fp16, if the pipeline has it; of a profile in that dtype"
+    )
+    what.add_argument(
+        "--objective", help="throughput (default), memory, or cost, which needs --price"
+    )
+    what.add_argument(
+        "--slack",
+        type=float,
+        metavar="SHARE",
+        help="of --objective memory: plans may take so much longer than the fastest, default: 0.1",
+    )
+    what.add_argument("--price", type=float, metavar="PRICE", help="of a device for an hour")
+    what.add_argument(
+        "--calibration", metavar="PATH", help="what calibrate() learnt from a run, as saved"
     )
     what.add_argument(
         "--topology",
@@ -90,10 +126,13 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _saved(given: argparse.Namespace) -> Plan:
-    for name in _PLANNED:
-        value = getattr(given, name)
-        if value is not None:
-            raise ValueError(f"--{name}: {value}, --show: {given.show}: a saved plan is as it is")
+    for name in _MAKING:
+        if (value := getattr(given, name)) is not None:
+            shown = ",".join(value) if isinstance(value, list) else value
+            raise ValueError(
+                f"--{name.replace('_', '-')}: {shown}, --show: {given.show}: a saved plan is as it "
+                "is"
+            )
     return Plan.load(given.show)
 
 
@@ -105,23 +144,20 @@ def _planned(given: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--model: {given.model}, --profile: {given.profile}: one of them must be given"
         )
-    devices = given.devices
+    if given.objective == "cost" and given.price is None:
+        raise ValueError("--price is missing: --objective cost needs it")
+    types: int | list[DeviceType] = given.devices
+    if given.price is not None:
+        types = [DeviceType("device", given.devices, price_per_hour=given.price)]
+    devices: int | list[DeviceType] | Cluster = types
     if given.topology is not None:
-        devices = parse_topology(given.topology, devices)
-    options: dict[str, Any] = {}
-    if given.schedules is not None:
-        options["schedules"] = tuple(given.schedules.split(","))
-    if given.largest_batch is not None:
-        options["largest_batch"] = given.largest_batch
-    return plan(
-        _profile(given),
-        devices=devices,
-        memory=given.memory,
-        batch=given.batch,
-        optimizer=given.optimizer,
-        objective=given.objective,
-        **options,
-    )
+        devices = parse_topology(given.topology, types)
+    options = {name: getattr(given, name) for name in _OPTIONS if getattr(given, name) is not None}
+    return plan(_profile(given), devices=devices, memory=given.memory, batch=given.batch, **options)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _profile(given: argparse.Namespace) -> Profile:
@@ -137,8 +173,8 @@ def _profile(given: argparse.Namespace) -> Profile:
     return profile(**build_model(given.model), microbatch_rows=rows, dry=figures)
 
 
-def parse_topology(text: str, devices: int) -> Cluster:
-    """A cluster of so many devices from what ``--topology`` takes.
+def parse_topology(text: str, devices: int | Sequence[DeviceType]) -> Cluster:
+    """A cluster of so many devices, or of these, from what ``--topology`` takes.
 
     Raises:
         ValueError: names the part that is wrong, and what is allowed.
@@ -168,8 +204,9 @@ def parse_topology(text: str, devices: int) -> Cluster:
     if kind == "servers":
         return Cluster.servers(devices, devices_per_server=int(sizes), **links)
     rows, columns = map(int, numbers)
-    if rows * columns != devices:
+    count = devices if isinstance(devices, int) else sum(each.count for each in devices)
+    if rows * columns != count:
         raise ValueError(
-            f"--topology: {rows} x {columns} = {rows * columns} devices, --devices: {devices}"
+            f"--topology: {rows} x {columns} = {rows * columns} devices, --devices: {count}"
         )
-    return Cluster.mesh(rows, columns, **links)
+    return Cluster.mesh(rows, columns, devices=devices, **links)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
+from ..plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_ranks
 from ..plans import Plan
 
 _MOST_DEVICES = 4  # that are listed
@@ -112,8 +112,7 @@ def _times(plan: Plan) -> _Table:
 def _memory(plan: Plan) -> _Table:
     rows = []
     for rank, stages in enumerate(stages_of_ranks(plan)):
-        kinds = [bytes_by_kind(plan.stages[stage % plan.num_stages]) for stage in stages]
-        sums = [sum(each[name] for each in kinds) for name in MEMORY_KINDS]
+        sums = list(bytes_of_rank(plan, stages).values())
         limit = limit_of_rank(plan, rank)
         rows.append(
             [

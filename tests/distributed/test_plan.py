@@ -118,6 +118,9 @@ def finds_one_plan(folder: str) -> None:
             loss = pipe.train_step(*batch.args, target=batch.target)
             opt.step()
             assert float(loss) > 0
+    links = pd2.Profile.load(Path(folder, "profile.json")).links
+    assert links is not None  # which the dry profile has not
+    assert len(links.latency) == 4
 
 
 def plans(rank: int, world: int, folder: str) -> dict[str, tuple[str, str]]:

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from pipedream2bw.calibration import Calibration, calibrate
 from pipedream2bw.memory import StageMemory
-from tests.plans import plan_for, plan_of, stage_plan
+from tests.plans import plan_for, plan_of, stage_plan, with_peak
 
 MIB = 2.0**20
 
@@ -102,10 +102,10 @@ def test_a_real_pipelines_report_calibrates() -> None:
     kept = {"activation_bytes": 8.0, "weight_bytes": 80.0, "gradient_bytes": 80.0}
     made = plan_for(model, ["2"], (x,))
     stages = [
-        dataclasses.replace(stage, **kept, state_bytes=0.0, peak_bytes=248.0)
-        for stage in made.stages
+        with_peak(dataclasses.replace(stage, **kept, state_bytes=0.0)) for stage in made.stages
     ]
-    made = dataclasses.replace(made, stages=tuple(stages))
+    peak = max(stage.peak_bytes for stage in stages)
+    made = dataclasses.replace(made, stages=tuple(stages), peak_bytes=peak)
     with pd2.PipelineModule(model, mse_loss, plan=made, example_args=(x,)) as pipe:
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         for _ in range(3):

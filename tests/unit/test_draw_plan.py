@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pipedream2bw as pd2
-from tests.plans import plan_of, stage_plan
+from tests.plans import frozen_stage, plan_of, stage_plan
 
 pytest.importorskip("matplotlib")
 GIB = 2.0**30
@@ -30,7 +30,7 @@ def limits(axes: Any) -> list[float]:
 
 def test_bars_are_as_long_as_times_and_bytes(tmp_path: Path) -> None:
     stages = [
-        stage_plan((0, 3), devices=(0,), forward=4e-3, recompute=3e-3, message=0.5e-3),
+        stage_plan((0, 3), forward=4e-3, recompute=3e-3, message=0.5e-3, recomputed=True),
         stage_plan((3, 4), devices=(1,), forward=9e-3, message=0.0, memory_limit=8 * GIB),
     ]
     plan = plan_of(stages, num_microbatches=4, seconds_per_batch=0.06)
@@ -39,7 +39,7 @@ def test_bars_are_as_long_as_times_and_bytes(tmp_path: Path) -> None:
     times, memory = picture.figure.axes
     assert bars(times) == pytest.approx({0: 4 + 3 + 1 + 0.5 + 2 * 0.5, 1: 9 + 1 + 0.5})
     assert limits(times) == pytest.approx([15.0])  # a batch / its microbatches
-    assert bars(memory) == pytest.approx({i: s.peak_bytes / GIB for i, s in enumerate(stages)})
+    assert bars(memory) == pytest.approx({i: s.peak_bytes / GIB for i, s in enumerate(plan.stages)})
     assert limits(memory) == pytest.approx([16.0, 8.0])
     assert [label.get_text() for label in times.get_yticklabels()] == [
         "stage 0: layers 0 to 2",
@@ -51,7 +51,7 @@ def test_bars_are_as_long_as_times_and_bytes(tmp_path: Path) -> None:
 def test_a_rank_of_several_stages_holds_all_of_them(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     stages = [
-        stage_plan((i, i + 1), devices=(i % 2 if chunks == 2 else i,), peak_bytes=(5 + i) * GIB)
+        frozen_stage((i, i + 1), (5 + i) * GIB, devices=(i % 2 if chunks == 2 else i,))
         for i in range(4)
     ]
     plan = plan_of(stages, schedule=schedule, stages_per_rank=chunks, num_microbatches=4)
@@ -70,7 +70,7 @@ def test_memory_without_a_limit_has_no_mark() -> None:
 
 
 def test_many_stages_still_fit_on_a_picture() -> None:
-    stages = [stage_plan((i, i + 1), devices=(i,)) for i in range(300)]
+    stages = [frozen_stage((i, i + 1), GIB, devices=(i,)) for i in range(300)]
     figure = pd2.draw_plan(plan_of(stages)).figure
     assert figure.get_size_inches()[1] < 45
     times, _ = figure.axes

@@ -13,7 +13,7 @@ from pipedream2bw.__main__ import main
 from pipedream2bw.commands.plan import parse_topology
 from pipedream2bw.commands.plan_report import print_plan
 from pipedream2bw.plans import Alternative
-from tests.plans import plan_of, stage_plan
+from tests.plans import frozen_stage, plan_of, stage_plan
 
 GIB = 2.0**30
 MODULE = """
@@ -110,6 +110,61 @@ def test_memory_schedules_and_topology_reach_the_planner(
     assert "memory" in tight
 
 
+def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pd2.Calibration(1.0, 2.0**30).save(folder / "calibration.json")
+    printed(
+        capsys,
+        *(*ASKED, "--schedules", "2bw, 1f1b", "--recompute", "stages", "-o", "plan.json"),
+        *("--width", "2", "--num-stages", "2", "--calibration", "calibration.json"),
+    )
+    plan = pd2.Plan.load("plan.json")
+    assert plan.schedule in ("2bw", "1f1b")
+    assert (plan.width, plan.num_stages, plan.recompute) == (2, 2, [True, True])
+    assert {stage.memory_limit for stage in plan.stages} == {15 * GIB}
+    told = refused(capsys, *ASKED, "--precision", "bf16")
+    assert "precision: 'bf16', trained parameters of the profiled model: torch.float32" in told
+
+
+def test_the_least_price_or_memory_is_found_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    for topology in ((), ("--topology", "servers:2,inside=100GB/s,outside=100GB/s")):
+        priced = (*ASKED, "--objective", "cost", "--price", "2.5", "-o", "plan.json", *topology)
+        assert "price/h" in printed(capsys, *priced)
+        plan = pd2.Plan.load("plan.json")
+        assert plan.price_per_hour == 2.5 * plan.num_devices
+    assert "--price is missing" in refused(capsys, *ASKED, "--objective", "cost")
+    peaks = []
+    for slack in ("0", "10"):
+        printed(capsys, *ASKED, "--objective", "memory", "--slack", slack, "-o", "plan.json")
+        peaks.append(pd2.Plan.load("plan.json").peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_the_help_tells_what_is_chosen_among(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = "".join(capsys.readouterr().out.split())
+    assert "default:2bw,1f1b,interleaved,zero_bubble,chimera;knownbesides:2bw_eager,gpipe" in out
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(("--optimizer", "adamw"), ("--objective", "throughput"), ("--schedules", "2bw,1f1b")),
+        *(("--rows", "1"), ("--dry", "v100"), ("--topology", "x"), ("--largest-batch", "3")),
+        *(("--width", "1"), ("--num-stages", "1"), ("--recompute", "none"), ("--slack", "0.5")),
+        *(("--precision", "bf16"), ("--price", "2.5"), ("--calibration", "c.json")),
+        *(("--model", "a:b"), ("--profile", "p.json"), ("--memory", "1GiB"), ("--batch", "3")),
+    ],
+)
+def test_a_saved_plan_takes_no_options_of_another_one(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    told = refused(capsys, "plan", "--show", "plan.json", *option)
+    assert f"{option[0]}: {option[1]}, --show: plan.json: a saved plan is as it is" in told
+
+
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_the_tables_tell_times_memory_reason_and_alternatives(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_rich: bool
@@ -135,7 +190,7 @@ def test_the_tables_tell_times_memory_reason_and_alternatives(
 
 
 def test_a_devices_memory_is_that_of_all_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    stages = [stage_plan((i, i + 1), devices=(i % 2,), peak_bytes=(5 + i) * GIB) for i in range(4)]
+    stages = [frozen_stage((i, i + 1), (5 + i) * GIB, devices=(i % 2,)) for i in range(4)]
     print_plan(plan_of(stages, schedule="interleaved", stages_per_rank=2, num_microbatches=2))
     out = capsys.readouterr().out
     assert "0, 2" in out

@@ -1,0 +1,114 @@
+"""Plans for 16-bit weights come from profiles of such weights, and lay out the float32 model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+X, Y = torch.arange(128.0).reshape(8, 16).sin(), torch.arange(128.0).reshape(8, 16).cos()
+
+
+def model(*, has_norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16) if has_norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(16, 16), norm, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return mse_loss(output.float(), target.float())
+
+
+def profile(of: nn.Module, dtype: torch.dtype) -> pd2.Profile:
+    return pd2.profile(
+        of.to(dtype),
+        loss,
+        example_args=(X.to(dtype),),
+        target=Y,
+        microbatch_rows=(2,),
+        dry=pd2.KNOWN_DEVICES["v100"],
+    )
+
+
+def plan(of: pd2.Profile, **changes: Any) -> pd2.Plan:
+    sizes = {"devices": 2, "memory": "1GiB", "batch": 8, "width": 1, "num_stages": 2}
+    return pd2.plan(of, **{**sizes, "schedules": "2bw", "recompute": "none", **changes})
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_the_float32_model_trains_by_the_plan_of_its_16_bit_weights(
+    has_norm: bool, split_master: bool
+) -> None:
+    precision = {"precision": "bf16", "split_master": split_master}
+    made = plan(profile(model(has_norm=has_norm), torch.bfloat16), **precision)
+    pipe = pd2.PipelineModule(
+        model(has_norm=has_norm), loss, plan=made, example_args=(X[:2],), **precision
+    )
+    with pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=1e-2))
+        losses = []
+        for _ in range(8):
+            losses.append(pipe.train_step(X, target=Y))
+            opt.step()
+        assert float(losses[-1]) < float(losses[0])
+        pipe.flush()
+        if has_norm:  # whose float32 weights the plan does not know
+            return
+        for stage, report in zip(made.stages, pipe.memory_report().values(), strict=True):
+            held = report.weights + report.masters + report.optimizer_state
+            assert held == 2 * stage.weight_bytes + stage.state_bytes
+            assert report.gradients == stage.gradient_bytes
+
+
+def test_a_profile_in_another_dtype_is_refused() -> None:
+    in_float32 = profile(model(), torch.float32)
+    with pytest.raises(
+        ValueError,
+        match=r"precision: 'bf16', trained parameters of the profiled model: torch\.float32: .*"
+        r"model\.bfloat16\(\)",
+    ):
+        plan(in_float32, precision="bf16")
+    with pytest.raises(ValueError, match=r"precision: 'fp16', .* torch\.bfloat16: .*half\(\)"):
+        plan(profile(model(), torch.bfloat16), precision="fp16")
+    assert plan(in_float32, precision="fp32") == plan(in_float32)
+
+
+def test_a_plan_of_16_bit_weights_needs_the_precision() -> None:
+    made = plan(profile(model(), torch.bfloat16), precision="bf16")
+    for precision in (None, "fp16"):
+        with pytest.raises(ValueError, match=r"plan of another model: .* dtypes"):
+            pd2.PipelineModule(model(), loss, plan=made, example_args=(X[:2],), precision=precision)
+    wider = nn.Sequential(*list(model())[:4], nn.Linear(16, 17))
+    with pytest.raises(ValueError, match=r"plan of another model: .* shapes"):
+        pd2.PipelineModule(wider, loss, plan=made, example_args=(X[:2],), precision="bf16")
+
+
+def test_an_update_takes_the_time_of_float32_masters() -> None:
+    """The elements are stepped in float32 whatever the weights' dtype."""
+    of_16, of_32 = (profile(model(), dtype) for dtype in (torch.bfloat16, torch.float32))
+    for changes in ({}, {"optimizer": "sgd"}):
+        updates = [stage.update for stage in plan(of_32, **changes).stages]
+        assert [stage.update for stage in plan(of_16, precision="bf16", **changes).stages] == (
+            pytest.approx(updates)
+        )
+
+
+def test_a_measured_profile_must_have_the_optimizers_time() -> None:
+    made = profile(model(), torch.float32)
+    lacking = dataclasses.replace(made, seconds_per_update_byte={"sgd": 1e-12})
+    assert plan(lacking).stages[0].update == 0  # nothing was measured at all
+    measured = dataclasses.replace(
+        lacking, device=dataclasses.replace(lacking.device, measured=True)
+    )
+    assert plan(measured, optimizer="sgd").stages[0].update > 0
+    with pytest.raises(
+        ValueError, match="optimizer: 'adamw', the profile's seconds_per_update_byte: sgd: "
+    ):
+        plan(measured)
