@@ -184,18 +184,22 @@ double rounded_up(double bytes) {
   double least = kInfinity;
   double most = 0;
   for (const DeviceType& type : problem.cluster.types) {
-    least = std::min(least, type.memory_bytes);
-    most = std::max(most, type.memory_bytes);
+    least = std::min(least, type.memory_bytes + problem.options.reserved);
+    most = std::max(most, type.memory_bytes + problem.options.reserved);
   }
   const Nearest found = nearest(problem, evaluator, candidates);
-  const double enough = rounded_up(found.bytes);
+  const double enough = rounded_up(found.bytes + problem.options.reserved);
   const std::string given = least < most
                                 ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
                                 : detail::concat(most / kBytesPerGiB);
   detail::throw_value_error(detail::concat(
       "memory: ", given, " GiB: the model fits on no plan; nearest comes ",
       to_string(found.candidate), ", which lacks ", enough - least / kBytesPerGiB,
-      " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do"));
+      " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do",
+      problem.options.reserved > 0
+          ? detail::concat(" (with the calibration's offset, ",
+                           problem.options.reserved / kBytesPerGiB, " GiB of each device)")
+          : ""));
 }
 
 enum class Stop { kAtTheBest, kAtTheFirst };

@@ -317,7 +317,7 @@ def test_what_would_do_is_told_with_the_calibrations_offset() -> None:
     would_do = str(error.value).split("memory = ")[1].split(" GiB")[0]
     plan = made_plan(memory=f"{would_do}GiB", calibration=calibration)
     assert plan.peak_bytes + calibration.offset <= float(would_do) * 2**30
-    with pytest.raises(ValueError, match=r"with recompute of blocks alone; .*offset"):
+    with pytest.raises(ValueError, match=r"recompute blocks, .* GiB would do \(with the .*offset"):
         made_plan(memory="1.001GiB", calibration=calibration, recompute=["blocks"])
 
 
