@@ -213,6 +213,15 @@ def _model_row(
     parameters = [
         (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
     ]
+    shared = [
+        (
+            0.0,
+            float(each.trained_bytes),
+            float(each.parameter_bytes - each.trained_bytes),
+            list(each.layers),
+        )
+        for each in profile.shared_parameters
+    ]
     microbatches = [
         (
             each.rows,
@@ -231,7 +240,7 @@ def _model_row(
                 )
             ],
             list(each.edges),
-            [(float(size), list(layers)) for size, layers in each.kept],
+            [(float(size), 0.0, 0.0, list(layers)) for size, layers in each.kept] + shared,
         )
         for each in profile.microbatches
     ]

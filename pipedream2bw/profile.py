@@ -35,8 +35,7 @@ class ProfiledLayer:
 
     Attributes:
         name: ``PipelineModule(split=[...])`` takes it.
-        parameter_bytes: of the parameters that it uses; those that several layers use count with
-            the first of them between two places where the model may be cut.
+        parameter_bytes: of the parameters that it is the first to use.
         trained_bytes: the part of them that requires gradients.
         can_cut_after: whether a stage may end here. Always false for the last layer. Where it is
             false although the model could be cut, the layers around were timed together.
@@ -49,6 +48,20 @@ class ProfiledLayer:
     trained_bytes: int
     can_cut_after: bool
     repeats: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedParameter:
+    """A parameter of several layers, or several of the same ones.
+
+    Attributes:
+        parameter_bytes, trained_bytes: as of a layer.
+        layers: that use it, increasing.
+    """
+
+    parameter_bytes: int
+    trained_bytes: int
+    layers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +125,8 @@ class Profile:
         torch_version: of the torch that ran the model.
         loss: the name of the loss function.
         layers: in the order of execution.
+        shared_parameters: parameters that layers apart from each other use; each counts with the
+            first of them, and every stage that has one of them has a copy.
         microbatches: with increasing numbers of rows.
         seconds_per_update_byte: of an optimizer's step ("sgd", "momentum", "adamw"), by the bytes
             of the trained parameters.
@@ -129,6 +144,7 @@ class Profile:
     torch_version: str
     loss: str
     layers: tuple[ProfiledLayer, ...]
+    shared_parameters: tuple[SharedParameter, ...]
     microbatches: tuple[MicrobatchProfile, ...]
     seconds_per_update_byte: Mapping[str, float]
     seconds_per_action: float
@@ -213,6 +229,7 @@ class Profile:
             "torch": self.torch_version,
             "loss": self.loss,
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "shared_parameters": [dataclasses.asdict(item) for item in self.shared_parameters],
             "microbatches": [dataclasses.asdict(item) for item in self.microbatches],
             "seconds_per_update_byte": dict(self.seconds_per_update_byte),
             "seconds_per_action": self.seconds_per_action,
@@ -244,7 +261,7 @@ def describe_parameters(
 
 def _read(document: Field) -> Profile:
     names = (
-        *("model", "device", "torch", "loss", "layers", "microbatches"),
+        *("model", "device", "torch", "loss", "layers", "shared_parameters", "microbatches"),
         *("seconds_per_update_byte", "seconds_per_action", "links", "all_reduce"),
     )
     top = dict(zip(names, document.fields(*names), strict=True))
@@ -261,6 +278,7 @@ def _read(document: Field) -> Profile:
         top["torch"].text(),
         top["loss"].text(),
         top["layers"].each(_read_layer),
+        top["shared_parameters"].each(_read_shared_parameter),
         top["microbatches"].each(_read_microbatch),
         {kind: item.number() for kind, item in top["seconds_per_update_byte"].entries().items()},
         top["seconds_per_action"].number(),
@@ -286,6 +304,11 @@ def _read_layer(field: Field) -> ProfiledLayer:
         can_cut.flag(),
         None if repeats.value is None else repeats.whole(),
     )
+
+
+def _read_shared_parameter(field: Field) -> SharedParameter:
+    parameters, trained, layers = field.fields("parameter_bytes", "trained_bytes", "layers")
+    return SharedParameter(parameters.whole(), trained.whole(), layers.each(Field.whole))
 
 
 def _read_microbatch(field: Field) -> MicrobatchProfile:

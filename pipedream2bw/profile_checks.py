@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .profile import MicrobatchProfile, Profile, ProfiledLayer, ProfiledLinks
+    from .profile import (
+        MicrobatchProfile,
+        Profile,
+        ProfiledLayer,
+        ProfiledLinks,
+        SharedParameter,
+    )
 
 _MOST_BYTES = 2**63 - 1
 _MOST_ROWS = 2**31 - 1
@@ -29,6 +35,8 @@ def check_profile(profile: Profile) -> None:
         raise ValueError(
             f"layers[{n - 1}].can_cut_after: True, it must be False for the last of {n} layers"
         )
+    for index, shared in enumerate(profile.shared_parameters):
+        _check_shared(f"shared_parameters[{index}]", n, shared)
     before = 0
     for index, item in enumerate(profile.microbatches):
         where = f"microbatches[{index}]"
@@ -75,12 +83,26 @@ def _check_microbatch(where: str, num_layers: int, item: MicrobatchProfile) -> N
         _at_least(0, f"{where}.edges[{index}]", [producer, consumer, size], _MOST_BYTES)
     for index, (size, layers) in enumerate(item.kept):
         _at_least(0, f"{where}.kept[{index}]", [size], _MOST_BYTES)
-        rising = all(before < after for before, after in itertools.pairwise(layers))
-        if len(layers) < 2 or not rising or not 0 <= layers[0] < layers[-1] < num_layers:
-            raise ValueError(
-                f"{where}.kept[{index}]: layers {list(layers)}, layers: {num_layers}: it needs two "
-                "or more of them, increasing"
-            )
+        _check_holders(f"{where}.kept[{index}]", num_layers, layers)
+
+
+def _check_shared(where: str, num_layers: int, item: SharedParameter) -> None:
+    _at_least(0, f"{where}.parameter_bytes", [item.parameter_bytes], _MOST_BYTES)
+    if not 0 <= item.trained_bytes <= item.parameter_bytes:
+        raise ValueError(
+            f"{where}.trained_bytes: {item.trained_bytes}, it must be from 0 to parameter_bytes, "
+            f"{item.parameter_bytes}"
+        )
+    _check_holders(where, num_layers, item.layers)
+
+
+def _check_holders(where: str, num_layers: int, layers: Sequence[int]) -> None:
+    rising = all(before < after for before, after in itertools.pairwise(layers))
+    if len(layers) < 2 or not rising or not 0 <= layers[0] < layers[-1] < num_layers:
+        raise ValueError(
+            f"{where}: layers {list(layers)}, layers: {num_layers}: it needs two or more of them, "
+            "increasing"
+        )
 
 
 def _check_links(links: ProfiledLinks) -> None:

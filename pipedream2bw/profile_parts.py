@@ -146,6 +146,7 @@ def profile_of(
         torch_version=torch.__version__,
         loss=prepared.loss,
         layers=(*layers, dataclasses.replace(last, can_cut_after=False)),
+        shared_parameters=prepared.shared_parameters,
         microbatches=tuple(microbatches),
         seconds_per_update_byte=dict(update),
         seconds_per_action=action,

@@ -15,7 +15,7 @@ from .captured import Captured, first_layers
 from .device_figures import DeviceFigures
 from .layer_groups import Group, group_layers
 from .materialize import Example, for_capture
-from .profile import ProfiledLayer
+from .profile import ProfiledLayer, SharedParameter
 from .surroundings import plain_modes
 from .with_loss import Run, with_loss
 
@@ -34,6 +34,7 @@ class Prepared:
     runs: list[Run]
     groups: list[Group]
     layers: tuple[ProfiledLayer, ...]
+    shared_parameters: tuple[SharedParameter, ...]
 
     @classmethod
     def of(
@@ -65,7 +66,8 @@ class Prepared:
             names = names_of_layers(captured)
             layers = _layers(captured, held, groups, names)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        return cls(root, name, captured, names, runs, groups, layers)
+        shared = _shared_parameters(captured, root)
+        return cls(root, name, captured, names, runs, groups, layers, shared)
 
 
 def capture_finely(root: nn.Module, example: Example, replicated: Sequence[str]) -> Captured:
@@ -99,9 +101,9 @@ def _layers(
 ) -> tuple[ProfiledLayer, ...]:
     parameters = dict(root.named_parameters())
     layers: list[ProfiledLayer] = []
+    held: set[str] = set()
     for group in groups:
         shift = groups[group.like].first - group.first
-        held: set[str] = set()
         for index in group.layers:
             if index == len(captured.layers):
                 break  # the loss
@@ -118,3 +120,20 @@ def _layers(
                 )
             )
     return tuple(layers)
+
+
+def _shared_parameters(captured: Captured, root: nn.Module) -> tuple[SharedParameter, ...]:
+    parameters = dict(root.named_parameters())
+    users: dict[str, list[int]] = {}
+    for index, names in enumerate(captured.layer_parameters):
+        for name in names:
+            users.setdefault(name, []).append(index)
+    sizes: dict[tuple[int, ...], list[int]] = {}  # bytes of all, and of those that are trained
+    for name, layers in users.items():
+        if len(layers) > 1:
+            both = sizes.setdefault(tuple(layers), [0, 0])
+            both[0] += parameters[name].nbytes
+            both[1] += parameters[name].nbytes * parameters[name].requires_grad
+    return tuple(
+        SharedParameter(whole, trained, layers) for layers, (whole, trained) in sizes.items()
+    )

@@ -19,7 +19,7 @@ namespace {
 using LayerRow = std::array<double, 6>;
 using RowsRow =
     std::tuple<int, std::vector<LayerRow>, std::vector<std::tuple<int, int, std::int64_t>>,
-               std::vector<std::pair<double, std::vector<int>>>>;
+               std::vector<std::tuple<double, double, double, std::vector<int>>>>;
 using ModelRow = std::tuple<std::vector<RowsRow>, std::vector<bool>,
                             std::vector<std::pair<int, int>>, double, double>;
 using LinkRow = std::pair<double, double>;
@@ -33,7 +33,7 @@ using OptionsRow =
 ProfiledModel read_model(const ModelRow& row) {
   ProfiledModel model;
   const auto& [microbatches, can_cut, blocks, per_update_byte, per_action] = row;
-  for (const auto& [rows, layers, edges, kept] : microbatches) {
+  for (const auto& [rows, layers, edges, shared] : microbatches) {
     ProfiledRows& profiled = model.microbatches.emplace_back();
     profiled.rows = rows;
     for (const auto& [f, i, w, activations, parameters, trained] : layers) {
@@ -42,11 +42,13 @@ ProfiledModel read_model(const ModelRow& row) {
     for (const auto& [producer, consumer, bytes] : edges) {
       profiled.edges.push_back({producer, consumer, bytes});
     }
-    for (const auto& [bytes, holders] : kept) {
-      PD2_CHECK(!holders.empty(), "kept: no layers, it needs the ones that keep ", bytes, " bytes");
-      profiled.kept.push_back({.producer = holders.front(),
-                               .consumers = {holders.begin() + 1, holders.end()},
-                               .kept_bytes = bytes});
+    for (const auto& [kept, trained, frozen, holders] : shared) {
+      PD2_CHECK(!holders.empty(), "shared: no layers, it needs those that share something");
+      profiled.shared.push_back({.producer = holders.front(),
+                                 .consumers = {holders.begin() + 1, holders.end()},
+                                 .kept_bytes = kept,
+                                 .trained_bytes = trained,
+                                 .frozen_bytes = frozen});
     }
   }
   model.can_cut = can_cut;

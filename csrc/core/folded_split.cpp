@@ -1,7 +1,7 @@
 #include "core/folded_split.h"
 
 #include "core/check.h"
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 
 #include <algorithm>
 #include <utility>
@@ -21,7 +21,7 @@ struct Run {
 
 class Folding {
  public:
-  explicit Folding(const StageCosts& costs) : costs_(costs) {}
+  explicit Folding(const SplitCosts& costs) : costs_(costs) {}
 
   // Of ranks that take at most `limit` each.
   std::optional<std::vector<int>> with_limit(Cost limit) const {
@@ -69,13 +69,13 @@ class Folding {
             costs_.bytes(rule, first, end, received)};
   }
 
-  const StageCosts& costs_;
+  const SplitCosts& costs_;
 };
 
 }  // namespace
 
 std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
-  const StageCosts costs(problem);
+  const SplitCosts costs(problem);
   const int d = costs.num_stages();
   PD2_CHECK(d % 2 == 0, "stages: ", d,
             ": two pipelines in opposite directions need an even number");

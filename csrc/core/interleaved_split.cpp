@@ -1,7 +1,7 @@
 #include "core/interleaved_split.h"
 
 #include "core/check.h"
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 
 #include <algorithm>
 #include <tuple>
@@ -29,7 +29,7 @@ struct Quality {
 
 class Ranks {
  public:
-  Ranks(const StageCosts& costs, int num_ranks) : costs_(costs), num_ranks_(num_ranks) {}
+  Ranks(const SplitCosts& costs, int num_ranks) : costs_(costs), num_ranks_(num_ranks) {}
 
   Stage stage(int s, int first, int end) const {
     const Messages messages = costs_.messages(first, end);
@@ -54,10 +54,10 @@ class Ranks {
   }
 
   int num_ranks() const { return num_ranks_; }
-  const StageCosts& costs() const { return costs_; }
+  const SplitCosts& costs() const { return costs_; }
 
  private:
-  const StageCosts& costs_;
+  const SplitCosts& costs_;
   int num_ranks_;
 };
 
@@ -154,7 +154,7 @@ class Search {
  private:
   // Of stages s... over the pieces from `first` on.
   void extend(int s, int first) {
-    const StageCosts& costs = ranks_.costs();
+    const SplitCosts& costs = ranks_.costs();
     const int n = costs.num_pieces();
     const int num_stages = costs.num_stages();
     if (s == num_stages) {
@@ -192,7 +192,7 @@ class Search {
 
 // The ends, as positions between pieces, of the split with the fastest slowest stage where every
 // stage has this share of its rank's limit. None fits: empty.
-std::vector<int> ends_of_fastest_stages(StageSplitProblem problem, const StageCosts& costs,
+std::vector<int> ends_of_fastest_stages(StageSplitProblem problem, const SplitCosts& costs,
                                         double share) {
   for (StageMemoryRule& rule : problem.stages) rule.limit *= share;
   const std::optional<StageSplit> split = split_stages(problem);
@@ -211,7 +211,7 @@ std::vector<int> ends_of_fastest_stages(StageSplitProblem problem, const StageCo
 }  // namespace
 
 std::optional<InterleavedSplit> split_interleaved(const StageSplitProblem& problem, int num_ranks) {
-  const StageCosts costs(problem);
+  const SplitCosts costs(problem);
   const int num_stages = costs.num_stages();
   PD2_CHECK(num_ranks >= 1 && num_stages % num_ranks == 0, "num_ranks: ", num_ranks,
             ", stages: ", num_stages, ": every rank needs the same number of stages");

@@ -12,6 +12,21 @@ void check_cost(int rows, std::size_t layer, const char* what, double value) {
             ": it must be finite and >= 0");
 }
 
+void check_shared(const std::vector<Value>& values, int num_layers) {
+  for (const Value& value : values) {
+    int before = value.producer;
+    for (const int layer : value.consumers) {
+      PD2_CHECK(before >= 0 && before < layer && layer < num_layers, "shared: layer ", before,
+                " and then ", layer, ": it needs increasing layers < ", num_layers);
+      before = layer;
+    }
+    for (const double bytes : {value.kept_bytes, value.trained_bytes, value.frozen_bytes}) {
+      PD2_CHECK(std::isfinite(bytes) && bytes >= 0, "shared: ", bytes,
+                " bytes: it must be finite and >= 0");
+    }
+  }
+}
+
 void check(const ProfiledRows& profiled, int num_layers) {
   const int rows = profiled.rows;
   PD2_CHECK(profiled.layers.size() == std::size_t(num_layers), "layers of ", rows,
@@ -35,15 +50,7 @@ void check(const ProfiledRows& profiled, int num_layers) {
               "edge: ", edge.producer, " to ", edge.consumer, ", ", edge.bytes,
               " bytes: it needs 0 <= producer < consumer < ", num_layers, " and bytes >= 0");
   }
-  for (const Value& value : profiled.kept) {
-    int before = value.producer;
-    for (const int layer : value.consumers) {
-      PD2_CHECK(before >= 0 && before < layer && layer < num_layers && value.kept_bytes >= 0,
-                "kept: layer ", before, " and then ", layer, ", ", value.kept_bytes,
-                " bytes: it needs increasing layers < ", num_layers, " and bytes >= 0");
-      before = layer;
-    }
-  }
+  check_shared(profiled.shared, num_layers);
 }
 
 void check(const ProfiledModel& model) {

@@ -17,7 +17,7 @@ struct ProfiledRows {
   int rows = 0;
   std::vector<LayerCost> layers;
   std::vector<Edge> edges;
-  std::vector<Value> kept;  // by several layers; consumers in order
+  std::vector<Value> shared;  // tensors kept and parameters used by several layers, in order
 };
 
 // Layers first .. end - 1 are one module, which can be recomputed by itself.

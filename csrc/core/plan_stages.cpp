@@ -116,7 +116,7 @@ StageSplitProblem StageChooser::split_problem(const Plan& plan) const {
   StageSplitProblem split;
   split.layers = plan.profiled.layers;
   split.edges = plan.profiled.edges;
-  split.values = plan.profiled.kept;
+  split.values = plan.profiled.shared;
   split.can_cut = problem_.model.can_cut;
   split.seconds_per_byte = plan.seconds_per_byte;
   split.seconds_per_value = plan.seconds_per_value;
@@ -167,13 +167,19 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
   const int d = plan.shape().depth();
   const PlanOptions& options = problem_.options;
   std::vector<int> stage_of(n, 0);
+  for (int k = 0; k < d; ++k) {
+    std::fill(stage_of.begin() + firsts[k],
+              k + 1 < d ? stage_of.begin() + firsts[k + 1] : stage_of.end(), k);
+  }
+  const std::vector<double> received = received_bytes(plan.sums, stage_of, d);
+  const std::vector<Received> shared = shared_bytes(plan.profiled.shared, stage_of, d);
   std::vector<PlannedStage> stages(d);
   for (int k = 0; k < d; ++k) {
     PlannedStage& stage = stages[k];
     stage.first = firsts[k];
     stage.end = k + 1 < d ? firsts[k + 1] : n;
-    std::fill(stage_of.begin() + stage.first, stage_of.begin() + stage.end, k);
     const LayerCost sum = plan.sums.of(stage.first, stage.end);
+    const double trained = sum.trained_bytes + shared[k].trained;
     const double slow = plan.holders.slowness[k];
     const double action = problem_.model.seconds_per_action;
     stage.costs = {
@@ -181,29 +187,21 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
         .input_grad = slow * sum.input_grad + action,
         .weight_grad = slow * sum.weight_grad + (plan.shape().rule->is_split ? action : 0),
         .recompute = plan.recomputes_stages() ? slow * sum.forward : 0,
-        .update = slow * sum.trained_bytes * problem_.model.seconds_per_update_byte,
-        .activation_bytes = sum.activation_bytes,
-        .weight_bytes = sum.trained_bytes,
-        .gradient_bytes = options.gradient * sum.trained_bytes,
-        .state_bytes = options.state * sum.trained_bytes};
-    stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes;
+        .update = slow * trained * problem_.model.seconds_per_update_byte,
+        .activation_bytes = sum.activation_bytes + (plan.recomputes_stages() ? 0 : shared[k].kept),
+        .input_bytes = plan.recomputes_stages() ? received[k] : 0,
+        .weight_bytes = trained,
+        .gradient_bytes = options.gradient * trained,
+        .state_bytes = options.state * trained};
+    stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
     stage.most_in_flight = most_in_flight(plan.shape(), k);
     stage.memory_limit = std::numeric_limits<double>::infinity();
     for (const int rank : plan.shape().ranks_of(k)) {
       stage.memory_limit = std::min(stage.memory_limit, plan.holders.limits[rank]);
     }
   }
-  const std::vector<double> received = received_bytes(plan.sums, stage_of, d);
-  const std::vector<double> kept = kept_again_bytes(plan.profiled.kept, stage_of, d);
   plan.chosen.edges.assign(d - 1, {});
-  for (int k = 0; k < d; ++k) {
-    if (k > 0) plan.chosen.edges[k - 1].message_bytes = received[k];
-    if (plan.recomputes_stages()) {
-      stages[k].costs.input_bytes = received[k];
-    } else {
-      stages[k].costs.activation_bytes += kept[k];
-    }
-  }
+  for (int k = 1; k < d; ++k) plan.chosen.edges[k - 1].message_bytes = received[k];
   plan.chosen.stages = std::move(stages);
 }
 

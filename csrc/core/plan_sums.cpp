@@ -91,15 +91,15 @@ std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>
   return received;
 }
 
-std::vector<double> kept_again_bytes(const std::vector<Value>& kept,
-                                     const std::vector<int>& stage_of, int num_stages) {
-  std::vector<double> bytes(num_stages, 0);
-  for (const Value& value : kept) {
+std::vector<Received> shared_bytes(const std::vector<Value>& values,
+                                   const std::vector<int>& stage_of, int num_stages) {
+  std::vector<Received> bytes(num_stages);
+  for (const Value& value : values) {
     int stage = stage_of[value.producer];
     for (const int consumer : value.consumers) {
       if (stage_of[consumer] == stage) continue;
       stage = stage_of[consumer];
-      bytes[stage] += value.kept_bytes;
+      bytes[stage] += Received::of(value);
     }
   }
   return bytes;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/plan_problem.h"
+#include "core/split_costs.h"
 
 #include <vector>
 
@@ -27,8 +28,8 @@ LayerSums sums_of(const ProfiledModel& model, int size);
 std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>& stage_of,
                                    int num_stages);
 
-// The bytes that every stage keeps for its backward and that an earlier one keeps, too.
-std::vector<double> kept_again_bytes(const std::vector<Value>& kept,
-                                     const std::vector<int>& stage_of, int num_stages);
+// What every stage has that an earlier one has, too.
+std::vector<Received> shared_bytes(const std::vector<Value>& values,
+                                   const std::vector<int>& stage_of, int num_stages);
 
 }  // namespace pd2

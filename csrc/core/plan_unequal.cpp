@@ -56,7 +56,7 @@ std::optional<UnequalReplication> unequal_replication(const PlanProblem& problem
     if (std::int64_t{profiled.rows} * split.num_microbatches > options.largest_batch) continue;
     split.layers = profiled.layers;
     split.edges = profiled.edges;
-    split.values = profiled.kept;
+    split.values = profiled.shared;
     for (LayerCost& layer : split.layers) {
       for (double* cost : {&layer.forward, &layer.input_grad, &layer.weight_grad}) {
         *cost *= slowness;

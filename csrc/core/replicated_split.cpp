@@ -1,7 +1,7 @@
 #include "core/replicated_split.h"
 
 #include "core/check.h"
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 int divided_up(int a, int b) { return (a + b - 1) / b; }
 
-StageCosts make_costs(const ReplicationProblem& problem) {
+SplitCosts make_costs(const ReplicationProblem& problem) {
   StageSplitProblem split;
   split.layers = problem.layers;
   split.edges = problem.edges;
@@ -27,7 +27,7 @@ StageCosts make_costs(const ReplicationProblem& problem) {
   split.stages[0].trained = problem.trained;
   split.stages[0].frozen = problem.frozen;
   split.stages[0].limit = problem.limit;
-  return StageCosts(split);
+  return SplitCosts(split);
 }
 
 void check(const ReplicationProblem& problem) {
@@ -133,7 +133,7 @@ class Program {
   }
 
   const ReplicationProblem& problem_;
-  StageCosts costs_;
+  SplitCosts costs_;
   std::vector<std::vector<Best>> best_;  // by first piece and number of machines
 };
 

@@ -43,7 +43,7 @@ int last_that(int low, int high, int guess, Holds&& holds) {
 // What the stages from one first piece on receive, by end, found as far as asked for.
 class ReceivedByEnd {
  public:
-  ReceivedByEnd(const StageCosts& costs, int first) : costs_(costs), first_(first), received_(1) {}
+  ReceivedByEnd(const SplitCosts& costs, int first) : costs_(costs), first_(first), received_(1) {}
 
   const Received& by(int end) {
     while (first_ + static_cast<int>(received_.size()) <= end) {
@@ -54,14 +54,14 @@ class ReceivedByEnd {
   }
 
  private:
-  const StageCosts& costs_;
+  const SplitCosts& costs_;
   int first_;
   Messages messages_;
   std::vector<Received> received_;
 };
 
 // Of the stages k that begin where stages 0 .. k - 1 can end.
-void find_farthest(const StageCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
+void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   std::vector<ReceivedByEnd> received;
@@ -91,7 +91,7 @@ void find_farthest(const StageCosts& costs, const std::vector<double>& limits, M
 
 }  // namespace
 
-MemoryFit fit_memory(const StageCosts& costs, const std::vector<double>& limits) {
+MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   MemoryFit fit;
@@ -113,7 +113,7 @@ MemoryFit fit_memory(const StageCosts& costs, const std::vector<double>& limits)
 }
 
 double smallest_memory_limit(const StageSplitProblem& problem) {
-  const StageCosts costs(problem);
+  const SplitCosts costs(problem);
   const int d = costs.num_stages();
   const auto fit_with = [&](double limit) {
     return fit_memory(costs, std::vector<double>(d, limit));

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 
 #include <vector>
 
@@ -24,6 +24,6 @@ struct MemoryFit {
 };
 
 // limits: bytes by stage.
-MemoryFit fit_memory(const StageCosts& costs, const std::vector<double>& limits);
+MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits);
 
 }  // namespace pd2

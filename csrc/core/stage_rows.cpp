@@ -4,7 +4,7 @@
 
 namespace pd2 {
 
-StageRows::StageRows(const StageCosts& costs, const MemoryFit& memory, Cost low, Cost high)
+StageRows::StageRows(const SplitCosts& costs, const MemoryFit& memory, Cost low, Cost high)
     : costs_(costs), memory_(memory), bits_(costs.slownesses().size()) {
   const int n = costs.num_pieces();
   const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
@@ -94,7 +94,7 @@ std::array<Cost, 64> StageRows::messages(int first, int word) const {
   return costs;
 }
 
-std::vector<Positions> coverable(const StageCosts& costs, const StageRows& rows, Cost limit) {
+std::vector<Positions> coverable(const SplitCosts& costs, const StageRows& rows, Cost limit) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   // The last position that stages 0 .. k - 1 may reach by their compute. The margin is for what

@@ -32,7 +32,7 @@ class StageRows {
   };
 
   // Has the bits of stages below `low`; those of low .. high become `pending`.
-  StageRows(const StageCosts& costs, const MemoryFit& memory, Cost low, Cost high);
+  StageRows(const SplitCosts& costs, const MemoryFit& memory, Cost low, Cost high);
 
   std::vector<Pending> pending;
 
@@ -68,7 +68,7 @@ class StageRows {
     return row_begin_[first] + static_cast<std::size_t>(word - first_word(first));
   }
 
-  const StageCosts& costs_;
+  const SplitCosts& costs_;
   const MemoryFit& memory_;
   std::vector<int> reach_;              // by first piece: the farthest end by compute, increasing
   std::vector<int> row_end_;            // by first piece: the farthest end looked at
@@ -79,6 +79,6 @@ class StageRows {
 
 // [k]: from where stages k .. d - 1 can cover the rest, all of them allowed. For k > 0 left out:
 // positions that no stages 0 .. k - 1 of at most `limit` reach.
-std::vector<Positions> coverable(const StageCosts& costs, const StageRows& rows, Cost limit);
+std::vector<Positions> coverable(const SplitCosts& costs, const StageRows& rows, Cost limit);
 
 }  // namespace pd2

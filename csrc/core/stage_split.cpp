@@ -1,7 +1,7 @@
 #include "core/stage_split.h"
 
 #include "core/check.h"
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 #include "core/stage_memory.h"
 #include "core/stage_rows.h"
 #include "core/stage_ties.h"
@@ -12,7 +12,7 @@ namespace pd2 {
 namespace {
 
 // No split's slowest stage takes less: every piece is on some stage, and all share the whole.
-Cost lower_bound(const StageCosts& costs) {
+Cost lower_bound(const SplitCosts& costs) {
   const int n = costs.num_pieces();
   Cost bound = 0;
   const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
@@ -24,7 +24,7 @@ Cost lower_bound(const StageCosts& costs) {
 }
 
 // Makes each stage as long as `limit` and memory allow; the slowest stage of what comes out.
-std::optional<Cost> slowest_of_greedy(const StageCosts& costs, const MemoryFit& memory,
+std::optional<Cost> slowest_of_greedy(const SplitCosts& costs, const MemoryFit& memory,
                                       Cost limit) {
   Cost slowest = 0;
   for (int k = 0, a = 0; k < costs.num_stages(); ++k) {
@@ -48,7 +48,7 @@ std::optional<Cost> slowest_of_greedy(const StageCosts& costs, const MemoryFit& 
 }
 
 // An upper bound, close to the lowest that greedy splits achieve.
-Cost upper_bound(const StageCosts& costs, const MemoryFit& memory, Cost low) {
+Cost upper_bound(const SplitCosts& costs, const MemoryFit& memory, Cost low) {
   Cost high = slowest_of_greedy(costs, memory, kInfiniteCost).value();
   while (high - low > high / 1024) {
     const Cost middle = low + (high - low) / 2;
@@ -61,7 +61,7 @@ Cost upper_bound(const StageCosts& costs, const MemoryFit& memory, Cost low) {
   return high;
 }
 
-Cost slowest_of_any(const StageCosts& costs, const StageRows& rows,
+Cost slowest_of_any(const SplitCosts& costs, const StageRows& rows,
                     const std::vector<Positions>& from) {
   Cost slowest = 0;
   for (int k = 0, a = 0; k < costs.num_stages(); ++k) {
@@ -75,7 +75,7 @@ Cost slowest_of_any(const StageCosts& costs, const StageRows& rows,
 
 // Bisects the costs of the pending stages; leaves the bits of all stages that cost at most the
 // result.
-Cost smallest_slowest(const StageCosts& costs, StageRows& rows, Cost high) {
+Cost smallest_slowest(const SplitCosts& costs, StageRows& rows, Cost high) {
   std::vector<StageRows::Pending>& pending = rows.pending;
   const auto costs_less = [](const auto& a, const auto& b) { return a.cost < b.cost; };
   while (true) {
@@ -104,7 +104,7 @@ Cost smallest_slowest(const StageCosts& costs, StageRows& rows, Cost high) {
 }  // namespace
 
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
-  const StageCosts costs(problem);
+  const SplitCosts costs(problem);
   std::vector<double> limits;
   for (const StageMemoryRule& rule : problem.stages) limits.push_back(rule.limit);
   const MemoryFit memory = fit_memory(costs, limits);

@@ -25,14 +25,17 @@ struct LayerCost {
 };
 
 // A value that one layer makes and later ones read, where a message costs what no rate tells: one
-// without a gradient, say. Or a tensor that several layers keep for their backward: it counts with
-// the activations of the first of them, and again on every later stage that has one of the others.
+// without a gradient, say. Or a tensor that several layers keep for their backward, or a parameter
+// that several use: it counts with the first of them (the producer here), and again on every later
+// stage that has one of the others.
 struct Value {
   int producer = 0;
   std::vector<int> consumers;
   double bytes = 0;
   double seconds = 0;  // paid by a stage that it leaves and by each stage that it enters
   double kept_bytes = 0;
+  double trained_bytes = 0;
+  double frozen_bytes = 0;
 };
 
 // The memory of the k-th stage: factors on sums over its layers. They come from the schedule (1f1b

@@ -10,7 +10,7 @@ namespace pd2 {
 namespace {
 
 // Those of `from` that stages from piece 0 on reach.
-std::vector<Positions> on_some_split(const StageCosts& costs, const StageRows& rows,
+std::vector<Positions> on_some_split(const SplitCosts& costs, const StageRows& rows,
                                      const std::vector<Positions>& from) {
   std::vector<Positions> on = {from[0]};
   for (int k = 0; k < costs.num_stages(); ++k) {
@@ -27,7 +27,7 @@ std::vector<Positions> on_some_split(const StageCosts& costs, const StageRows& r
 // least[k][a]: the least sum of messages of stages k .. d - 1 over the pieces from a on.
 class LeastRest {
  public:
-  LeastRest(const StageCosts& costs, const StageRows& rows, const std::vector<Positions>& on)
+  LeastRest(const SplitCosts& costs, const StageRows& rows, const std::vector<Positions>& on)
       : rows_(rows) {
     const int n = costs.num_pieces();
     const int d = costs.num_stages();
@@ -94,7 +94,7 @@ class LeastRest {
 
 }  // namespace
 
-std::vector<int> cheapest_split(const StageCosts& costs, const StageRows& rows,
+std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
                                 const std::vector<Positions>& from) {
   const std::vector<Positions> on = on_some_split(costs, rows, from);
   const std::vector<std::vector<Cost>> rest = LeastRest(costs, rows, on).least;

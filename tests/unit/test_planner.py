@@ -45,6 +45,7 @@ def made_profile(
         torch_version="0",
         loss="loss",
         layers=tuple(layers),
+        shared_parameters=(),
         microbatches=tuple(microbatches),
         seconds_per_update_byte={},
         seconds_per_action=0.0,

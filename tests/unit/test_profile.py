@@ -201,6 +201,61 @@ def test_stages_keep_what_others_keep_too() -> None:
     assert sums > 3
 
 
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.inner = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.inner(self.embedding(x)).tanh())
+        return logits
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_every_stage_has_one_copy_of_a_tied_weight(num_stages: int, frozen: bool) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    torch.manual_seed(1)
+    model = TiedEnds()
+    model.embedding.weight.requires_grad_(not frozen)
+    x = torch.randint(64, (16, 8))
+    profile = pd2.profile(
+        model, loss_fn, example_args=(x[:4],), target=x[:4], microbatch_rows=(4,), seconds=0.01
+    )
+    (shared,) = profile.shared_parameters
+    tied = 64 * 32 * 4
+    assert (shared.parameter_bytes, shared.trained_bytes) == (tied, 0 if frozen else tied)
+    assert shared.layers[0] == 0
+    once = sum(layer.parameter_bytes for layer in profile.layers)
+    assert once == sum(parameter.nbytes for parameter in model.parameters())
+    plan = pd2.plan(
+        profile,
+        devices=num_stages,
+        memory="1GiB",
+        batch=16,
+        schedules=["2bw"],
+        recompute=["none"],
+        optimizer="sgd",
+        num_stages=num_stages,
+        width=1,
+    )
+    with pd2.PipelineModule(model, loss_fn, plan=plan, example_args=(x[:4],), timeout=60.0) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        for _ in range(3):
+            pipe.train_step(x, target=x)
+            optimizer.step()
+        pipe.flush()
+        for stage, memory in pipe.memory_report().items():
+            # In one process stages share what is frozen.
+            elsewhere = tied if frozen and stage == 1 else 0
+            assert plan.stages[stage].peak_bytes == memory.total - memory.padding + elsewhere, stage
+
+
 def test_every_name_is_one_where_a_stage_may_begin() -> None:
     model, tokens = small_gpt(2)
     profile = dry(model, tokens, tokens, loss_fn=next_byte_loss)

@@ -76,7 +76,7 @@ TEST(InterleavedSplit, NeverWorseThanTheSplitWithTheFastestSlowestStage) {
   std::mt19937 random(12);
   double gained = 0;
   int num_compared = 0;
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < 60; ++round) {
     StageSplitProblem problem = random_problem(random, 90, 24);
     problem.can_cut.clear();
     const int num_ranks = give_to_ranks(problem, random);

@@ -17,6 +17,8 @@ struct StageByDefinition {
   double messages = 0;
   double entering_bytes = 0;
   double kept_bytes = 0;  // what stages before keep, too
+  double trained_bytes = 0;
+  double frozen_bytes = 0;
 
   double seconds() const { return compute + messages; }
 };
@@ -54,14 +56,19 @@ inline StageByDefinition stage_by_definition(const StageSplitProblem& problem, d
     }
     if (makes ? read_elsewhere : reads) stage.messages += value.seconds;
     if (!makes && reads) stage.entering_bytes += value.bytes;
-    if (!makes && reads) stage.kept_bytes += value.kept_bytes;
+    if (!makes && reads) {
+      stage.kept_bytes += value.kept_bytes;
+      stage.trained_bytes += value.trained_bytes;
+      stage.frozen_bytes += value.frozen_bytes;
+    }
   }
   return stage;
 }
 
 inline double bytes_by_definition(const StageSplitProblem& problem, const StageMemoryRule& rule,
                                   int first, int end, const StageByDefinition& stage) {
-  double bytes = rule.inputs * stage.entering_bytes;
+  double bytes = rule.inputs * stage.entering_bytes + rule.trained * stage.trained_bytes +
+                 rule.frozen * stage.frozen_bytes;
   if (rule.inputs == 0) bytes += rule.activations * stage.kept_bytes;
   for (int i = first; i < end; ++i) {
     const LayerCost& layer = problem.layers[i];
@@ -159,6 +166,7 @@ inline StageSplitProblem random_problem(std::mt19937& random, int most_layers, i
   }
   for (int i = n > 1 ? below(4) : 0; i > 0; --i) {
     Value value = {below(n - 1), {}, 1.0 * below(10), 1.0 * below(10), 1.0 * below(10)};
+    if (below(2) == 0) (below(2) == 0 ? value.trained_bytes : value.frozen_bytes) = below(10);
     for (int reader = 1 + below(3); reader > 0; --reader) {
       value.consumers.push_back(value.producer + 1 + below(n - 1 - value.producer));
     }

@@ -42,15 +42,19 @@ class Instances {
     for (int i = 0; i + 2 < n; ++i) {
       if (below(4) == 0) edges.push_back({i, i + 2 + below(n - i - 2), edges[i].bytes});
     }
-    std::vector<Value> kept;
+    std::vector<Value> shared;
     for (int i = 0; i + 1 < n; ++i) {
       if (below(4) > 0) continue;
-      kept.push_back({.producer = i, .consumers = {i + 1}, .kept_bytes = 1e6 * between(0.1, 1)});
-      if (const int later = i + 2 + below(n); later < n) kept.back().consumers.push_back(later);
+      shared.push_back({.producer = i, .consumers = {i + 1}, .kept_bytes = 1e6 * between(0.1, 1)});
+      if (const int later = i + 2 + below(n); later < n) shared.back().consumers.push_back(later);
+    }
+    if (n > 2 && below(3) == 0) {
+      Value& tied = shared.emplace_back(Value{.producer = 0, .consumers = {n - 1}});
+      (below(3) > 0 ? tied.trained_bytes : tied.frozen_bytes) = 1e6 * between(0.1, 2);
     }
     for (int rows = 1; rows <= 4; rows *= 2) {
       if (rows > 1 && below(4) == 0) continue;
-      ProfiledRows profiled = {rows, layers, edges, kept};
+      ProfiledRows profiled = {rows, layers, edges, shared};
       for (LayerCost& layer : profiled.layers) {
         for (double* cost : {&layer.forward, &layer.input_grad, &layer.weight_grad}) {
           *cost *= 0.3 + 0.7 * rows;
@@ -58,7 +62,7 @@ class Instances {
         layer.activation_bytes *= rows;
       }
       for (Edge& edge : profiled.edges) edge.bytes *= rows;
-      for (Value& value : profiled.kept) value.kept_bytes *= rows;
+      for (Value& value : profiled.shared) value.kept_bytes *= rows;
       model.microbatches.push_back(profiled);
     }
     for (int i = 0; i + 1 < n; ++i) model.can_cut.push_back(below(5) > 0);

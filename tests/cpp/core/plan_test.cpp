@@ -152,6 +152,14 @@ double bytes_of_rank(const PlanProblem& problem, const Evaluation& plan, int ran
           layer.parameter_bytes - layer.trained_bytes;
       (is_again[i] ? of_stage : kept) += layer.activation_bytes;
     }
+    for (const Value& value : problem.model.microbatches[plan.candidate.size].shared) {
+      const auto is_here = [&](int layer) { return stage.first <= layer && layer < stage.end; };
+      if (value.producer >= stage.first || std::ranges::none_of(value.consumers, is_here)) continue;
+      const double copies =
+          schedule.num_versions[copy] + problem.options.gradient + problem.options.state;
+      bytes += copies * value.trained_bytes + value.frozen_bytes;
+      if (plan.candidate.recompute != Recompute::kStages) kept += value.kept_bytes;
+    }
     if (plan.candidate.recompute == Recompute::kStages) again = std::max(again, of_stage);
     bytes += max_in_flight(schedule, copy) * kept;
   }

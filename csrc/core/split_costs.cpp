@@ -1,4 +1,4 @@
-#include "core/stage_costs.h"
+#include "core/split_costs.h"
 
 #include "core/check.h"
 
@@ -40,6 +40,8 @@ void check_values(const std::vector<Value>& values, std::size_t num_layers) {
     check_amount(value.bytes, "values", i, "bytes");
     check_amount(value.seconds, "values", i, "seconds");
     check_amount(value.kept_bytes, "values", i, "kept_bytes");
+    check_amount(value.trained_bytes, "values", i, "trained_bytes");
+    check_amount(value.frozen_bytes, "values", i, "frozen_bytes");
     for (const int consumer : value.consumers) {
       PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < n, "values[", i,
                 "]: producer: ", value.producer, ", consumer: ", consumer, ", layers: ", n,
@@ -117,7 +119,7 @@ std::vector<Value> all_values(const StageSplitProblem& problem) {
   return values;
 }
 
-StageCosts::StageCosts(const StageSplitProblem& problem) : rules_(problem.stages) {
+SplitCosts::SplitCosts(const StageSplitProblem& problem) : rules_(problem.stages) {
   check(problem);
   for (const StageMemoryRule& rule : rules_) {
     const auto known = std::find(slownesses_.begin(), slownesses_.end(), rule.slowness);
@@ -156,15 +158,15 @@ StageCosts::StageCosts(const StageSplitProblem& problem) : rules_(problem.stages
   add_values(values);
 }
 
-Cost StageCosts::scaled(double seconds) const {
+Cost SplitCosts::scaled(double seconds) const {
   return static_cast<Cost>(std::llround(std::ldexp(seconds, exponent_)));
 }
 
-double StageCosts::seconds(Cost cost) const {
+double SplitCosts::seconds(Cost cost) const {
   return std::ldexp(static_cast<double>(cost), -exponent_);
 }
 
-void StageCosts::add_layers(const StageSplitProblem& problem) {
+void SplitCosts::add_layers(const StageSplitProblem& problem) {
   const int size = num_pieces() + 1;
   compute_.assign(size, 0);
   trained_.assign(size, 0);
@@ -187,7 +189,7 @@ void StageCosts::add_layers(const StageSplitProblem& problem) {
   }
 }
 
-void StageCosts::add_values(const std::vector<Value>& values) {
+void SplitCosts::add_values(const std::vector<Value>& values) {
   const int n = num_pieces();
   std::vector<std::pair<int, Link>> links;  // with the consumer's piece
   std::vector<std::pair<int, std::pair<int, Cost>>> ends;
@@ -203,7 +205,7 @@ void StageCosts::add_values(const std::vector<Value>& values) {
     for (const int consumer : consumers) {
       const int piece = piece_of_[consumer];
       if (piece == previous) continue;
-      links.push_back({piece, {previous, cost, value.bytes, value.kept_bytes}});
+      links.push_back({piece, {previous, cost, Received::of(value)}});
       previous = piece;
     }
   }
@@ -224,31 +226,27 @@ void StageCosts::add_values(const std::vector<Value>& values) {
   // A link crosses the positions previous + 1 .. piece; after the last piece nothing does.
   crossing_.assign(n + 2, {});
   for (const auto& [piece, link] : links) {
-    crossing_[link.previous + 1].all += link.bytes;
-    crossing_[link.previous + 1].kept += link.kept_bytes;
-    crossing_[piece + 1].all -= link.bytes;
-    crossing_[piece + 1].kept -= link.kept_bytes;
-    has_kept_ = has_kept_ || link.kept_bytes > 0;
+    crossing_[link.previous + 1] += link.received;
+    crossing_[piece + 1] += -link.received;
+    const Received& received = link.received;
+    has_shared_ = has_shared_ || received.kept + received.trained + received.frozen > 0;
   }
-  for (int i = 1; i <= n; ++i) {
-    crossing_[i].all += crossing_[i - 1].all;
-    crossing_[i].kept += crossing_[i - 1].kept;
-  }
+  for (int i = 1; i <= n; ++i) crossing_[i] += crossing_[i - 1];
 }
 
-Cost StageCosts::compute(double slowness, int first, int end) const {
+Cost SplitCosts::compute(double slowness, int first, int end) const {
   const Cost cost = compute(first, end);
   // Not through a double where that could round.
   return slowness == 1 ? cost : std::llround(slowness * static_cast<double>(cost));
 }
 
-Messages StageCosts::messages(int first, int end) const {
+Messages SplitCosts::messages(int first, int end) const {
   Messages messages;
   for (int piece = first; piece < end; ++piece) extend(messages, first, piece);
   return messages;
 }
 
-Cost StageCosts::cost(int stage, int first, int end) const {
+Cost SplitCosts::cost(int stage, int first, int end) const {
   return compute(rules_[stage].slowness, first, end) + messages(first, end).cost();
 }
 
@@ -291,8 +289,7 @@ std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
     for (const int stage : stages) {  // the producer's is the first
       uses[stage].messages += value.seconds;
       if (stage != stages.front()) {
-        uses[stage].bytes +=
-            StageCosts::bytes(problem.stages[stage], {value.bytes, value.kept_bytes});
+        uses[stage].bytes += SplitCosts::bytes(problem.stages[stage], Received::of(value));
       }
     }
   }

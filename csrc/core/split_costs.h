@@ -21,11 +21,28 @@ std::vector<Value> all_values(const StageSplitProblem& problem);
 // Throws ValueError as split_stages().
 void check(const StageSplitProblem& problem);
 
-// Bytes of what comes from stages before.
+// Bytes of what comes from stages before, or what they have, too.
 struct Received {
   double all = 0;
   double kept = 0;  // for the backward
+  double trained = 0;
+  double frozen = 0;
+
+  // What a stage has if a layer of it takes the value.
+  static Received of(const Value& value) {
+    return {value.bytes, value.kept_bytes, value.trained_bytes, value.frozen_bytes};
+  }
+  Received& operator+=(const Received& other);
+  Received operator-() const { return {-all, -kept, -trained, -frozen}; }
 };
+
+inline Received& Received::operator+=(const Received& other) {
+  all += other.all;
+  kept += other.kept;
+  trained += other.trained;
+  frozen += other.frozen;
+  return *this;
+}
 
 // The messages of a stage.
 struct Messages {
@@ -37,10 +54,10 @@ struct Messages {
 };
 
 // Layers that must not be separated are one piece here: every position between pieces is a cut.
-class StageCosts {
+class SplitCosts {
  public:
   // Throws ValueError as split_stages().
-  explicit StageCosts(const StageSplitProblem& problem);
+  explicit SplitCosts(const StageSplitProblem& problem);
 
   int num_pieces() const { return static_cast<int>(first_layers_.size()) - 1; }
   int num_stages() const { return static_cast<int>(rules_.size()); }
@@ -61,8 +78,7 @@ class StageCosts {
     for (int i = links_at_[piece]; i < links_at_[piece + 1]; ++i) {
       if (links_[i].previous >= first) continue;
       messages.entering += links_[i].cost;
-      messages.received.all += links_[i].bytes;
-      messages.received.kept += links_[i].kept_bytes;
+      messages.received += links_[i].received;
     }
     messages.leaving += made_[piece];
     for (int i = ends_at_[piece]; i < ends_at_[piece + 1]; ++i) {
@@ -74,7 +90,8 @@ class StageCosts {
 
   // Inputs that are kept to run the forward again are those that its layers keep.
   static double bytes(const StageMemoryRule& rule, const Received& received) {
-    return rule.inputs > 0 ? rule.inputs * received.all : rule.activations * received.kept;
+    return rule.trained * received.trained + rule.frozen * received.frozen +
+           (rule.inputs > 0 ? rule.inputs * received.all : rule.activations * received.kept);
   }
   double bytes(const StageMemoryRule& rule, int first, int end, const Received& received) const {
     return rule.trained * (trained_[end] - trained_[first]) +
@@ -84,9 +101,7 @@ class StageCosts {
   // Of the values that are made before the position and read after it.
   const Received& crossing(int position) const { return crossing_[position]; }
   // Whether the memory by this rule depends on what a stage receives.
-  bool counts_received(const StageMemoryRule& rule) const {
-    return rule.inputs > 0 || (has_kept_ && rule.activations > 0);
-  }
+  bool counts_received(const StageMemoryRule& rule) const { return rule.inputs > 0 || has_shared_; }
 
  private:
   // A consumer of a value, and its consumer before (for the first one: its producer). A stage
@@ -94,8 +109,7 @@ class StageCosts {
   struct Link {
     int previous = 0;
     Cost cost = 0;
-    double bytes = 0;
-    double kept_bytes = 0;
+    Received received;
   };
 
   void add_layers(const StageSplitProblem& problem);
@@ -121,7 +135,7 @@ class StageCosts {
   std::vector<int> ends_at_;
   std::vector<std::pair<int, Cost>> ends_;
   std::vector<Received> crossing_;
-  bool has_kept_ = false;
+  bool has_shared_ = false;  // tensors kept or parameters used by several layers
 };
 
 }  // namespace pd2
