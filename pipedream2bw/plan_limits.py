@@ -10,6 +10,7 @@ from .cluster import Cluster
 from .units import parse_bytes
 
 _GIB = 2.0**30
+_FORBIDS = re.compile(r"(?P<before>memory forbids .*, which needs )(?P<needs>\S+)(?= GiB)")
 _DOES_NOT_FIT = re.compile(
     r"memory: (?P<given>\S+) GiB: (?P<what>the model fits on no plan.*?)"
     r"(?P<lack>, which lacks \S+ GiB: memory = )?(?(lack)(?P<enough>\S+)(?P<rest> GiB would do))$"
@@ -32,6 +33,16 @@ def memory_of_types(
             own = parse_bytes(name, each.memory)
         left.append(own if calibration is None else calibration.memory_left(own, name))
     return left
+
+
+def explain_bound(sentence: str, calibration: Calibration | None) -> str:
+    """A plan's ``bound_by``, where it tells what a faster plan needs, likewise."""
+    if calibration is None or calibration.offset == 0:
+        return sentence
+    offset = calibration.offset / _GIB
+    return _FORBIDS.sub(
+        lambda found: f"{found['before']}{float(found['needs']) + offset:.5g}", sentence
+    )
 
 
 def explain_limits(message: str, cluster: Cluster, calibration: Calibration | None) -> str:

@@ -22,7 +22,7 @@ from .plan_arguments import (
     chunks_to_try,
     ways_to_recompute,
 )
-from .plan_limits import explain_limits, memory_of_types
+from .plan_limits import explain_bound, explain_limits, memory_of_types
 from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .units import parse_bytes
@@ -160,7 +160,7 @@ def plan(
         bubble=best["bubble"],
         start_hour=best["start_hour"],
         total_price=best["total_price"],
-        bound_by=bound_by,
+        bound_by=explain_bound(bound_by, calibration),
         alternatives=tuple(alternatives),
         gains=gains,
         profile_fingerprint=profile.fingerprint,
