@@ -1,20 +1,12 @@
-"""Which memory a plan may use of each device, and an error's numbers as the caller gave them."""
+"""Which memory a plan may use of each device."""
 
 from __future__ import annotations
-
-import math
-import re
 
 from .calibration import Calibration
 from .cluster import Cluster
 from .units import parse_bytes
 
 _GIB = 2.0**30
-_FORBIDS = re.compile(r"(?P<before>memory forbids .*, which needs )(?P<needs>\S+)(?= GiB)")
-_DOES_NOT_FIT = re.compile(
-    r"memory: (?P<given>\S+) GiB: (?P<what>the model fits on no plan.*?)"
-    r"(?P<lack>, which lacks \S+ GiB: memory = )?(?(lack)(?P<enough>\S+)(?P<rest> GiB would do))$"
-)
 
 
 def memory_of_types(
@@ -35,39 +27,13 @@ def memory_of_types(
     return left
 
 
-def explain_bound(sentence: str, calibration: Calibration | None) -> str:
-    """A plan's ``bound_by``, where it tells what a faster plan needs, likewise."""
-    if calibration is None or calibration.offset == 0:
-        return sentence
-    offset = calibration.offset / _GIB
-    return _FORBIDS.sub(
-        lambda found: f"{found['before']}{float(found['needs']) + offset:.5g}", sentence
-    )
-
-
-def explain_limits(message: str, cluster: Cluster, calibration: Calibration | None) -> str:
-    """The planner's "fits on no plan", told in what the caller gave.
-
-    The planner knows neither the calibration's offset, which is added here, nor which types of
-    devices have ``plan(memory=)``. Any other message stays as it is.
-    """
-    found = _DOES_NOT_FIT.match(message)
-    if found is None:
-        return message
-    told = message
-    if calibration is not None and calibration.offset > 0:
-        offset = calibration.offset / _GIB
-        given = float(found["given"]) + offset
-        told = f"memory: {given:.6g} GiB: {found['what']}"
-        if found["enough"] is not None:
-            enough = math.ceil((float(found["enough"]) + offset) * 1000) / 1000
-            told += f", which lacks {enough - given:.6g} GiB: memory = {enough:.3f}{found['rest']}"
-        told += f" (with the calibration's offset, {offset:.6g} GiB of each device)"
+def name_own_memories(message: str, cluster: Cluster) -> str:
+    """The planner's "fits on no plan" with the types that ``plan(memory=)`` is not about."""
     own = [
         f"{each.name!r} ({parse_bytes('memory', each.memory) / _GIB:.6g} GiB)"
         for each in cluster.types
         if each.memory is not None
     ]
-    if own:
-        told += f"; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"
-    return told
+    if not own or "the model fits on no plan" not in message:
+        return message
+    return f"{message}; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"

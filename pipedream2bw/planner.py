@@ -22,7 +22,7 @@ from .plan_arguments import (
     chunks_to_try,
     ways_to_recompute,
 )
-from .plan_limits import explain_bound, explain_limits, memory_of_types
+from .plan_limits import memory_of_types, name_own_memories
 from .plans import Alternative, Plan, StagePlan
 from .profile import Profile
 from .units import parse_bytes
@@ -138,10 +138,11 @@ def plan(
                 *(batch, largest, names, chunks, ways),
                 *(objective, slack, num_batches or 0, start_within, gradient, state),
                 *(width or 0, num_stages or 0),
+                0.0 if calibration is None else calibration.offset,
             ),
         )
     except ValueError as error:
-        raise ValueError(explain_limits(str(error), cluster, calibration)) from None
+        raise ValueError(name_own_memories(str(error), cluster)) from None
     best, *others = found
     alternatives = [
         Alternative(
@@ -160,7 +161,7 @@ def plan(
         bubble=best["bubble"],
         start_hour=best["start_hour"],
         total_price=best["total_price"],
-        bound_by=explain_bound(bound_by, calibration),
+        bound_by=bound_by,
         alternatives=tuple(alternatives),
         gains=gains,
         profile_fingerprint=profile.fingerprint,

@@ -134,7 +134,8 @@ class Plan:
         peak_bytes: of the device that holds the most.
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.
-        gains: seconds per batch that one more GiB of memory, or GB/s of a kind of link, would save.
+        gains: what one more GiB of memory, or GB/s of a kind of link, would save: seconds per
+            batch; planned for "cost" its price, as the key says; for "memory" there are none.
         profile_fingerprint: of the profiled model.
     """
 

@@ -28,7 +28,7 @@ using ClusterRow = std::tuple<std::vector<TypeRow>, std::vector<int>, std::strin
                               std::vector<LinkRow>, std::vector<std::tuple<int, double, double>>>;
 using OptionsRow =
     std::tuple<int, int, std::vector<std::string>, std::vector<int>, std::vector<std::string>,
-               std::string, double, double, double, double, double, int, int>;
+               std::string, double, double, double, double, double, int, int, double>;
 
 ProfiledModel read_model(const ModelRow& row) {
   ProfiledModel model;
@@ -99,7 +99,8 @@ Objective parse_objective(const std::string& name) {
 PlanOptions read_options(const OptionsRow& row) {
   PlanOptions options;
   const auto& [batch, largest_batch, schedules, stages_per_rank, recompute, objective, slack,
-               num_batches, start_within, gradient, state, width, num_stages] = row;
+               num_batches, start_within, gradient, state, width, num_stages, reserved] = row;
+  options.reserved = reserved;
   options.batch = batch;
   options.width = width;
   options.num_stages = num_stages;
@@ -180,7 +181,7 @@ py::tuple plan_for_python(const ModelRow& model, const ClusterRow& cluster,
   py::list written;
   for (const Evaluation& plan : plans) written.append(write_plan(problem, plan));
   py::dict gains;
-  for (const Gain& gain : why.gains) gains[py::str(gain.what)] = gain.seconds;
+  for (const Gain& gain : why.gains) gains[py::str(gain.what)] = gain.saved;
   return py::make_tuple(written, why.bound_by, why.lost_by, gains);
 }
 

@@ -21,6 +21,9 @@ class Best {
  public:
   explicit Best(std::size_t most) : most_(most) {}
 
+  // There must be one.
+  double least() const { return kept_.front().score; }
+
   // What a score must be below to be among them.
   double worth() const { return kept_.size() < most_ ? kInfinity : kept_.back().score; }
 
@@ -101,57 +104,124 @@ class Queue {
   std::vector<std::pair<double, int>> late_;
 };
 
+// A candidate and the memory of every device that it fits.
 struct Nearest {
-  const Candidate* candidate = nullptr;
-  double bytes = kInfinity;  // that each device needs
+  Candidate candidate;
+  double bytes = kInfinity;
 };
 
-// The candidate that needs the least memory; blocks apart, which need more than whole stages
-// recomputed. Candidates of one shape need the same whatever the width.
-Nearest nearest(const Evaluator& evaluator, const std::vector<Candidate>& candidates) {
-  std::vector<const Candidate*> shapes;
+// Candidates of different shapes, those first that probably need little: deep pipelines of small
+// microbatches. A few hundred are enough to look at. Of one shape all widths need the same.
+std::vector<Candidate> different_shapes(const std::vector<Candidate>& candidates) {
+  std::vector<Candidate> shapes;
   std::set<std::tuple<const ScheduleRule*, int, int, int, int, Recompute>> seen;
   for (const Candidate& candidate : candidates) {
     const PipelineShape& shape = candidate.shape;
-    const auto key = std::tuple(shape.rule, shape.ranks, shape.stages_per_rank,
-                                shape.num_microbatches, candidate.size, candidate.recompute);
-    if (candidate.recompute != Recompute::kBlocks && seen.insert(key).second) {
-      shapes.push_back(&candidate);
+    if (seen.emplace(shape.rule, shape.ranks, shape.stages_per_rank, shape.num_microbatches,
+                     candidate.size, candidate.recompute)
+            .second) {
+      shapes.push_back(candidate);
     }
   }
-  // Deep pipelines of small microbatches need the least: a few hundred are enough to look at.
   constexpr std::size_t kMostTried = 300;
-  std::ranges::stable_sort(shapes, [](const Candidate* a, const Candidate* b) {
-    return std::pair(-a->shape.depth(), a->rows) < std::pair(-b->shape.depth(), b->rows);
+  std::ranges::stable_sort(shapes, [](const Candidate& a, const Candidate& b) {
+    return std::pair(-a.shape.depth(), a.rows) < std::pair(-b.shape.depth(), b.rows);
   });
   if (shapes.size() > kMostTried) shapes.resize(kMostTried);
+  return shapes;
+}
+
+// What the planner finds a plan with, up to a thousandth: of `few` candidates the one that needs
+// least. Its stages' bound is where the search begins; recomputed blocks are not in the bound.
+Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
+                const std::vector<Candidate>& all) {
+  constexpr std::size_t kFew = 24;
+  std::vector<std::pair<double, Candidate>> few;
+  for (const Candidate& candidate : different_shapes(all)) {
+    few.emplace_back(evaluator.least_memory(candidate), candidate);
+  }
+  std::ranges::stable_sort(few, {}, [](const auto& each) { return each.first; });
+  if (few.size() > kFew) few.resize(kFew);
+  const auto fitting = [&](double limit) -> std::optional<Candidate> {
+    PlanProblem changed = problem;
+    for (DeviceType& type : changed.cluster.types) type.memory_bytes = limit;
+    const Layouts layouts(changed.cluster);
+    Evaluator changed_evaluator(changed, layouts);
+    for (const auto& [bytes, candidate] : few) {
+      if (changed_evaluator.evaluate(candidate)) return candidate;
+    }
+    return std::nullopt;
+  };
+  double low = 0;
   Nearest nearest;
-  for (const Candidate* candidate : shapes) {
-    const double bytes = evaluator.least_memory(*candidate);
-    if (bytes < nearest.bytes) nearest = {candidate, bytes};
+  for (double high = few.front().first;; high *= 2) {
+    if (const auto candidate = fitting(high)) {
+      nearest = {*candidate, high};
+      break;
+    }
+    low = high;
+  }
+  while (nearest.bytes - low > nearest.bytes / 1000) {
+    const double middle = low + (nearest.bytes - low) / 2;
+    if (const auto candidate = fitting(middle)) {
+      nearest = {*candidate, middle};
+    } else {
+      low = middle;
+    }
   }
   return nearest;
 }
 
-[[noreturn]] void throw_does_not_fit(const PlanProblem& problem, const Evaluator& evaluator,
-                                     const std::vector<Candidate>& candidates) {
-  double limit = 0;
-  for (const DeviceType& type : problem.cluster.types) limit = std::max(limit, type.memory_bytes);
-  const Nearest found = nearest(evaluator, candidates);
-  if (found.candidate == nullptr) {
-    detail::throw_value_error(detail::concat(
-        "memory: ", limit / kBytesPerGiB,
-        " GiB: the model fits on no plan with recompute of blocks alone; allow 'stages'"));
-  }
-  // Enough for the rounding of this number, too.
-  const double enough = std::ceil(found.bytes / kBytesPerGiB * 1000) / 1000;
-  detail::throw_value_error(detail::concat(
-      "memory: ", limit / kBytesPerGiB, " GiB: the model fits on no plan; nearest comes ",
-      to_string(*found.candidate), ", which lacks ", enough - limit / kBytesPerGiB,
-      " GiB: memory = ", enough, " GiB would do"));
+// In GiB, up to four digits, rounded up: enough for the rounding of the number, too.
+double rounded_up(double bytes) {
+  const double gib = bytes / kBytesPerGiB;
+  const double unit = std::pow(10.0, std::floor(std::log10(gib)) - 3);
+  return std::ceil(gib / unit) * unit;
 }
 
-// Of those within the slack of the fastest one, the smallest peaks.
+[[noreturn]] void throw_does_not_fit(const PlanProblem& problem, const Evaluator& evaluator,
+                                     const std::vector<Candidate>& candidates) {
+  double least = kInfinity;
+  double most = 0;
+  for (const DeviceType& type : problem.cluster.types) {
+    least = std::min(least, type.memory_bytes + problem.options.reserved);
+    most = std::max(most, type.memory_bytes + problem.options.reserved);
+  }
+  const Nearest found = nearest(problem, evaluator, candidates);
+  const double enough = rounded_up(found.bytes + problem.options.reserved);
+  const std::string given = least < most
+                                ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
+                                : detail::concat(most / kBytesPerGiB);
+  detail::throw_value_error(detail::concat(
+      "memory: ", given, " GiB: the model fits on no plan; nearest comes ",
+      to_string(found.candidate), ", which lacks ", enough - least / kBytesPerGiB,
+      " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do",
+      problem.options.reserved > 0
+          ? detail::concat(" (with the calibration's offset, ",
+                           problem.options.reserved / kBytesPerGiB, " GiB of each device)")
+          : ""));
+}
+
+enum class Stop { kAtTheBest, kAtTheFirst };
+
+std::optional<Evaluation> search(const PlanProblem& problem, double worth, Stop stop) {
+  const Layouts layouts(problem.cluster);
+  Evaluator evaluator(problem, layouts);
+  Queue queue(problem, layouts, evaluator);
+  std::optional<Evaluation> best;
+  while (const Candidate* candidate = queue.next(worth)) {
+    std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
+    if (!evaluation || evaluation->score >= worth) continue;
+    worth = evaluation->score;
+    best = std::move(evaluation);
+    if (stop == Stop::kAtTheFirst) break;
+  }
+  return best;
+}
+
+// Of those within the slack of the fastest one, the smallest peaks. Splits are made for time and
+// keep to the memory that there is; so the least memory that leaves the time within the slack is
+// bisected, up to a thousandth. The others are the smallest with all of the memory.
 std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
   PlanProblem timed = problem;
   timed.options.objective = Objective::kThroughput;
@@ -162,11 +232,24 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
   Evaluator evaluator(timed, layouts);
   Queue queue(timed, layouts, evaluator);
   Best best(1 + problem.options.num_alternatives);
-  while (const Candidate* candidate = queue.next(worth)) {
-    std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
-    if (!evaluation || evaluation->score >= worth) continue;
+  const auto consider = [&](std::optional<Evaluation> evaluation) {
+    if (!evaluation || evaluation->score >= worth) return;
     evaluation->score = evaluation->peak_bytes;
     best.consider(*std::move(evaluation));
+  };
+  while (const Candidate* candidate = queue.next(worth)) {
+    consider(evaluator.evaluate(*candidate, worth));
+  }
+  double low = 0;
+  for (double high = best.least(); high - low > high / 1000; high = best.least()) {
+    const double middle = low + (high - low) / 2;
+    PlanProblem limited = timed;
+    for (DeviceType& type : limited.cluster.types) {
+      type.memory_bytes = std::min(type.memory_bytes, middle);
+    }
+    std::optional<Evaluation> found = search(limited, worth, Stop::kAtTheFirst);
+    if (!found) low = middle;
+    consider(std::move(found));
   }
   return std::move(best).take();
 }
@@ -193,39 +276,15 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
   check(problem);
   const Layouts layouts(problem.cluster);
   Evaluator evaluator(problem, layouts);
-  std::vector<Evaluation> all;
-  double fastest = kInfinity;
-  for (const Candidate& candidate : candidates(problem, layouts)) {
-    std::optional<Evaluation> evaluation = evaluator.evaluate(candidate);
-    if (!evaluation) continue;
-    fastest = std::min(fastest, evaluation->score);
-    all.push_back(*std::move(evaluation));
-  }
   Best best(1 + problem.options.num_alternatives);
-  for (Evaluation& evaluation : all) {
-    if (problem.options.objective == Objective::kMemory) {
-      if (evaluation.score > fastest * (1 + problem.options.slack)) continue;
-      evaluation.score = evaluation.peak_bytes;
-    }
-    best.consider(std::move(evaluation));
+  for (const Candidate& candidate : candidates(problem, layouts)) {
+    if (auto evaluation = evaluator.evaluate(candidate)) best.consider(*std::move(evaluation));
   }
   return std::move(best).take();
 }
 
-std::optional<double> faster_plan(const PlanProblem& problem, double worth) {
-  PlanProblem timed = problem;
-  timed.options.objective = Objective::kThroughput;
-  const Layouts layouts(timed.cluster);
-  Evaluator evaluator(timed, layouts);
-  Queue queue(timed, layouts, evaluator);
-  std::optional<double> fastest;
-  while (const Candidate* candidate = queue.next(worth)) {
-    const std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
-    if (!evaluation || evaluation->score >= worth) continue;
-    worth = evaluation->score;
-    fastest = worth;
-  }
-  return fastest;
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {
+  return search(problem, worth, Stop::kAtTheBest);
 }
 
 }  // namespace pd2

@@ -16,27 +16,28 @@ namespace pd2 {
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
 // the worst score kept. So the result is that of evaluating all candidates, see
 // best_plans_exhaustively(). kMemory: of the plans that take at most 1 + slack of the least time,
-// those with the smallest peak.
+// those with the smallest peak; the best one's is at most a thousandth above the least memory with
+// which such a plan is found.
 //
 // Throws ValueError as check(), if no candidate's sizes fit the batch, and if none fits the memory:
 // then it tells the candidate that comes nearest, by how much, and which memory would do.
 std::vector<Evaluation> best_plans(const PlanProblem& problem);
 
-// The same without bounds: for tests.
+// The same without bounds, of kMemory the fastest ones: for tests.
 std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 
-// Seconds per row of the fastest plan, if below `worth`.
-std::optional<double> faster_plan(const PlanProblem& problem, double worth);
+// The best plan, if its score is below `worth`; of kMemory the fastest one.
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
 
 struct Gain {
-  std::string what;    // "GiB of memory", "GB/s inside a server"
-  double seconds = 0;  // saved per batch
+  std::string what;  // "GiB of memory", "GB/s inside a server"
+  double saved = 0;  // seconds per batch; kCost: of its price
 };
 
 struct Explanation {
   std::string bound_by;              // of the best plan, one sentence
   std::vector<std::string> lost_by;  // of each other one
-  std::vector<Gain> gains;           // of one unit more of everything that is limited
+  std::vector<Gain> gains;  // of one unit more of everything that is limited; kMemory: none
 };
 
 Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans);

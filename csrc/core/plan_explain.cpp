@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <future>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -100,8 +101,9 @@ std::string largest_part(const Evaluation& plan) {
   }
   if (largest == parts.all_reduce) {
     const int stage = longest_all_reduce(plan);
-    return detail::concat("the all-reduce of stage ", stage, " over ", plan.candidate.width,
-                          " replicas: ", share(parts.all_reduce), of_batch);
+    const int copies = plan.candidate.width * (plan.candidate.shape.rule->is_bidirectional ? 2 : 1);
+    return detail::concat("the all-reduce of stage ", stage, " over ", copies,
+                          " copies: ", share(parts.all_reduce), of_batch);
   }
   if (largest == parts.update) return "the optimizer's step: " + share(parts.update) + of_batch;
   if (largest == parts.bubble) {
@@ -113,20 +115,24 @@ std::string largest_part(const Evaluation& plan) {
                         plan.stages[stage].end - 1, "): ", share(parts.work), of_batch);
 }
 
+bool has_limit(const PlanProblem& problem) {
+  return std::ranges::any_of(problem.cluster.types, [](const DeviceType& type) {
+    return std::isfinite(type.memory_bytes);
+  });
+}
+
 // What would be faster if memory were unlimited.
 std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& plan) {
+  if (problem.options.objective != Objective::kThroughput || !has_limit(problem)) return "";
   PlanProblem unlimited = problem;
-  unlimited.options.objective = Objective::kThroughput;
-  unlimited.options.num_alternatives = 0;
   for (DeviceType& type : unlimited.cluster.types) {
     type.memory_bytes = std::numeric_limits<double>::infinity();
   }
-  const double per_row = plan.time.seconds / plan.candidate.batch();
-  if (!faster_plan(unlimited, per_row * (1 - 1e-6))) return "";
-  const Evaluation faster = best_plans(unlimited).front();
-  return detail::concat("; memory forbids ", to_string(faster.candidate), ", ",
-                        in_seconds(faster.time.seconds), " a batch, which needs ",
-                        in_words(faster.peak_bytes / kBytesPerGiB), " GiB");
+  const std::optional<Evaluation> faster = better_plan(unlimited, plan.score * (1 - 1e-6));
+  if (!faster) return "";
+  return detail::concat("; memory forbids ", to_string(faster->candidate), ", ",
+                        in_seconds(faster->time.seconds), " a batch, which needs ",
+                        in_words(faster->peak_bytes / kBytesPerGiB), " GiB");
 }
 
 // What stages of unequal width would save, if more than a hundredth.
@@ -142,12 +148,6 @@ std::string saved_by_unequal_stages(const PlanProblem& problem, const Evaluation
   return detail::concat("; with unequal replication, which the pipeline does not run, stages of ",
                         widths, " devices would take ", in_seconds(found->seconds_per_row * rows),
                         " a batch");
-}
-
-bool has_limit(const PlanProblem& problem) {
-  return std::ranges::any_of(problem.cluster.types, [](const DeviceType& type) {
-    return std::isfinite(type.memory_bytes);
-  });
 }
 
 // Each of the links with one GB/s more.
@@ -172,10 +172,14 @@ std::vector<std::pair<std::string, Topology>> faster_links(const Topology& topol
   return all;
 }
 
+// What is saved, and of what if it is not time.
+std::string in_unit(const std::string& what, Objective objective) {
+  return what + (objective == Objective::kCost ? " (price)" : "");
+}
+
 Gain gain(std::string what, const PlanProblem& changed, const Evaluation& plan) {
-  const double per_row = plan.time.seconds / plan.candidate.batch();
-  const std::optional<double> faster = faster_plan(changed, per_row);
-  const double saved = faster ? (per_row - *faster) * plan.candidate.batch() : 0;
+  const std::optional<Evaluation> better = better_plan(changed, plan.score);
+  const double saved = better ? (plan.score - better->score) * plan.candidate.batch() : 0;
   return {std::move(what), saved};
 }
 
@@ -192,24 +196,32 @@ std::string why_it_lost(const Evaluation& best, const Evaluation& other, Objecti
 Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans) {
   const Evaluation& best = plans.front();
   Explanation why;
-  why.bound_by = largest_part(best);
-  if (has_limit(problem)) why.bound_by += forbidden_by_memory(problem, best);
-  why.bound_by += saved_by_unequal_stages(problem, best);
-  for (std::size_t i = 1; i < plans.size(); ++i) {
-    why.lost_by.push_back(why_it_lost(best, plans[i], problem.options.objective));
-  }
-  if (has_limit(problem)) {
+  // Each plans anew, which may take as long as the first time: all of them at once.
+  const auto begin = [](auto&& what) { return std::async(std::launch::async, what); };
+  std::future<std::string> forbidden = begin([&] { return forbidden_by_memory(problem, best); });
+  std::vector<std::future<Gain>> gains;
+  const auto add_gain = [&](const std::string& what, const PlanProblem& changed) {
+    const std::string named = in_unit(what, problem.options.objective);
+    gains.push_back(begin([named, changed, &best] { return gain(named, changed, best); }));
+  };
+  const bool has_gains = problem.options.objective != Objective::kMemory;
+  if (has_gains && has_limit(problem)) {
     PlanProblem changed = problem;
     for (DeviceType& type : changed.cluster.types) type.memory_bytes += kBytesPerGiB;
-    why.gains.push_back(gain("GiB of memory", changed, best));
+    add_gain("GiB of memory", changed);
   }
-  if (problem.cluster.num_devices() > 1) {
+  if (has_gains && problem.cluster.num_devices() > 1) {
     for (auto& [what, topology] : faster_links(problem.cluster.topology)) {
       PlanProblem changed = problem;
       changed.cluster.topology = std::move(topology);
-      why.gains.push_back(gain(what, changed, best));
+      add_gain(what, changed);
     }
   }
+  why.bound_by = largest_part(best) + forbidden.get() + saved_by_unequal_stages(problem, best);
+  for (std::size_t i = 1; i < plans.size(); ++i) {
+    why.lost_by.push_back(why_it_lost(best, plans[i], problem.options.objective));
+  }
+  for (std::future<Gain>& gain : gains) why.gains.push_back(gain.get());
   return why;
 }
 

@@ -57,6 +57,7 @@ struct PlanOptions {
   double gradient = 1;
   double state = 0;  // optimizer and masters
   int num_alternatives = 5;
+  double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors
 };
 
 struct PlanProblem {

@@ -1,5 +1,6 @@
 #include "core/plan_stages.h"
 
+#include "core/folded_split.h"
 #include "core/interleaved_split.h"
 #include "core/plan_blocks.h"
 
@@ -123,10 +124,13 @@ StageSplitProblem StageChooser::split_problem(const Plan& plan) const {
   return split;
 }
 
+StageChooser::SplitKey StageChooser::split_key(const Plan& plan) {
+  return {plan.candidate.size,   plan.shape().depth(),   plan.recomputes_stages(),
+          plan.seconds_per_byte, plan.seconds_per_value, plan.holders.slowness};
+}
+
 const std::vector<int>& StageChooser::balanced_split(const Plan& plan) {
-  const SplitKey key = {plan.candidate.size,   plan.shape().depth(),   plan.recomputes_stages(),
-                        plan.seconds_per_byte, plan.seconds_per_value, plan.holders.slowness};
-  const auto [place, is_new] = balanced_.try_emplace(key);
+  const auto [place, is_new] = balanced_.try_emplace(split_key(plan));
   if (is_new) {
     StageSplitProblem split = split_problem(plan);
     split.stages.resize(plan.shape().depth());
@@ -286,8 +290,19 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
     set_stages(plan, *firsts);
     if (set_memory(plan)) found.push_back(plan.chosen);
   };
-  add(balanced_split(plan));
-  if (found.empty()) add(fitting_split(plan));
+  if (plan.shape().rule->is_bidirectional) add(folded_split(plan));
+  // Of many pieces a folded one is as even, and found sooner.
+  if (!plan.shape().rule->is_bidirectional || num_pieces_ <= kMostPiecesForRanks) {
+    // Where memory was too small for the last one, it probably is for this one, too. With a stage a
+    // rank the fitting one is the balanced one, if that fits: then only time would be lost.
+    const bool may_skip = plan.shape().stages_sharing_a_rank() == 1;
+    bool& is_tight = is_memory_tight_[plan.recomputes_stages()];
+    if (!may_skip || !is_tight || balanced_.contains(split_key(plan))) {
+      add(balanced_split(plan));
+      if (may_skip) is_tight = found.empty();
+    }
+    if (found.empty()) add(fitting_split(plan));
+  }
   if (may_balance_ranks(plan, found)) add(split_of_ranks(plan));
   return found;
 }
@@ -301,6 +316,13 @@ bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
     return std::ranges::find(ways, Recompute::kNone) == ways.end();
   }
   return recompute_blocks(plan) && set_memory(plan);
+}
+
+std::optional<std::vector<int>> StageChooser::folded_split(const Plan& plan) const {
+  StageSplitProblem split = split_problem(plan);
+  split.stages = memory_rules(plan);
+  for (StageMemoryRule& rule : split.stages) rule.limit *= plan.shape().stages_sharing_a_rank();
+  return split_folded(split);
 }
 
 // Several stages share their rank's memory as they need it.

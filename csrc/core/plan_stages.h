@@ -6,6 +6,7 @@
 #include "core/plan_fit.h"
 #include "core/plan_sums.h"
 
+#include <array>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -79,8 +80,10 @@ class StageChooser {
   StageSplitProblem split_problem(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
   bool may_fit(const Plan& plan, int sharing, double seconds) const;
+  static SplitKey split_key(const Plan& plan);
   const std::vector<int>& balanced_split(const Plan& plan);
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
+  std::optional<std::vector<int>> folded_split(const Plan& plan) const;
   std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;
   bool may_balance_ranks(const Plan& plan, const std::vector<ChosenStages>& found) const;
   std::vector<ChosenStages> choose_splits(Plan& plan, double seconds);
@@ -98,6 +101,7 @@ class StageChooser {
   std::optional<Last> last_;     // that stages were chosen for
   std::map<std::pair<int, int>, std::pair<double, double>> mean_messages_;  // by ranks, width
   std::map<SplitKey, std::vector<int>> balanced_;
+  std::array<bool, 2> is_memory_tight_ = {};  // with and without recompute of stages
 };
 
 }  // namespace pd2

@@ -1,14 +1,34 @@
 #include "core/stage_memory.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace pd2 {
 namespace {
 
 // The largest number of low .. high that holds, where low is known to hold and those that hold come
-// first.
+// first. Looks near `guess` first.
 template <typename Holds>
-int last_that(int low, int high, Holds&& holds) {
+int last_that(int low, int high, int guess, Holds&& holds) {
+  int distance = 1;
+  int next = std::clamp(guess, low, high);
+  if (next > low && !holds(next)) {
+    high = next - 1;
+    for (next = high; next > low && !holds(next); distance *= 2) {
+      high = next - 1;
+      next = std::max(low, high - distance);
+    }
+    low = next;
+  } else {
+    for (low = next; low < high; distance *= 2) {
+      next = std::min(high, low + distance);
+      if (!holds(next)) {
+        high = next - 1;
+        break;
+      }
+      low = next;
+    }
+  }
   while (low < high) {
     const int middle = high - (high - low) / 2;
     if (holds(middle)) {
@@ -40,29 +60,31 @@ class ReceivedByEnd {
   std::vector<Received> received_;
 };
 
+// Of the stages k that begin where stages 0 .. k - 1 can end.
 void find_farthest(const StageCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
   const int n = costs.num_pieces();
-  for (int a = 0; a < n; ++a) {
-    ReceivedByEnd received(costs, a);
-    for (int k = 0; k < costs.num_stages(); ++k) {
-      const StageMemoryRule& rule = costs.rule(k);
+  const int d = costs.num_stages();
+  std::vector<ReceivedByEnd> received;
+  for (int a = 0; a < n; ++a) received.emplace_back(costs, a);
+  int reached = 0;
+  for (int k = 0; k < d; ++k) {
+    const StageMemoryRule& rule = costs.rule(k);
+    const bool counts_received = costs.counts_received(rule);
+    const int last = std::min(reached, n - (d - k));
+    for (int a = k; a <= last; ++a) {
       int& farthest = fit.farthest[k][a];
       if (costs.bytes(rule, a, n, costs.crossing(a)) <= limits[k]) {
         farthest = n;
-        continue;
-      }
-      // First without what is received: it takes time to find.
-      farthest = last_that(
-          a, n, [&](int end) { return end == a || costs.bytes(rule, a, end, {}) <= limits[k]; });
-      if (costs.counts_received(rule)) {
-        farthest = last_that(a, farthest, [&](int end) {
-          return costs.bytes(rule, a, end, received.by(end)) <= limits[k];
+      } else {
+        // Neighbours reach about as far. First without what is received: that takes time to find.
+        farthest = last_that(a, n, a > k ? fit.farthest[k][a - 1] : a + 1, [&](int end) {
+          if (end > a && costs.bytes(rule, a, end, {}) > limits[k]) return false;
+          return !counts_received || costs.bytes(rule, a, end, received[a].by(end)) <= limits[k];
         });
-      }
-      if (farthest < n) {
-        const Received more = costs.counts_received(rule) ? received.by(farthest + 1) : Received{};
+        const Received more = counts_received ? received[a].by(farthest + 1) : Received{};
         fit.next_bytes = std::min(fit.next_bytes, costs.bytes(rule, a, farthest + 1, more));
       }
+      reached = std::max(reached, farthest);
     }
   }
 }
@@ -73,7 +95,9 @@ MemoryFit fit_memory(const StageCosts& costs, const std::vector<double>& limits)
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   MemoryFit fit;
-  fit.farthest.assign(d, std::vector<int>(n));
+  std::vector<int> nowhere(n);
+  std::iota(nowhere.begin(), nowhere.end(), 0);
+  fit.farthest.assign(d, nowhere);
   fit.may_begin.assign(d + 1, std::vector<char>(n + 1, false));
   fit.next_bytes = std::numeric_limits<double>::infinity();
   find_farthest(costs, limits, fit);

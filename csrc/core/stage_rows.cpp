@@ -14,6 +14,7 @@ StageRows::StageRows(const StageCosts& costs, const MemoryFit& memory, Cost low,
     while (end < n && costs.compute(fastest, a, end + 1) <= high) ++end;
     int within = a;  // the memory of any stage
     for (const std::vector<int>& farthest : memory.farthest) within = std::max(within, farthest[a]);
+    reach_.push_back(end);
     row_end_.push_back(std::min(end, within));
     add_row(a, low, high);
   }
@@ -64,6 +65,10 @@ bool StageRows::allows(int k, int first, int end) const {
          (ends(k, first, end / 64) >> (end % 64) & 1);
 }
 
+int StageRows::first_that_reaches(int position) const {
+  return static_cast<int>(std::ranges::lower_bound(reach_, position) - reach_.begin());
+}
+
 bool StageRows::meets(int k, int first, const Positions& positions) const {
   for (int word = first_word(first); word <= last_word(k, first); ++word) {
     if (ends(k, first, word) & positions[word]) return true;
@@ -104,11 +109,16 @@ std::vector<Positions> coverable(const StageCosts& costs, const StageRows& rows,
 
   std::vector<Positions> from(d + 1, Positions(n / 64 + 1, 0));
   add(from[d], n);
+  int next = n;  // the first position of from[k + 1]
   for (int k = d - 1; k >= 0; --k) {
     const int last = std::min(reached[k], n - (d - k));
-    for (int a = k; a <= last; ++a) {
-      if (rows.meets(k, a, from[k + 1])) add(from[k], a);
+    int first = n;
+    for (int a = std::max(k, rows.first_that_reaches(next)); a <= last; ++a) {
+      if (!rows.meets(k, a, from[k + 1])) continue;
+      add(from[k], a);
+      first = std::min(first, a);
     }
+    next = first;
   }
   return from;
 }

@@ -45,6 +45,8 @@ class StageRows {
   // Those ends of a word that have their bit set and are within the memory of stage k.
   std::uint64_t ends(int k, int first, int word) const;
   bool allows(int k, int first, int end) const;
+  // Stages that begin before do not come so far, by their compute.
+  int first_that_reaches(int position) const;
   // Is one of `ends` allowed.
   bool meets(int k, int first, const Positions& ends) const;
   // Adds to `ends` all that are allowed.
@@ -68,6 +70,7 @@ class StageRows {
 
   const StageCosts& costs_;
   const MemoryFit& memory_;
+  std::vector<int> reach_;              // by first piece: the farthest end by compute, increasing
   std::vector<int> row_end_;            // by first piece: the farthest end looked at
   std::vector<std::size_t> row_begin_;  // by first piece: where its words begin
   std::vector<Word> words_;

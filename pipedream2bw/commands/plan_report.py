@@ -148,9 +148,14 @@ def _alternatives(plan: Plan) -> _Table:
 
 def _gains(plan: Plan) -> list[str]:
     return [
-        f"one more {what}: " + (f"{_seconds(seconds)} less a batch" if seconds else "no faster")
-        for what, seconds in plan.gains.items()
+        f"one more {what}: " + (f"{_saved(what, saved)}" if saved else "no better")
+        for what, saved in plan.gains.items()
     ]
+
+
+def _saved(what: str, saved: float) -> str:
+    """In seconds a batch, if ``what`` does not say in what."""
+    return f"{saved:.3g} less" if what.endswith(")") else f"{_seconds(saved)} less a batch"
 
 
 def _start(plan: Plan) -> list[str]:

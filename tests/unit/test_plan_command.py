@@ -183,7 +183,7 @@ def test_the_tables_tell_times_memory_reason_and_alternatives(
         *("2.00 GiB", "1.00 GiB", "0.50 GiB", "5.50 GiB", "16.00 GiB", "34 %"),
         *("1f1b", "1 x 4", "8 of 2", "stages", "200 ms", "3.00 GiB", "the bubble is larger"),
         "bound by: stage 0 computes all the time",
-        "one more GiB of memory: no faster",
+        "one more GiB of memory: no better",
         "one more GB/s of links: 1 ms less a batch",
     ):
         if words != "0.05":

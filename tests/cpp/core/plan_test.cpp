@@ -48,6 +48,7 @@ TEST(Plan, EqualsExhaustiveSearch) {
   int num_refused = 0;
   for (int round = 0; round < rounds(120); ++round) {
     const PlanProblem problem = instances.problem(round % 4 == 0 ? 12 : 8, round % 4 == 1 ? 16 : 6);
+    if (problem.options.objective == Objective::kMemory) continue;
     const std::vector<Evaluation> expected = best_plans_exhaustively(problem);
     if (expected.empty()) {
       EXPECT_NE(value_error([&] { best_plans(problem); }), "") << "round " << round;
@@ -63,6 +64,35 @@ TEST(Plan, EqualsExhaustiveSearch) {
   }
   EXPECT_GE(num_planned, rounds(60));
   EXPECT_GE(num_refused, rounds(5));
+}
+
+TEST(Plan, NoPlanWithinTheSlackNeedsLessMemory) {
+  Instances instances(7);
+  int num_planned = 0;
+  int num_limited = 0;
+  for (int round = 0; round < rounds(60); ++round) {
+    PlanProblem problem = instances.problem(8, 6);
+    problem.options.objective = Objective::kMemory;
+    problem.options.slack = 0.1 * instances.below(4);
+    const std::vector<Evaluation> fastest = best_plans_exhaustively(problem);
+    if (fastest.empty()) continue;
+    const double worth = fastest.front().score * (1 + problem.options.slack);
+    const std::vector<Evaluation> found = best_plans(problem);
+    const Evaluation& best = found.front();
+    ASSERT_EQ(best.score, best.peak_bytes);
+    ASSERT_LE(best.time.seconds / best.candidate.batch(), worth * (1 + 1e-9)) << "round " << round;
+    for (const Evaluation& other : found) ASSERT_LE(best.score, other.score);
+    for (DeviceType& type : problem.cluster.types) {
+      type.memory_bytes = std::min(type.memory_bytes, 0.998 * best.peak_bytes);
+    }
+    const std::vector<Evaluation> smaller = best_plans_exhaustively(problem);
+    ++num_planned;
+    if (smaller.empty()) continue;
+    ASSERT_GT(smaller.front().score, worth) << "round " << round;
+    ++num_limited;
+  }
+  EXPECT_GE(num_planned, rounds(40));
+  EXPECT_GE(num_limited, rounds(20));
 }
 
 TEST(Plan, BoundsAreBounds) {
@@ -159,9 +189,15 @@ TEST(Plan, KeepsMemoryLimitsAndTheLargestBatch) {
 TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
   Instances instances(4);
   int num_refused = 0;
+  int num_tight = 0;
   for (int round = 0; round < rounds(150); ++round) {
     PlanProblem problem = instances.problem(8, 5);
-    problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+    const std::vector<Recompute> ways[] = {
+        {Recompute::kNone, Recompute::kStages},
+        {Recompute::kNone, Recompute::kStages, Recompute::kBlocks},
+        {Recompute::kBlocks},
+        {Recompute::kNone, Recompute::kBlocks}};
+    problem.options.recompute = ways[round % 4];
     if (!best_plans_exhaustively(problem).empty()) continue;
     const std::string error = value_error([&] { best_plans(problem); });
     const std::string before = "memory = ";
@@ -177,13 +213,13 @@ TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
       }
       return best_plans_exhaustively(problem);
     };
+    EXPECT_EQ(error.find("lacks -"), std::string::npos) << error;
     EXPECT_FALSE(with_memory(would_do).empty()) << error;
-    if (problem.cluster.types.size() == 1 && problem.options.stages_per_rank.empty()) {
-      EXPECT_TRUE(with_memory(would_do - 0.0011).empty()) << error;
-    }
+    num_tight += with_memory(0.997 * would_do).empty();
     ++num_refused;
   }
   EXPECT_GE(num_refused, rounds(10));
+  EXPECT_GE(num_tight, 0.9 * num_refused);  // only a few shapes are looked at
 }
 
 TEST(Plan, LeastMemoryIsNamedExactly) {
@@ -225,16 +261,25 @@ TEST(Plan, ThousandLayersOnAThousandDevicesTakeLessThanASecond) {
   problem.cluster.topology = Servers{8, {5e-6, 3e11}, {1e-5, 2.5e10}};
   problem.options.batch = problem.options.largest_batch = 4096;
   problem.options.schedules = {"2bw", "1f1b", "interleaved", "zero_bubble", "chimera"};
-  for (const bool with_blocks : {false, true}) {
-    problem.options.recompute = {Recompute::kNone, Recompute::kStages};
-    if (with_blocks) problem.options.recompute.push_back(Recompute::kBlocks);
-    const std::clock_t begin = std::clock();
-    const std::vector<Evaluation> plans = best_plans(problem);
-    const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-    RecordProperty(with_blocks ? "with_blocks" : "seconds", std::to_string(seconds));
-    EXPECT_EQ(plans.size(), 6u);
-    // Under one second where no other jobs run beside.
-    EXPECT_LT(seconds, 5.0);
+  const auto seconds_since = [](std::clock_t begin) {
+    return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  };
+  for (const double megabytes : {1000., 100., 30.}) {
+    for (const bool with_blocks : {false, true}) {
+      problem.cluster.types.front().memory_bytes = 1e6 * megabytes;
+      problem.options.recompute = {Recompute::kNone, Recompute::kStages};
+      if (with_blocks) problem.options.recompute.push_back(Recompute::kBlocks);
+      const std::clock_t begin = std::clock();
+      const std::vector<Evaluation> plans = best_plans(problem);
+      const double seconds = seconds_since(begin);
+      explain(problem, plans);
+      const std::string where = detail::concat(megabytes, with_blocks ? "_with_blocks" : "");
+      RecordProperty("seconds_" + where, std::to_string(seconds));
+      RecordProperty("with_reasons_" + where, std::to_string(seconds_since(begin)));
+      EXPECT_EQ(plans.size(), 6u);
+      // Under one second where no other jobs run beside.
+      EXPECT_LT(seconds, 3.0);
+    }
   }
 }
 
@@ -268,8 +313,8 @@ TEST(Plan, GainsAreWhatAnotherPlanSaves) {
   PlanProblem changed = problem;
   for (DeviceType& type : changed.cluster.types) type.memory_bytes += 1024.0 * 1024 * 1024;
   const Evaluation better = best_plans(changed).front();
-  EXPECT_GT(why.gains[0].seconds, 0);
-  EXPECT_NEAR(why.gains[0].seconds, plans.front().time.seconds - better.time.seconds, 1e-12);
+  EXPECT_GT(why.gains[0].saved, 0);
+  EXPECT_NEAR(why.gains[0].saved, plans.front().time.seconds - better.time.seconds, 1e-12);
   EXPECT_NE(why.bound_by.find("memory forbids"), std::string::npos) << why.bound_by;
 }
 
