@@ -39,7 +39,7 @@ class Calibration:
         check_number("offset", self.offset)
 
     def peak_bytes(self, plan: Plan) -> list[float]:
-        """What the plan's devices take, by rank of a replica."""
+        """What the devices of a plan take that was made without it, by rank of a replica."""
         return [
             exact + self.activations * activations + self.offset
             for exact, activations in _predicted(plan)

@@ -114,7 +114,8 @@ class PipelineModule(nn.Module):
             any number of rows >= 1.
         example_target: with ``num_stages="auto"``: a batch's target.
         profile: with ``num_stages="auto"``: used in place of measuring. The path of a file that
-            does not exist: what is measured is saved there.
+            does not exist: what is measured is saved there. So are links between processes that
+            it lacks.
         split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
             layers) where stages 1, 2, ... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.

@@ -37,6 +37,7 @@ def check_plan(plan: Plan, shape: PlannedShape) -> None:
 def _check_layers(plan: Plan) -> None:
     end = 0
     begun: dict[str, int] = {}
+    again: dict[str, int] = {}
     whole = {isinstance(stage.recomputed, bool) for stage in plan.stages}
     for index, stage in enumerate(plan.stages):
         where = f"stages[{index}]"
@@ -56,6 +57,13 @@ def _check_layers(plan: Plan) -> None:
                 f"{where}.begins_at: {stage.begins_at!r}, stages[{other}] begins there: every "
                 "stage has a first layer of its own"
             )
+        for name in stage.recomputed if isinstance(stage.recomputed, tuple) else ():
+            if name in again:
+                raise ValueError(
+                    f"{where}.recomputed: {name!r}, which stages[{again[name]}].recomputed has: "
+                    "every block lies within one stage"
+                )
+            again[name] = index
         if len(whole) > 1:
             raise ValueError(
                 f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "

@@ -132,7 +132,8 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
   if (!faster) return "";
   return detail::concat("; memory forbids ", to_string(faster->candidate), ", ",
                         in_seconds(faster->time.seconds), " a batch, which needs ",
-                        in_words(faster->peak_bytes / kBytesPerGiB), " GiB");
+                        in_words((faster->peak_bytes + problem.options.reserved) / kBytesPerGiB),
+                        " GiB");
 }
 
 // What stages of unequal width would save, if more than a hundredth.

@@ -128,7 +128,9 @@ def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str], fo
 def test_the_least_price_or_memory_is_found_on_the_command_line(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    for topology in ((), ("--topology", "servers:2,inside=100GB/s,outside=100GB/s")):
+    servers = ("--topology", "servers:2,inside=100GB/s,outside=100GB/s")
+    mesh = ("--topology", "mesh:2x2,row=100GB/s,column=100GB/s")
+    for topology in ((), servers, mesh):
         priced = (*ASKED, "--objective", "cost", "--price", "2.5", "-o", "plan.json", *topology)
         assert "price/h" in printed(capsys, *priced)
         plan = pd2.Plan.load("plan.json")

@@ -128,6 +128,10 @@ OTHERS: list[tuple[dict[Place, Any], str]] = [
         {("stages", 1, "begins_at"): "x", ("stages", 3, "begins_at"): "x"},
         r"stages\[3\].begins_at: 'x', stages\[1\] begins there",
     ),
+    (
+        {("stages", i, "recomputed"): ["layers.0"] for i in range(4)},
+        r"stages\[1\].recomputed: 'layers.0', which stages\[0\].recomputed has",
+    ),
     ({("profile_fingerprint",): ""}, r"profile_fingerprint: '', it must be 64"),
     ({("num_microbatches",): 10**9}, r"num_microbatches: 1000000000, it must be at most 100000000"),
     ({("num_microbatches",): 2**31}, r"num_microbatches: 2147483648, it must be at most 1000000"),

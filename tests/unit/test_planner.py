@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -320,6 +321,17 @@ def test_what_would_do_is_told_with_the_calibrations_offset() -> None:
     assert plan.peak_bytes + calibration.offset <= float(would_do) * 2**30
     with pytest.raises(ValueError, match=r"recompute blocks, .* GiB would do \(with the .*offset"):
         made_plan(memory="1.001GiB", calibration=calibration, recompute=["blocks"])
+
+
+def test_what_a_faster_plan_needs_is_told_with_the_offset() -> None:
+    def needed(memory: float, calibration: pd2.Calibration | None) -> float:
+        plan = made_plan(memory=memory, calibration=calibration, recompute="none", schedules="2bw")
+        found = re.search(r"memory forbids .*, which needs (\S+) GiB", plan.bound_by)
+        assert found is not None
+        return float(found[1])
+
+    alone = needed(23e6, None)
+    assert needed(23e6 + 2**30, pd2.Calibration(1.0, 2.0**30)) == pytest.approx(1 + alone, abs=6e-3)
 
 
 def test_types_with_a_memory_of_their_own_are_told() -> None:
