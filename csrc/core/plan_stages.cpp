@@ -189,11 +189,19 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
       stage.memory_limit = std::min(stage.memory_limit, plan.holders.limits[rank]);
     }
   }
-  const std::vector<double> received = received_bytes(plan.sums, stage_of, d);
   const std::vector<double> kept = kept_again_bytes(plan.profiled.kept, stage_of, d);
+  std::vector<double> received(d, 0);
   plan.chosen.edges.assign(d - 1, {});
+  plan.chosen.skips.clear();
+  for (const auto& [from, to, bytes] : messages_between(plan.sums, stage_of)) {
+    received[to] += bytes;
+    if (to == from + 1) {
+      plan.chosen.edges[from].message_bytes = bytes;
+    } else if (bytes > 0) {
+      plan.chosen.skips.push_back({from, to, {.message_bytes = bytes}});
+    }
+  }
   for (int k = 0; k < d; ++k) {
-    if (k > 0) plan.chosen.edges[k - 1].message_bytes = received[k];
     if (plan.recomputes_stages()) {
       stages[k].costs.input_bytes = received[k];
     } else {
