@@ -92,6 +92,19 @@ double least_received(const ProfiledModel& model, int size) {
   return least == kInfinity ? 0 : least;
 }
 
+double least_sent(const ProfiledModel& model, int size) {
+  const ProfiledRows& profiled = model.microbatches[size];
+  std::vector<double> bytes(profiled.layers.size(), 0);  // to the next layer
+  for (const Edge& edge : profiled.edges) {
+    if (edge.consumer == edge.producer + 1) bytes[edge.producer] = static_cast<double>(edge.bytes);
+  }
+  double least = kInfinity;
+  for (int i = 0; i + 1 < model.num_layers(); ++i) {
+    if (may_cut(model, i)) least = std::min(least, bytes[i]);
+  }
+  return least == kInfinity ? 0 : least;
+}
+
 bool same_but_layout(const Candidate& a, const Candidate& b) {
   return a.shape.rule == b.shape.rule && a.shape.ranks == b.shape.ranks &&
          a.shape.stages_per_rank == b.shape.stages_per_rank && a.width == b.width &&
@@ -156,7 +169,8 @@ Bounds::Bounds(const PlanProblem& problem)
       totals.slowest_layer = std::max(totals.slowest_layer, all);
       totals.slowest_recomputed = std::max(totals.slowest_recomputed, all + layer.forward);
     }
-    totals.hop = best_link_.seconds(least_received(model, static_cast<int>(totals_.size())));
+    const double bytes = least_sent(model, static_cast<int>(totals_.size()));
+    totals.hop = bytes > 0 ? best_link_.seconds(bytes) : 0;
     totals_.push_back(totals);
   }
   for (const LayerCost& layer : model.microbatches.front().layers) {

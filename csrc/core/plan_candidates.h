@@ -41,6 +41,10 @@ int most_stages(const ProfiledModel& model);
 // that it begins with.
 double least_received(const ProfiledModel& model, int size);
 
+// The bytes of a microbatch that a stage sends to the next one at least: what its last layer gives
+// to the one behind. What others read travels past it, beside.
+double least_sent(const ProfiledModel& model, int size);
+
 // Lower bounds on the seconds per batch, in closed form from sums over the layers. With totals over
 // the model F, I, W (R = F where stages are recomputed), of the slowest layer s, the shortest hop
 // c, S = sum over ranks of 1 / slowness (p on the profiled device), each of these is one:

@@ -23,30 +23,46 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 Evaluator::Evaluator(const PlanProblem& problem, const Layouts& layouts)
     : problem_(problem), layouts_(layouts), bounds_(problem), chooser_(problem, layouts) {}
 
-// Hops, and the time of adding up gradients, with these devices.
+// Of a message between two stages, over all replicas; on one rank none.
+Link Evaluator::slowest_link(const PipelineShape& shape, const DeviceGrid& devices, int from,
+                             int to, double bytes) const {
+  Link slowest;
+  const int last = shape.ranks - 1;
+  const auto take = [&](int sender, int receiver) {
+    for (int replica = 0; replica < devices.width() && sender != receiver; ++replica) {
+      const Link link = link_between(problem_.cluster.topology, devices.at(sender, replica),
+                                     devices.at(receiver, replica));
+      slowest = slower(slowest, link, bytes);
+    }
+  };
+  const int sender = from % shape.ranks;
+  const int receiver = to % shape.ranks;
+  take(sender, receiver);
+  if (shape.rule->is_bidirectional) take(last - sender, last - receiver);
+  return slowest;
+}
+
+// Messages, each at the link between the two devices, and the time of adding up gradients.
 void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
   const PipelineShape& shape = plan.candidate.shape;
-  const Topology& topology = problem_.cluster.topology;
-  const int last = shape.ranks - 1;
   Costs& costs = plan.costs;
-  for (int k = 0; k + 1 < shape.depth(); ++k) {
-    EdgeCosts& edge = costs.edges[k];
-    Link slowest;
-    const auto take = [&](int from, int to) {
-      for (int replica = 0; replica < devices.width() && from != to; ++replica) {
-        const Link link =
-            link_between(topology, devices.at(from, replica), devices.at(to, replica));
-        slowest = slower(slowest, link, edge.message_bytes);
-      }
-    };
-    const int from = k % shape.ranks;
-    const int to = (k + 1) % shape.ranks;
-    take(from, to);
-    if (shape.rule->is_bidirectional) take(last - from, last - to);
-    edge.latency = slowest.latency;
-    edge.bandwidth = slowest.bandwidth;
-    plan.stages[k].message = slowest.seconds(edge.message_bytes);
+  const auto set = [&](int from, int to, EdgeCosts& edge) {
+    if (edge.message_bytes == 0) return;
+    const Link link = slowest_link(shape, devices, from, to, edge.message_bytes);
+    edge.latency = link.latency;
+    edge.bandwidth = link.bandwidth;
+    const double seconds = link.seconds(edge.message_bytes);
+    PlannedStage& stage = plan.stages[from];
+    if (seconds <= stage.message) return;
+    stage.message = seconds;
+    stage.receiver = to;
+  };
+  for (int k = 0; k < shape.depth(); ++k) {
+    plan.stages[k].message = 0;
+    plan.stages[k].receiver = k + 1;
+    if (k + 1 < shape.depth()) set(k, k + 1, costs.edges[k]);
   }
+  for (SkipCosts& skip : costs.skips) set(skip.from, skip.to, skip.edge);
   costs.stages.clear();
   for (int k = 0; k < shape.depth(); ++k) {
     std::vector<int> holders;
@@ -126,6 +142,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, Chosen
   result.candidate = candidate;
   result.stages = std::move(stages.stages);
   result.costs.edges = std::move(stages.edges);
+  result.costs.skips = std::move(stages.skips);
   result.peak_bytes = stages.peak_bytes;
   set_links(result, devices);
   const double speed = layouts_.speed(candidate.layout, shape.ranks, candidate.width);

@@ -53,6 +53,8 @@ class Evaluator {
                                      const DeviceGrid& devices, double worth) const;
   StageHolders holders_of(const PipelineShape& shape, const DeviceGrid& devices) const;
   void set_links(Evaluation& plan, const DeviceGrid& devices) const;
+  Link slowest_link(const PipelineShape& shape, const DeviceGrid& devices, int from, int to,
+                    double bytes) const;
   void search_devices(Evaluation& plan) const;
 
   const PlanProblem& problem_;

@@ -53,6 +53,7 @@ Parts parts_of(const Evaluation& plan) {
     before = now;
   };
   for (EdgeCosts& edge : costs.edges) edge = {};
+  costs.skips.clear();
   without(parts.messages);
   for (StageCosts& stage : costs.stages) stage.all_reduce = 0;
   without(parts.all_reduce);
@@ -93,9 +94,10 @@ std::string largest_part(const Evaluation& plan) {
   if (largest == parts.messages) {
     const int stage = slowest_message(plan);
     const Evaluation& p = plan;
-    return detail::concat("the link from stage ", stage, " to ", stage + 1, " (devices ",
+    const int receiver = p.stages[stage].receiver;
+    return detail::concat("the link from stage ", stage, " to ", receiver, " (devices ",
                           p.stages[stage].devices.front(), " and ",
-                          p.stages[stage + 1].devices.front(), "): messages of ",
+                          p.stages[receiver].devices.front(), "): messages of ",
                           in_seconds(p.stages[stage].message), " are ", share(parts.messages),
                           of_batch);
   }

@@ -30,33 +30,99 @@ double round_trip(const StageCosts& stage) {
   return stage.forward + stage.input_grad + stage.weight_grad;
 }
 
+double whole_backward(const StageCosts& stage) { return stage.input_grad + stage.weight_grad; }
+
 double update(const StageCosts& stage) { return stage.all_reduce + stage.update; }
 
-// By stage: of the message to the next one.
-std::vector<double> hops(const PipelineShape& shape, const Costs& costs) {
-  std::vector<double> seconds(shape.depth(), 0);
-  for (std::size_t i = 0; i < costs.edges.size(); ++i) {
-    if (shape.ranks == 1) break;
-    const EdgeCosts& edge = costs.edges[i];
-    seconds[i] = edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+double seconds_of(const EdgeCosts& edge) {
+  return edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+}
+
+// Messages by the stage that receives them.
+struct Message {
+  int from = 0;
+  double seconds = 0;
+};
+using Messages = std::vector<std::vector<Message>>;
+
+Messages messages_of(const PipelineShape& shape, const Costs& costs) {
+  Messages messages(shape.depth());
+  for (int stage = 1; stage < shape.depth(); ++stage) {
+    const bool is_free = costs.edges.empty() || shape.ranks == 1;
+    messages[stage].push_back({stage - 1, is_free ? 0 : seconds_of(costs.edges[stage - 1])});
   }
+  for (const auto& [from, to, edge] : costs.skips) {
+    if (shape.ranks > 1) messages[to].push_back({from, seconds_of(edge)});
+  }
+  return messages;
+}
+
+// The longest ways of a microbatch from a stage's F to the end of a later one's, and from there
+// back: from the start of B to the end of the first one's.
+class Ways {
+ public:
+  template <typename Part>
+  Ways(const Messages& messages, const Costs& costs, Part&& backward) : messages_(messages) {
+    for (const StageCosts& stage : costs.stages) {
+      forward_.push_back(stage.forward);
+      backward_.push_back(backward(stage));
+    }
+    there_.resize(messages.size());
+    back_.resize(messages.size());
+  }
+
+  // To be called for rising stages, beginning with the first one.
+  double there_and_back(int first, int stage) {
+    double there = 0;
+    double back = 0;
+    for (const auto& [from, seconds] : messages_[stage]) {
+      if (from < first) continue;
+      there = std::max(there, there_[from] + seconds);
+      back = std::max(back, back_[from] + seconds);
+    }
+    there_[stage] = there + forward_[stage];
+    back_[stage] = back + backward_[stage];
+    return there_[stage] + back_[stage];
+  }
+
+ private:
+  const Messages& messages_;
+  std::vector<double> forward_;
+  std::vector<double> backward_;
+  std::vector<double> there_;
+  std::vector<double> back_;
+};
+
+// From the first stage to the end-th and back.
+template <typename Part>
+double there_and_back(const PipelineShape& shape, const Costs& costs, int end, Part&& backward) {
+  const Messages messages = messages_of(shape, costs);
+  Ways ways(messages, costs, backward);
+  double seconds = 0;
+  for (int stage = 0; stage < end; ++stage) seconds = ways.there_and_back(0, stage);
+  return seconds;
+}
+
+// What messages add to the way through the first stages and back.
+double messages_there_and_back(const PipelineShape& shape, const Costs& costs, int end) {
+  double seconds = there_and_back(shape, costs, end, whole_backward);
+  for (int stage = 0; stage < end; ++stage) seconds -= round_trip(costs.stages[stage]);
   return seconds;
 }
 
 // The longest cycle of a microbatch from stage i to j and back, by the microbatches that it takes
-// i on: `step` for each stage between, and one. `there_and_back` is a stage's part on the way.
+// i on: `step` for each stage between, and one.
 template <typename Part>
 double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, int longest,
-                     Part&& there_and_back) {
-  const std::vector<double> hop = hops(shape, costs);
+                     Part&& backward) {
+  const Messages messages = messages_of(shape, costs);
+  Ways ways(messages, costs, backward);
   const int d = shape.depth();
   double worst = 0;
   for (int i = 0; i < d; ++i) {
-    double sum = 0;
     for (int j = i; j < std::min(d, i + longest); ++j) {
-      sum += there_and_back(costs.stages[j]);
-      worst = std::max(worst, (sum + costs.stages[j].recompute) / (step * (j - i) + 1));
-      sum += 2 * hop[j];
+      const double cycle = ways.there_and_back(i, j) + costs.stages[j].recompute;
+      worst = std::max(worst, cycle / (step * (j - i) + 1));
     }
   }
   return worst;
@@ -64,7 +130,19 @@ double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, i
 
 // The cycle of one stage alone is all of its work.
 double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest) {
-  return longest_cycle(shape, costs, is_eager(*shape.rule) ? 2 : 1, longest, round_trip);
+  return longest_cycle(shape, costs, is_eager(*shape.rule) ? 2 : 1, longest, whole_backward);
+}
+
+// A batch's messages over one link take that long at least.
+double busiest_link(const PipelineShape& shape, const Costs& costs) {
+  double slowest = 0;
+  const auto take = [&](const EdgeCosts& edge) {
+    if (edge.bandwidth > 0) slowest = std::max(slowest, edge.message_bytes / edge.bandwidth);
+  };
+  if (shape.ranks == 1) return 0;
+  for (const EdgeCosts& edge : costs.edges) take(edge);
+  for (const SkipCosts& skip : costs.skips) take(skip.edge);
+  return slowest * shape.num_microbatches * (shape.rule->is_bidirectional ? 0.5 : 1);
 }
 
 double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
@@ -77,30 +155,25 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
     // From a batch's first F to the end of its update, two batches' time may pass.
     period = std::max({period, update(stage), ((m + lag) * work(stage) + update(stage)) / 2});
   }
-  for (const EdgeCosts& edge : costs.edges) {
-    if (edge.bandwidth > 0) period = std::max(period, m * edge.message_bytes / edge.bandwidth);
-  }
   return period;
 }
 
 double period_of_1f1b(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
-  const std::vector<double> hop = hops(shape, costs);
-  double way = costs.stages.back().recompute;
-  for (int i = 0; i < shape.depth(); ++i) way += round_trip(costs.stages[i]) + 2 * hop[i];
+  double way =
+      costs.stages.back().recompute + there_and_back(shape, costs, shape.depth(), whole_backward);
   if (m > 1) way += (m - 1) * slowest_cycle(shape, costs, m - 1);
   return way + update(costs.stages.front());
 }
 
 double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
-  const std::vector<double> hop = hops(shape, costs);
-  double way = costs.stages.back().recompute;
+  const double way =
+      costs.stages.back().recompute + there_and_back(shape, costs, shape.depth(), whole_backward);
   double longest_forward = 0;
   double longest_backward = 0;
   for (int i = 0; i < shape.depth(); ++i) {
     const StageCosts& stage = costs.stages[i];
-    way += round_trip(stage) + 2 * hop[i];
     longest_forward = std::max(longest_forward, stage.forward);
     longest_backward = std::max(longest_backward, work(stage) - stage.forward);
   }
@@ -109,47 +182,51 @@ double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
 
 double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {
   const int p = shape.ranks;
-  const std::vector<double> hop = hops(shape, costs);
   double way = 0;
-  double filling = 0;
   for (const StageCosts& stage : costs.stages) way += work(stage);
-  for (int i = 0; i < p - 1; ++i) filling += 2 * hop[i];
-  filling += way * (p - 1) / (double(p) * shape.stages_per_rank);
+  const double filling = messages_there_and_back(shape, costs, p) +
+                         way * (p - 1) / (double(p) * shape.stages_per_rank);
   return busiest_rank(shape, costs) + filling;
 }
 
 double period_of_zero_bubble(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
-  const std::vector<double> hop = hops(shape, costs);
-  const auto input_trip = [](const StageCosts& stage) { return stage.forward + stage.input_grad; };
+  const Messages messages = messages_of(shape, costs);
+  const auto input_grad = [](const StageCosts& stage) { return stage.input_grad; };
+  Ways ways(messages, costs, input_grad);
   double slowest = 0;
   double period = 0;
-  double before = 0;
   for (int j = 0; j < shape.depth(); ++j) {
     const StageCosts& stage = costs.stages[j];
     const int gaps = std::min(j, m - 1);
+    const double before = ways.there_and_back(0, j) - stage.forward - stage.input_grad;
     period = std::max(period, before + m * work(stage) - gaps * stage.weight_grad);
-    before += input_trip(stage) + 2 * hop[j];
     slowest = std::max(slowest, work(stage));
   }
-  const double cycle = longest_cycle(shape, costs, 1, std::max(m - 1, 1), input_trip);
+  const double cycle = longest_cycle(shape, costs, 1, std::max(m - 1, 1), input_grad);
   return period + (m - 1) * std::max(0.0, cycle - slowest) + update(costs.stages.front());
 }
 
 double period_of_chimera(const PipelineShape& shape, const Costs& costs) {
   const int d = shape.depth();
   const int units = (shape.num_microbatches + d - 1) / d;
-  const std::vector<double> hop = hops(shape, costs);
   double forward = 0;
   double backward = 0;
-  double messages = 0;
   for (int i = 0; i < d; ++i) {
     forward += costs.stages[i].forward / d;
     backward += (work(costs.stages[i]) - costs.stages[i].forward) / d;
-    messages += 2 * hop[i];
   }
   const double gap = backward + (units - 1) * std::max(0.0, backward - forward);
-  return busiest_rank(shape, costs) + (d - 2) * gap + messages;
+  return busiest_rank(shape, costs) + (d - 2) * gap + messages_there_and_back(shape, costs, d);
+}
+
+double period_of(const PipelineShape& shape, const Costs& costs) {
+  const ScheduleRule& rule = *shape.rule;
+  if (!rule.is_flushed()) return period_of_two_versions(shape, costs);
+  if (rule.is_bidirectional) return period_of_chimera(shape, costs);
+  if (rule.has_chunks) return period_of_interleaved(shape, costs);
+  if (rule.is_split) return period_of_zero_bubble(shape, costs);
+  return rule.name == "gpipe" ? period_of_gpipe(shape, costs) : period_of_1f1b(shape, costs);
 }
 
 // Forwards of a rank's chunk among its first `count`: p microbatches of each chunk in turn.
@@ -238,12 +315,7 @@ double simulated_actions(const PipelineShape& shape) {
 }
 
 double closed_form_period(const PipelineShape& shape, const Costs& costs) {
-  const ScheduleRule& rule = *shape.rule;
-  if (!rule.is_flushed()) return period_of_two_versions(shape, costs);
-  if (rule.is_bidirectional) return period_of_chimera(shape, costs);
-  if (rule.has_chunks) return period_of_interleaved(shape, costs);
-  if (rule.is_split) return period_of_zero_bubble(shape, costs);
-  return rule.name == "gpipe" ? period_of_gpipe(shape, costs) : period_of_1f1b(shape, costs);
+  return std::max(period_of(shape, costs), busiest_link(shape, costs));
 }
 
 double busiest_rank(const PipelineShape& shape, const Costs& costs) {

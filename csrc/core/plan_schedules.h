@@ -59,13 +59,15 @@ inline constexpr double kMostSimulatedActions = 20'000;
 double simulated_actions(const PipelineShape& shape);
 
 // Seconds per batch in the steady state by formula. Of 2bw and 2bw_eager exact, of the others an
-// estimate. With s = F + B (+ R), c a hop, U an update and its all-reduce, per stage:
+// estimate. With s = F + B (+ R), c a hop, U an update and its all-reduce, per stage; where skips
+// make a longer way between two stages than the hops do, that way counts; and no batch takes less
+// than its messages over one link:
 //
 //   2bw, 2bw_eager  a cycle from stage i to j > i and back, by the next microbatch that i may
 //   begin:
 //                   m max over i <= j of (sum of F + B over i .. j, + R of j, + 2 sum of c) / n,
 //                   n = j - i + 1 for 2bw, 2 (j - i) + 1 for 2bw_eager (R of other stages hides
-//                   behind messages); a link's messages; U beside, by its deadline
+//                   behind messages); U beside, by its deadline
 //   1f1b            there and back once, F + B + 2 c of all stages, and m - 1 of 2bw's cycles
 //   gpipe           two flow shops: sum of F + (m - 1) max F, sum of B + (m - 1) max (B + R)
 //   interleaved     m times the busiest rank, and (p - 1) / (p v) of one microbatch's way

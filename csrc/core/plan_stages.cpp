@@ -171,7 +171,9 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
     std::fill(stage_of.begin() + firsts[k],
               k + 1 < d ? stage_of.begin() + firsts[k + 1] : stage_of.end(), k);
   }
-  const std::vector<double> received = received_bytes(plan.sums, stage_of, d);
+  const auto messages = messages_between(plan.sums, stage_of);
+  std::vector<double> received(d, 0);
+  for (const auto& [from, to, bytes] : messages) received[to] += bytes;
   const std::vector<Received> shared = shared_bytes(plan.profiled.shared, stage_of, d);
   std::vector<PlannedStage> stages(d);
   for (int k = 0; k < d; ++k) {
@@ -201,7 +203,14 @@ void StageChooser::set_stages(Plan& plan, const std::vector<int>& firsts) const 
     }
   }
   plan.chosen.edges.assign(d - 1, {});
-  for (int k = 1; k < d; ++k) plan.chosen.edges[k - 1].message_bytes = received[k];
+  plan.chosen.skips.clear();
+  for (const auto& [from, to, bytes] : messages) {
+    if (to == from + 1) {
+      plan.chosen.edges[from].message_bytes = bytes;
+    } else if (bytes > 0) {
+      plan.chosen.skips.push_back({from, to, {.message_bytes = bytes}});
+    }
+  }
   plan.chosen.stages = std::move(stages);
 }
 

@@ -20,7 +20,10 @@ struct PlannedStage {
   int end = 0;
   std::vector<int> devices;  // by replica
   StageCosts costs;          // on the slowest of them
-  double message = 0;        // seconds to the next stage
+  // Of the values that it sends, the slowest message: seconds, and the stage it goes to, the next
+  // one unless values pass over that.
+  double message = 0;
+  int receiver = 0;
   double frozen_bytes = 0;
   int most_in_flight = 0;
   double peak_bytes = 0;
@@ -36,7 +39,8 @@ struct StageHolders {
 
 struct ChosenStages {
   std::vector<PlannedStage> stages;  // devices and what depends on links are not set
-  std::vector<EdgeCosts> edges;      // message_bytes alone are set
+  std::vector<EdgeCosts> edges;      // message_bytes alone are set; 0: no message
+  std::vector<SkipCosts> skips;      // likewise
   double peak_bytes = 0;             // of the fullest rank
 };
 

@@ -73,10 +73,10 @@ LayerSums sums_of(const ProfiledModel& model, int size) {
   return sums;
 }
 
-std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>& stage_of,
-                                   int num_stages) {
+std::vector<StageMessage> messages_between(const LayerSums& sums,
+                                           const std::vector<int>& stage_of) {
   const std::vector<Edge>& edges = sums.edges;
-  std::vector<double> received(num_stages, 0);
+  std::vector<StageMessage> values;
   for (std::size_t i = 0; i < edges.size();) {
     const int producer = edges[i].producer;
     const int stage = stage_of[edges[i].consumer];
@@ -86,9 +86,21 @@ std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>
          ++i) {
       bytes = std::max(bytes, edges[i].bytes);
     }
-    if (stage_of[producer] != stage) received[stage] += static_cast<double>(bytes);
+    if (stage_of[producer] != stage) {
+      values.push_back({stage_of[producer], stage, static_cast<double>(bytes)});
+    }
   }
-  return received;
+  const auto ends = [](const StageMessage& message) { return std::pair(message.from, message.to); };
+  std::ranges::stable_sort(values, {}, ends);
+  std::vector<StageMessage> messages;
+  for (const StageMessage& value : values) {
+    if (messages.empty() || ends(messages.back()) != ends(value)) {
+      messages.push_back(value);
+    } else {
+      messages.back().bytes += value.bytes;
+    }
+  }
+  return messages;
 }
 
 std::vector<Received> shared_bytes(const std::vector<Value>& values,

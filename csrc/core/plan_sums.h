@@ -24,9 +24,14 @@ struct LayerSums {
 
 LayerSums sums_of(const ProfiledModel& model, int size);
 
-// The bytes that every stage receives, of each value once.
-std::vector<double> received_bytes(const LayerSums& sums, const std::vector<int>& stage_of,
-                                   int num_stages);
+struct StageMessage {
+  int from = 0;  // stages
+  int to = 0;
+  double bytes = 0;
+};
+
+// What each stage sends to each one that reads it, of each value once; by sender and receiver.
+std::vector<StageMessage> messages_between(const LayerSums& sums, const std::vector<int>& stage_of);
 
 // What every stage has that an earlier one has, too.
 std::vector<Received> shared_bytes(const std::vector<Value>& values,

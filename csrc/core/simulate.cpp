@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/grid.h"
+#include "core/simulate_channels.h"
 #include "core/unroll.h"
 #include "core/validate.h"
 
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <set>
 #include <utility>
 
 namespace pd2 {
@@ -22,6 +24,13 @@ using Timeline = std::vector<std::vector<SimulatedAction>>;
 void check_cost(const char* what, std::size_t index, double value) {
   PD2_CHECK(std::isfinite(value) && value >= 0, what, "[", index, "]: ", value,
             ": a cost must be finite and >= 0");
+}
+
+void check_edge(const std::string& of, std::size_t index, const EdgeCosts& edge) {
+  check_cost((of + "latency").c_str(), index, edge.latency);
+  check_cost((of + "message_bytes").c_str(), index, edge.message_bytes);
+  PD2_CHECK(edge.bandwidth >= 0, of, "bandwidth[", index, "]: ", edge.bandwidth,
+            ": a bandwidth must be >= 0 (0: unlimited)");
 }
 
 void check_costs(const Schedule& schedule, const Costs& costs) {
@@ -45,12 +54,15 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
     check_cost("gradient_bytes", i, stage.gradient_bytes);
     check_cost("state_bytes", i, stage.state_bytes);
   }
-  for (std::size_t i = 0; i < costs.edges.size(); ++i) {
-    const EdgeCosts& edge = costs.edges[i];
-    check_cost("latency", i, edge.latency);
-    check_cost("message_bytes", i, edge.message_bytes);
-    PD2_CHECK(edge.bandwidth >= 0, "bandwidth[", i, "]: ", edge.bandwidth,
-              ": a bandwidth must be >= 0 (0: unlimited)");
+  for (std::size_t i = 0; i < costs.edges.size(); ++i) check_edge("", i, costs.edges[i]);
+  std::set<std::pair<int, int>> pairs;
+  for (std::size_t i = 0; i < costs.skips.size(); ++i) {
+    const auto& [from, to, edge] = costs.skips[i];
+    PD2_CHECK(from >= 0 && from + 1 < to && to < d, "skips[", i, "]: from stage ", from, " to ", to,
+              ", num_stages: ", d, ": from >= 0, to >= from + 2 and to < num_stages are needed");
+    PD2_CHECK(pairs.emplace(from, to).second, "skips[", i, "]: from stage ", from, " to ", to,
+              ": two stages have one skip at most");
+    check_edge("skips' ", i, edge);
   }
 }
 
@@ -82,21 +94,10 @@ bool updates_beside(const Schedule& schedule, int stage) {
   return schedule.num_versions[stage] > 1;
 }
 
-bool begins_backward(ActionKind kind) { return kind == kBackward || kind == kInputGrad; }
-
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
-// What F of a stage gives to the next one, and what B or I gives to the one before.
-struct Message {
-  int sender;  // stages
-  int receiver;
-  std::int64_t microbatch;
-
-  bool is_gradient() const { return receiver < sender; }
-};
-
-// One run. A rank advances until it waits for a message that has not been sent yet (or, with
-// rendezvous, for somebody to receive its own); whoever makes the message's time of arrival known
+// One run. A rank advances until it waits for messages that have not been sent yet (or, with
+// rendezvous, for somebody to receive its own); whoever makes the last one's time of arrival known
 // wakes it. Times depend on nothing but other times, so the order in which ranks advance is free,
 // and no queue by time is needed.
 class Execution {
@@ -104,15 +105,14 @@ class Execution {
   Execution(const Schedule& schedule, const Costs& costs, int num_batches)
       : schedule_(schedule),
         costs_(costs),
+        channels_(schedule, costs),
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
-        arrival_(3 * schedule.num_stages * num_microbatches_, kUnknown),
-        link_free_(2 * schedule.num_stages, 0),
+        arrival_((channels_.count() + schedule.num_stages) * num_microbatches_, kUnknown),
+        link_free_(channels_.count(), 0),
         num_batches_(num_batches),
         update_end_(std::size_t(schedule.num_stages) * num_batches, 0),
-        edges_(costs.edges),
         ranks_(schedule.ranks.size()),
         timeline_(schedule.ranks.size()) {
-    edges_.resize(schedule.depth() - 1);
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
       ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
       timeline_[rank].reserve(ranks_[rank].steps.size());
@@ -132,46 +132,33 @@ class Execution {
 
  private:
   static constexpr double kUnknown = -1;
-  static constexpr std::int64_t kNone = -1;
+  static constexpr double kAwaited = -2;  // unknown, too, and a rank is stuck for it
 
   struct Rank {
     std::vector<Step> steps;
     std::size_t next = 0;
     double free_at = 0;
     bool has_recomputed = false;  // for the next step
-    std::int64_t awaits = kNone;  // the message, as index into arrival_, that it is stuck for
-    std::int64_t offers = kNone;  // the message that it is stuck with until somebody receives it
+    int num_missing = 0;          // of what it is stuck for
+    std::size_t num_sent = 0;     // of the messages of the step before
+    bool offers = false;          // it is stuck with the next of them until somebody receives it
   };
 
-  std::optional<Message> input(const Step& step) const {
-    if (step.kind == kForward && !schedule_.is_first(step.stage)) {
-      return Message{step.stage - 1, step.stage, step.microbatch};
-    }
-    if (begins_backward(step.kind) && !schedule_.is_last(step.stage)) {
-      return Message{step.stage + 1, step.stage, step.microbatch};
-    }
-    return std::nullopt;
+  const std::vector<int>& inputs(const Step& step) const {
+    return channels_.inputs(step.stage, step.kind);
+  }
+  const std::vector<int>& outputs(const Step& step) const {
+    return channels_.outputs(step.stage, step.kind);
   }
 
-  std::optional<Message> output(const Step& step) const {
-    if (step.kind == kForward && !schedule_.is_last(step.stage)) {
-      return Message{step.stage, step.stage + 1, step.microbatch};
-    }
-    if (begins_backward(step.kind) && !schedule_.is_first(step.stage)) {
-      return Message{step.stage, step.stage - 1, step.microbatch};
-    }
-    return std::nullopt;
-  }
-
-  std::int64_t index(const Message& message) const {
-    const int link = 2 * message.receiver + message.is_gradient();
-    return link * num_microbatches_ + message.microbatch;
+  std::int64_t index(int channel, std::int64_t microbatch) const {
+    return channel * num_microbatches_ + microbatch;
   }
 
   // Where arrival_ keeps the time at which the stage comes to the update of the microbatch's batch.
   std::int64_t update_index(int stage, std::int64_t microbatch) const {
     const int m = schedule_.num_microbatches;
-    return (2 * schedule_.num_stages + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
+    return (channels_.count() + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
   }
 
   int rank_of(int stage) const { return schedule_.placement[stage]; }
@@ -182,28 +169,20 @@ class Execution {
 
   void advance(int number) {
     Rank& rank = ranks_[number];
-    while (rank.next < rank.steps.size()) {
+    while (send_all(rank) && rank.next < rank.steps.size()) {
       const Step& step = rank.steps[rank.next];
       recompute(number, step);
       double start = rank.free_at;
-      if (const std::optional<Message> message = input(step)) {
-        const double arrived = arrival(*message);
-        if (arrived == kUnknown) {
-          rank.awaits = index(*message);
-          return;
-        }
-        start = std::max(start, arrived);
+      for (const int channel : inputs(step)) {
+        take_offer(channel, step.microbatch);
+        start = std::max(start, arrival(rank, index(channel, step.microbatch)));
       }
       if (const std::optional<int> twin = schedule_.twin(step.stage);
           twin && step.kind == kUpdate) {
-        come_to_update(number, step);
-        const std::int64_t others = update_index(*twin, step.microbatch);
-        if (arrival_[others] == kUnknown) {
-          rank.awaits = others;
-          return;
-        }
-        start = std::max(start, arrival_[others]);
+        arrive(update_index(step.stage, step.microbatch), rank_of(*twin), rank.free_at);
+        start = std::max(start, arrival(rank, update_index(*twin, step.microbatch)));
       }
+      if (rank.num_missing > 0) return;
       const double takes = seconds(cost_of(schedule_, costs_, step.stage), step.kind);
       const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
       const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, step.stage);
@@ -220,18 +199,24 @@ class Execution {
       }
       ++rank.next;
       rank.has_recomputed = false;
-      if (const std::optional<Message> message = output(step); message && !send(*message)) return;
+      rank.num_sent = 0;
     }
   }
 
-  void come_to_update(int number, const Step& step) {
-    const std::int64_t slot = update_index(step.stage, step.microbatch);
-    arrival_[slot] = ranks_[number].free_at;
-    const int other = rank_of(*schedule_.twin(step.stage));
-    if (ranks_[other].awaits == slot) {
-      ranks_[other].awaits = kNone;
-      ready_.push_back(other);
+  // Makes the time of arrival known to the rank that may be stuck for it.
+  void arrive(std::int64_t slot, int receiver, double time) {
+    const bool is_awaited = arrival_[slot] == kAwaited;
+    arrival_[slot] = time;
+    if (is_awaited && --ranks_[receiver].num_missing == 0) ready_.push_back(receiver);
+  }
+
+  // Or what is less than any time: the rank is stuck.
+  double arrival(Rank& rank, std::int64_t slot) {
+    if (arrival_[slot] == kUnknown) {
+      arrival_[slot] = kAwaited;
+      ++rank.num_missing;
     }
+    return arrival_[slot];
   }
 
   void recompute(int number, const Step& step) {
@@ -246,51 +231,52 @@ class Execution {
   }
 
   // Called by the receiver's rank when it has come to the action that needs the message.
-  double arrival(const Message& message) {
-    const std::int64_t slot = index(message);
-    const int sender = rank_of(message.sender);
-    if (arrival_[slot] == kUnknown && ranks_[sender].offers == slot) {
-      transfer(message);
-      ranks_[sender].offers = kNone;
-      ready_.push_back(sender);
-    }
-    return arrival_[slot];
+  void take_offer(int channel, std::int64_t microbatch) {
+    const int number = rank_of(channels_[channel].sender);
+    Rank& sender = ranks_[number];
+    if (!sender.offers || offered(sender) != index(channel, microbatch)) return;
+    transfer(channel, microbatch);
+    sender.offers = false;
+    ++sender.num_sent;
+    ready_.push_back(number);
   }
 
-  // False if the sender is stuck until the receiver waits for the message.
-  bool send(const Message& message) {
-    Rank& sender = ranks_[rank_of(message.sender)];
-    Rank& receiver = ranks_[rank_of(message.receiver)];
-    const std::int64_t slot = index(message);
-    const bool is_awaited = receiver.awaits == slot;
-    if (&sender == &receiver) {
-      arrival_[slot] = sender.free_at;
-      return true;
-    }
-    if (costs_.sends == Sends::kRendezvous && !is_awaited) {
-      sender.offers = slot;
-      return false;
-    }
-    transfer(message);
-    if (is_awaited) {
-      receiver.awaits = kNone;
-      ready_.push_back(rank_of(message.receiver));
+  std::int64_t offered(const Rank& sender) const {
+    const Step& step = sender.steps[sender.next - 1];
+    return index(outputs(step)[sender.num_sent], step.microbatch);
+  }
+
+  // The messages of the step before; false if the rank is stuck until one is received.
+  bool send_all(Rank& sender) {
+    if (sender.next == 0) return true;
+    const Step& step = sender.steps[sender.next - 1];
+    const std::vector<int>& channels = outputs(step);
+    for (; sender.num_sent < channels.size(); ++sender.num_sent) {
+      const int channel = channels[sender.num_sent];
+      const std::int64_t slot = index(channel, step.microbatch);
+      if (&sender == &ranks_[rank_of(channels_[channel].receiver)]) {
+        arrival_[slot] = sender.free_at;
+      } else if (costs_.sends == Sends::kRendezvous && arrival_[slot] != kAwaited) {
+        sender.offers = true;
+        return false;
+      } else {
+        transfer(channel, step.microbatch);
+      }
     }
     return true;
   }
 
-  void transfer(const Message& message) {
-    Rank& sender = ranks_[rank_of(message.sender)];
-    const EdgeCosts& edge = edges_[std::min(message.sender, message.receiver) % schedule_.depth()];
-    double& link_free = link_free_[2 * message.receiver + message.is_gradient()];
-    double leaves = std::max(sender.free_at, link_free);
-    if (costs_.sends == Sends::kRendezvous) {
-      leaves = std::max(leaves, ranks_[rank_of(message.receiver)].free_at);
-    }
-    link_free = leaves + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
-    const double arrives = link_free + edge.latency;
-    arrival_[index(message)] = arrives;
+  void transfer(int number, std::int64_t microbatch) {
+    const Channel& channel = channels_[number];
+    const EdgeCosts& edge = channel.edge;
+    Rank& sender = ranks_[rank_of(channel.sender)];
+    const int receiver = rank_of(channel.receiver);
+    double leaves = std::max(sender.free_at, link_free_[number]);
+    if (costs_.sends == Sends::kRendezvous) leaves = std::max(leaves, ranks_[receiver].free_at);
+    link_free_[number] = leaves + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+    const double arrives = link_free_[number] + edge.latency;
     if (costs_.sends != Sends::kAsynchronous) sender.free_at = arrives;
+    arrive(index(number, microbatch), receiver, arrives);
   }
 
   void record(int rank, const Step& step, double start, double end) {
@@ -307,22 +293,30 @@ class Execution {
          .end = end});
   }
 
+  int missing_sender(const Step& step) const {
+    const auto missing = std::ranges::find_if(inputs(step), [&](int channel) {
+      return arrival_[index(channel, step.microbatch)] == kAwaited;
+    });
+    return channels_[*missing].sender;
+  }
+
   void check_deadlock() const {
     std::vector<Mark> marks;
     std::string stuck;
     for (std::size_t number = 0; number < ranks_.size(); ++number) {
       const Rank& rank = ranks_[number];
-      const bool is_sending = rank.offers != kNone;
-      if (!is_sending && rank.next == rank.steps.size()) continue;
-      const Step& step = rank.steps[is_sending ? rank.next - 1 : rank.next];
+      if (!rank.offers && rank.next == rank.steps.size()) continue;
+      const Step& step = rank.steps[rank.offers ? rank.next - 1 : rank.next];
       marks.push_back({step.cell});
-      stuck += detail::concat("\n  rank ", number, is_sending ? " waits after " : " waits in ",
+      stuck += detail::concat("\n  rank ", number, rank.offers ? " waits after " : " waits in ",
                               describe(schedule_, step));
-      stuck += is_sending ? detail::concat(" until stage ", output(step)->receiver, " receives")
+      stuck += rank.offers
+                   ? detail::concat(" until stage ",
+                                    channels_[outputs(step)[rank.num_sent]].receiver, " receives")
                : step.kind == kUpdate
                    ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
                    : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
-                                    " of stage ", input(step)->sender);
+                                    " of stage ", missing_sender(step));
     }
     PD2_CHECK(marks.empty(), "schedule ", schedule_.name, ": deadlock with ",
               to_string(costs_.sends), " sends: expected every rank to finish, found ",
@@ -332,13 +326,13 @@ class Execution {
 
   const Schedule& schedule_;
   const Costs& costs_;
+  const Channels channels_;
   const std::int64_t num_microbatches_;  // of the run
-  // By receiving stage, direction and microbatch; then by stage and microbatch: at updates.
+  // By channel and microbatch; then by stage and microbatch: at updates.
   std::vector<double> arrival_;
-  std::vector<double> link_free_;  // by receiving stage and direction
+  std::vector<double> link_free_;  // by channel
   const int num_batches_;
   std::vector<double> update_end_;  // by stage and batch
-  std::vector<EdgeCosts> edges_;
   std::vector<Rank> ranks_;
   std::vector<int> ready_;
   Timeline timeline_;

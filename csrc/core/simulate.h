@@ -34,6 +34,14 @@ struct EdgeCosts {
   double message_bytes = 0;
 };
 
+// The same between two stages that are not neighbours: what stage `to` reads of stage `from`, and
+// its gradient.
+struct SkipCosts {
+  int from = 0;
+  int to = 0;  // from + 2 or more
+  EdgeCosts edge;
+};
+
 enum class Sends {
   kAsynchronous,  // the sender goes on at once
   kBlocking,      // the sender is occupied until the message has arrived; the receiver may be busy
@@ -45,6 +53,7 @@ const char* to_string(Sends sends);
 struct Costs {
   std::vector<StageCosts> stages;  // one per stage of the model; its copies cost the same
   std::vector<EdgeCosts> edges;    // one fewer than stages; empty: free
+  std::vector<SkipCosts> skips;    // no two stages twice
   Sends sends = Sends::kAsynchronous;
 };
 
@@ -79,8 +88,8 @@ struct Simulation {
 // that of F of stage s - 1, B and I of stage s need that of B or I of stage s + 1, of the same
 // pipeline. U of a stage with two copies begins when both have come to it. U of a stage that keeps
 // several versions goes on beside the rank's next actions, but for the first F that reads what it
-// makes and the stage's next U; other Us occupy their rank. Messages of one edge and
-// direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
+// makes and the stage's next U; other Us occupy their rank. Messages of one edge or skip
+// and direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
 // arrive latency seconds later. Takes time linear in the number of actions.
 //
 // The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws

@@ -126,6 +126,59 @@ TEST(PlanSchedules, ClosedFormOfTwoVersionsIsThePeriod) {
   }
 }
 
+// Messages past a stage: cycles through them, and links that they keep busy.
+TEST(PlanSchedules, ClosedFormOfTwoVersionsKnowsSkips) {
+  std::mt19937 random(4);
+  const auto below = [&](double most) { return most * random() / 4294967296.0; };
+  int num_slower = 0;
+  for (int round = 0; round < 400; ++round) {
+    Instance instance = random_instance(random, round % 2 == 0 ? "2bw" : "2bw_eager", 0.8, 0.1);
+    const double without = closed_form_period(instance.shape, instance.costs);
+    const int d = instance.shape.depth();
+    for (int from = 0; from + 2 < d; ++from) {
+      if (random() % 2 == 0) continue;
+      const int to = from + 2 + static_cast<int>(random() % (d - from - 2));
+      EdgeCosts edge = {.latency = below(8)};
+      if (random() % 4 == 0) edge = {.bandwidth = 1, .message_bytes = below(6)};
+      instance.costs.skips.push_back({from, to, edge});
+    }
+    const double expected = simulated(instance);
+    ASSERT_NEAR(closed_form_period(instance.shape, instance.costs), expected, 0.02 * expected)
+        << instance.shape.rule->name << " round " << round << " d " << d << " m "
+        << instance.shape.num_microbatches;
+    num_slower += expected > 1.05 * without;
+  }
+  EXPECT_GT(num_slower, 80);
+}
+
+TEST(PlanSchedules, ClosedFormsOfOthersKnowSkips) {
+  std::mt19937 random(5);
+  for (const std::string& name : planned_schedules()) {
+    double sum = 0;
+    constexpr int kRounds = 100;
+    for (int round = 0; round < kRounds; ++round) {
+      Instance instance = random_instance(random, name, 0.3, 0.05);
+      const int d = instance.shape.depth();
+      for (int from = 0; from + 2 < d; ++from) {
+        if (random() % 2 == 0) continue;
+        const int to = from + 2 + static_cast<int>(random() % (d - from - 2));
+        instance.costs.skips.push_back({from, to, {.latency = 0.1 * (to - from)}});
+      }
+      const double expected = simulated(instance);
+      sum += std::abs(closed_form_period(instance.shape, instance.costs) / expected - 1);
+      // A link that is never idle.
+      if (d < 3) continue;
+      instance.costs.skips = {{0, d - 1, {.bandwidth = 1, .message_bytes = 100}}};
+      const double busy =
+          100 * instance.shape.num_microbatches * (instance.shape.rule->is_bidirectional ? 0.5 : 1);
+      EXPECT_GE(closed_form_period(instance.shape, instance.costs), busy);
+      EXPECT_GE(simulated(instance), busy * (1 - 1e-9));
+    }
+    RecordProperty(name, std::to_string(sum / kRounds));
+    EXPECT_LT(sum / kRounds, name == "chimera" ? 0.1 : 0.04) << name;
+  }
+}
+
 TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
   std::mt19937 random(2);
   for (const std::string& name : planned_schedules()) {

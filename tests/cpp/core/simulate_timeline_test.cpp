@@ -42,6 +42,18 @@ Costs random_costs(int d, Sends sends, std::mt19937& random) {
   return costs;
 }
 
+void add_skips(Costs& costs, std::mt19937& random) {
+  std::uniform_real_distribution<double> uniform(0, 1);
+  const auto d = static_cast<int>(costs.stages.size());
+  for (int from = 0; from < d; ++from) {
+    for (int to = from + 2; to < d; ++to) {
+      if (random() % 2 == 0) continue;
+      costs.skips.push_back({from, to, {uniform(random) / 2, 10, 30 * uniform(random)}});
+    }
+  }
+  std::ranges::shuffle(costs.skips, random);
+}
+
 double work(const StageCosts& cost, ActionKind kind) {
   const std::map<ActionKind, double> seconds = {{kForward, cost.forward},
                                                 {kBackward, cost.input_grad + cost.weight_grad},
@@ -112,13 +124,20 @@ class TimelineCheck {
 
   const StageCosts& cost_of(int stage) const { return costs_.stages[stage % schedule_.depth()]; }
   bool are_apart(int a, int b) const { return schedule_.placement[a] != schedule_.placement[b]; }
+  const EdgeCosts& edge_between(int a, int b) const {
+    const int from = std::min(a, b) % schedule_.depth();
+    const int to = std::max(a, b) % schedule_.depth();
+    if (to == from + 1) return costs_.edges[from];
+    return std::ranges::find_if(
+               costs_.skips,
+               [&](const SkipCosts& skip) { return skip.from == from && skip.to == to; })
+        ->edge;
+  }
   double transfer(int a, int b) const {
-    const EdgeCosts& edge = costs_.edges[std::min(a, b) % schedule_.depth()];
+    const EdgeCosts& edge = edge_between(a, b);
     return are_apart(a, b) ? edge.message_bytes / edge.bandwidth : 0;
   }
-  double latency(int a, int b) const {
-    return are_apart(a, b) ? costs_.edges[std::min(a, b) % schedule_.depth()].latency : 0;
-  }
+  double latency(int a, int b) const { return are_apart(a, b) ? edge_between(a, b).latency : 0; }
 
   // An update for which only the forward that reads its version waits.
   bool is_beside(const SimulatedAction& action) const {
@@ -129,34 +148,44 @@ class TimelineCheck {
   bool is_begin(int stage) const { return stage == 0 || stage == schedule_.depth(); }
   bool is_end(int stage) const { return is_begin(stage + 1) || stage + 1 == schedule_.num_stages; }
 
-  // The stage that an action's message goes to, or -1.
-  int receiver(const SimulatedAction& action) const {
-    if (action.kind == kForward && !is_end(action.stage)) return action.stage + 1;
-    const bool is_backward = action.kind == kBackward || action.kind == kInputGrad;
-    return is_backward && !is_begin(action.stage) ? action.stage - 1 : -1;
+  // The stages that an action's messages go to, or come from, the nearest first.
+  std::vector<int> partners(const SimulatedAction& action, bool forwards) const {
+    std::vector<int> stages;
+    const int copies = action.stage / schedule_.depth() * schedule_.depth();
+    if (forwards && !is_end(action.stage)) stages.push_back(action.stage + 1);
+    if (!forwards && !is_begin(action.stage)) stages.push_back(action.stage - 1);
+    for (const SkipCosts& skip : costs_.skips) {
+      if (forwards && skip.from + copies == action.stage) stages.push_back(skip.to + copies);
+      if (!forwards && skip.to + copies == action.stage) stages.push_back(skip.from + copies);
+    }
+    std::ranges::sort(stages, {}, [&](int stage) { return std::abs(stage - action.stage); });
+    return stages;
   }
-  int sender(const SimulatedAction& action) const {
-    if (action.kind == kForward) return is_begin(action.stage) ? -1 : action.stage - 1;
-    const bool is_backward = action.kind == kBackward || action.kind == kInputGrad;
-    return is_backward && !is_end(action.stage) ? action.stage + 1 : -1;
+  std::vector<int> receivers(const SimulatedAction& action) const {
+    if (action.kind == kUpdate || action.kind == kWeightGrad) return {};
+    return partners(action, action.kind == kForward);
+  }
+  std::vector<int> senders(const SimulatedAction& action) const {
+    if (action.kind == kUpdate || action.kind == kWeightGrad) return {};
+    return partners(action, action.kind != kForward);
   }
   static ActionKind message_kind(const SimulatedAction& action) {
     return action.kind == kForward ? kForward : kInputGrad;
   }
 
-  // When the message that the action sends is there.
-  double arrival(const SimulatedAction& action) {
+  // When the message that the action sends to the stage is there.
+  double arrival(const SimulatedAction& action, int to) {
     const int from = action.stage;
-    const int to = receiver(action);
-    if (!are_apart(from, to)) return action.end;
+    const double sent = can_send(action, to);
+    if (!are_apart(from, to)) return sent;
     if (costs_.sends == Sends::kRendezvous) {
       // The receiver has done all before.
       const Place& taken = when_.at(key(to, message_kind(action), action));
       const double ready = free_after(schedule_.placement[to], taken.index);
-      return std::max(action.end, ready) + transfer(from, to) + latency(from, to);
+      return std::max(sent, ready) + transfer(from, to) + latency(from, to);
     }
     // Behind the messages that took the same way before.
-    double& behind = left_link_[key(from, message_kind(action), action)];
+    double& behind = left_link_[{key(from, message_kind(action), action), to}];
     if (behind == 0) {
       double previous = 0;
       const bool is_first = action.batch == 0 && action.microbatch == 0;
@@ -164,28 +193,38 @@ class TimelineCheck {
         const int m = schedule_.num_microbatches;
         const int before = action.batch * m + action.microbatch - 1;
         const Place& place = when_.at({from, message_kind(action), before / m, before % m});
-        previous = arrival(*place.action) - latency(from, to);
+        previous = arrival(*place.action, to) - latency(from, to);
       }
-      behind = std::max(action.end, previous) + transfer(from, to);
+      behind = std::max(sent, previous) + transfer(from, to);
     }
     return behind + latency(from, to);
+  }
+
+  // When the action's messages to nearer stages no longer occupy the sender.
+  double can_send(const SimulatedAction& action, int to) {
+    double sent = action.end;
+    if (costs_.sends == Sends::kAsynchronous) return sent;
+    for (const int stage : receivers(action)) {
+      if (stage == to) break;
+      sent = std::max(sent, arrival(action, stage));
+    }
+    return sent;
   }
 
   // When the rank can begin its index-th action, as far as the rank itself goes.
   double free_after(int rank, std::size_t index) {
     if (index == 0) return 0;
     const SimulatedAction& previous = simulation_.timeline[rank][index - 1];
-    const int to = receiver(previous);
-    const bool waits = costs_.sends != Sends::kAsynchronous && to >= 0;
     if (is_beside(previous)) return previous.start;
-    return waits ? std::max(previous.end, arrival(previous)) : previous.end;
+    return can_send(previous, -1);
   }
 
   double earliest_start(int rank, std::size_t index) {
     const SimulatedAction& action = simulation_.timeline[rank][index];
     double start = free_after(rank, index);
-    if (const int from = sender(action); from >= 0) {
-      start = std::max(start, arrival(*when_.at(key(from, message_kind(action), action)).action));
+    for (const int from : senders(action)) {
+      const Place& sent = when_.at(key(from, message_kind(action), action));
+      start = std::max(start, arrival(*sent.action, action.stage));
     }
     if (action.kind == kUpdate && schedule_.num_pipelines == 2) {
       const int d = schedule_.depth();
@@ -244,7 +283,7 @@ class TimelineCheck {
   const Costs& costs_;
   const Simulation& simulation_;
   std::map<Key, Place> when_;
-  std::map<Key, double> left_link_;
+  std::map<std::pair<Key, int>, double> left_link_;  // by action and receiver
   double makespan_ = 0;
 };
 
@@ -254,7 +293,8 @@ TEST(SimulateTimeline, EveryActionBeginsAsSoonAsItsRankAndItsMessageAllow) {
   for (const Schedule& schedule : testing::made_schedules(5, 9)) {
     for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
       SCOPED_TRACE(detail::concat(to_string(sends), "\n", to_text(schedule)));
-      const Costs costs = random_costs(schedule.depth(), sends, random);
+      Costs costs = random_costs(schedule.depth(), sends, random);
+      if (schedule.num_microbatches % 2 == 1) add_skips(costs, random);
       Simulation simulation;
       const std::string refusal =
           value_error([&] { simulation = simulate(schedule, costs, kNumBatches); });
@@ -299,6 +339,41 @@ TEST(SimulateTimeline, OfTwoStages) {
   costs.sends = Sends::kBlocking;  // F1 begins when F0 has arrived
   EXPECT_EQ(times(simulate(make_schedule("gpipe", 2, 2), costs, 1).timeline[0])[1],
             std::pair(3.25, 4.25));
+}
+
+// What stage 2 reads of stage 0 takes the link between these two, 3 + 0.5 seconds of it.
+TEST(SimulateTimeline, ASkipTakesItsOwnLink) {
+  Costs costs;
+  costs.stages.assign(3, {.forward = 1, .input_grad = 1, .weight_grad = 1});
+  costs.skips = {{0, 2, {.latency = 0.5, .bandwidth = 4, .message_bytes = 12}}};
+  const Schedule schedule = make_schedule("gpipe", 3, 2);
+  const auto starts = [&](int rank) {
+    std::vector<double> times;
+    const Simulation simulation = simulate(schedule, costs, 1);
+    for (const SimulatedAction& action : simulation.timeline[rank]) times.push_back(action.start);
+    return times;
+  };
+  // Stage 1 waits for its own edges alone. The second message leaves at 4, when the link is free.
+  EXPECT_EQ(starts(1), (std::vector<double>{1, 2, 10.5, 12.5, 14.5}));
+  EXPECT_EQ(starts(2), (std::vector<double>{4.5, 7.5, 8.5, 10.5, 12.5}));
+  EXPECT_EQ(starts(0), (std::vector<double>{0, 1, 14, 17, 19}));
+  costs.sends = Sends::kBlocking;  // stage 0 is occupied until the message has arrived
+  EXPECT_EQ(starts(0)[1], 4.5);
+}
+
+TEST(SimulateTimeline, ASkipBoundsThePeriodFromBelow) {
+  for (const std::string& name : schedule_names()) {
+    if (name == "pipedream") continue;
+    Costs costs;
+    costs.stages.assign(4, {.forward = 1, .input_grad = 1, .weight_grad = 1});
+    const Schedule schedule = make_schedule(name, 4, 8);
+    const double without = simulate(schedule, costs, 1).period;
+    costs.skips = {{0, 3, {.bandwidth = 100, .message_bytes = 1000}}};  // 10 seconds a message
+    const double share = schedule.num_pipelines == 2 ? 0.5 : 1;
+    EXPECT_GE(simulate(schedule, costs, 1).period, share * 8 * 10) << name;
+    costs.skips.front().edge.bandwidth = 0;  // unlimited
+    EXPECT_EQ(simulate(schedule, costs, 1).period, without) << name;
+  }
 }
 
 TEST(SimulateTimeline, AForwardAndABackwardThatMeetDeadlockWithRendezvousOnly) {
@@ -370,6 +445,23 @@ TEST(SimulateTimeline, BadCostsNameTheRuleAndTheValues) {
             "latency[1]: -0.5" + rule);
   EXPECT_EQ(refusal([](Costs& costs) { costs.edges[0].bandwidth = -3; }),
             "bandwidth[0]: -3: a bandwidth must be >= 0 (0: unlimited)");
+  EXPECT_EQ(refusal([](Costs& costs) { costs.skips = {{0, 2, {}}}; }), "");
+  for (const auto& [from, to] : {std::pair(0, 1), {2, 0}, {-1, 2}, {1, 3}}) {
+    EXPECT_EQ(refusal([&](Costs& costs) {
+                costs.skips = {{from, to, {}}};
+              }),
+              detail::concat("skips[0]: from stage ", from, " to ", to,
+                             ", num_stages: 3: from >= 0, "
+                             "to >= from + 2 and to < num_stages are needed"));
+  }
+  EXPECT_EQ(refusal([](Costs& costs) {
+              costs.skips.assign(2, {0, 2, {}});
+            }),
+            "skips[1]: from stage 0 to 2: two stages have one skip at most");
+  EXPECT_EQ(refusal([](Costs& costs) {
+              costs.skips = {{0, 2, {.latency = -1}}};
+            }),
+            "skips' latency[0]: -1" + rule);
   Costs costs;
   costs.stages.resize(3);
   EXPECT_EQ(value_error([&] { simulate(schedule, costs, 0); }),
