@@ -11,7 +11,7 @@ from .draw import Matplotlib, Picture, time_unit
 from .plan_memory import MEMORY_KINDS, bytes_by_kind, limit_of_rank, stages_of_ranks
 from .plans import Plan, StagePlan
 
-_MESSAGES = "messages to and from the next stage"
+_MESSAGES = "messages to and from later stages"
 _TIMES = (
     ("forward", "#9ecae1", None),
     ("forward again", "#9ecae1", "////"),

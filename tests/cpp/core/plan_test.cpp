@@ -243,6 +243,7 @@ TEST(Plan, ExplanationNamesWhatBounds) {
   problem.options.schedules = {"2bw"};
   const auto bound_by = [&] { return explain(problem, best_plans(problem)).bound_by; };
   EXPECT_EQ(bound_by().find("compute of stage"), 0u) << bound_by();
+  problem.options.num_stages = 4;
   problem.cluster.topology = Servers{4, {0, 2e7}, {0, 2e7}};
   EXPECT_EQ(bound_by().find("the link from stage"), 0u) << bound_by();
   problem = uniform(8, 4, 1e9);
