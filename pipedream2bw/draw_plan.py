@@ -12,7 +12,7 @@ from .plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_r
 from .planned import as_plan
 from .plans import Plan, StagePlan
 
-_MESSAGES = "messages to and from the next stage"
+_MESSAGES = "messages to and from later stages"
 _TIMES = (
     ("forward", "#9ecae1", None),
     ("forward again", "#9ecae1", "////"),

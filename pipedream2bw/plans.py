@@ -26,8 +26,9 @@ class StagePlan:
         forward, input_grad, weight_grad: predicted seconds of one microbatch, on the slowest of
             the devices.
         recompute: seconds of running forwards again, of one microbatch.
-        message: seconds that a microbatch's values take to the next stage, and their gradients
-            back, each; 0 for the last stage.
+        message: seconds that a microbatch's values take to the stage that reads them, and their
+            gradients back, each: if several stages do, to the one that they take longest to; 0 for
+            the last stage.
         update, all_reduce: seconds of one batch.
         num_versions: of the weights.
         weight_bytes: what is trained, in one version.

@@ -12,6 +12,16 @@ const Link& slower(const Link& a, const Link& b, double bytes) {
   return a.seconds(bytes) < b.seconds(bytes) ? b : a;
 }
 
+// Of a batch, of the slowest stage: its ranks' work at least.
+double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages) {
+  double slowest = 0;
+  for (const PlannedStage& stage : stages.stages) {
+    slowest = std::max(slowest, work_of(stage.costs));
+  }
+  // The split is exact up to rounding.
+  return 0.999'999 * slowest * shape.num_microbatches * (shape.rule->is_bidirectional ? 0.5 : 1);
+}
+
 }  // namespace
 
 Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double seconds_per_row) {
@@ -45,6 +55,7 @@ Link Evaluator::slowest_link(const PipelineShape& shape, const DeviceGrid& devic
 // Messages, each at the link between the two devices, and the time of adding up gradients.
 void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
   const PipelineShape& shape = plan.candidate.shape;
+  const int last = shape.ranks - 1;
   Costs& costs = plan.costs;
   const auto set = [&](int from, int to, EdgeCosts& edge) {
     if (edge.message_bytes == 0) return;
@@ -63,18 +74,21 @@ void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
     if (k + 1 < shape.depth()) set(k, k + 1, costs.edges[k]);
   }
   for (SkipCosts& skip : costs.skips) set(skip.from, skip.to, skip.edge);
-  costs.stages.clear();
+  costs.stages.resize(shape.depth());
   for (int k = 0; k < shape.depth(); ++k) {
-    std::vector<int> holders;
-    for (const int rank : shape.ranks_of(k)) {
-      const std::span<const int> of_rank = devices.of_rank(rank);
-      holders.insert(holders.end(), of_rank.begin(), of_rank.end());
-    }
     PlannedStage& stage = plan.stages[k];
-    stage.devices.assign(holders.begin(), holders.begin() + devices.width());
+    const std::span<const int> first = devices.of_rank(k % shape.ranks);
+    stage.devices.assign(first.begin(), first.end());
+    std::vector<int> both;  // copies
+    if (shape.rule->is_bidirectional) {
+      const std::span<const int> second = devices.of_rank(last - k);
+      both.assign(first.begin(), first.end());
+      both.insert(both.end(), second.begin(), second.end());
+    }
     stage.costs.all_reduce =
-        all_reduce_seconds(problem_.cluster, holders, stage.costs.gradient_bytes);
-    costs.stages.push_back(stage.costs);
+        all_reduce_seconds(problem_.cluster, both.empty() ? first : std::span<const int>(both),
+                           stage.costs.gradient_bytes);
+    costs.stages[k] = stage.costs;
   }
   plan.devices = devices;
 }
@@ -125,39 +139,68 @@ StageHolders Evaluator::holders_of(const PipelineShape& shape, const DeviceGrid&
 std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double worth) {
   const PipelineShape& shape = candidate.shape;
   const DeviceGrid devices = layouts_.grid(candidate.layout, shape.ranks, candidate.width);
+  const StageHolders holders = holders_of(shape, devices);
   const bool is_timed = problem_.options.objective != Objective::kCost;
+  const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
+  const auto is_worthless = [&](const Evaluation& plan) {
+    return score(candidate, plan.devices, least_seconds(plan)) >= worth;
+  };
+  std::vector<Evaluation> plans;
+  bool is_refined = false;
+  for (ChosenStages& stages : chooser_.choose(candidate, holders, seconds)) {
+    if (stages.is_fastest &&
+        score(candidate, devices, seconds_of_slowest(shape, stages)) >= worth) {
+      return std::nullopt;
+    }
+    plans.push_back(placed(candidate, std::move(stages), devices));
+    is_refined = is_refined || may_refine(plans.back());
+  }
+  // What is refined does not depend on the worth, and so does not the result.
+  if (!is_refined) std::erase_if(plans, is_worthless);
+  if (is_refined) {
+    refine(plans, holders);
+  } else if (is_matrix) {
+    for (Evaluation& plan : plans) search_devices(plan);
+  }
   std::optional<Evaluation> best;
-  for (ChosenStages& stages : chooser_.choose(candidate, holders_of(shape, devices), seconds)) {
-    std::optional<Evaluation> found = evaluate(candidate, std::move(stages), devices, worth);
-    if (found && (!best || found->score < best->score)) best = std::move(found);
+  for (Evaluation& plan : plans) {
+    if (is_worthless(plan)) continue;
+    set_time(plan);
+    if (!best || plan.score < best->score) best = std::move(plan);
   }
   return best;
 }
 
-std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, ChosenStages stages,
-                                              const DeviceGrid& devices, double worth) const {
-  const PipelineShape& shape = candidate.shape;
-  Evaluation result;
-  result.candidate = candidate;
-  result.stages = std::move(stages.stages);
-  result.costs.edges = std::move(stages.edges);
-  result.costs.skips = std::move(stages.skips);
-  result.peak_bytes = stages.peak_bytes;
-  set_links(result, devices);
-  const double speed = layouts_.speed(candidate.layout, shape.ranks, candidate.width);
-  Costs without_links = result.costs;
+Evaluation Evaluator::placed(const Candidate& candidate, ChosenStages stages,
+                             const DeviceGrid& devices) const {
+  Evaluation plan;
+  plan.candidate = candidate;
+  plan.stages = std::move(stages.stages);
+  plan.costs.edges = std::move(stages.edges);
+  plan.costs.skips = std::move(stages.skips);
+  plan.peak_bytes = stages.peak_bytes;
+  set_links(plan, devices);
+  return plan;
+}
+
+// With whatever links.
+double Evaluator::least_seconds(const Evaluation& plan) const {
+  const PipelineShape& shape = plan.candidate.shape;
+  const double speed = layouts_.speed(plan.candidate.layout, shape.ranks, plan.candidate.width);
+  Costs without_links = plan.costs;
   for (StageCosts& stage : without_links.stages) stage.all_reduce = 0;
-  const double least =
-      std::max(bounds_.seconds(candidate, speed), busiest_rank(shape, without_links));
-  if (score(candidate, result.devices, least) >= worth) return std::nullopt;
-  if (std::holds_alternative<LinkMatrix>(problem_.cluster.topology)) search_devices(result);
-  result.time = step_time(shape, result.costs);
-  if (least > result.time.seconds) {
-    result.time = {least, 1 - busiest_rank(shape, result.costs) / least};
+  return std::max(bounds_.seconds(plan.candidate, speed), busiest_rank(shape, without_links));
+}
+
+void Evaluator::set_time(Evaluation& plan) const {
+  const PipelineShape& shape = plan.candidate.shape;
+  const double least = least_seconds(plan);
+  plan.time = step_time(shape, plan.costs);
+  if (least > plan.time.seconds) {
+    plan.time = {least, 1 - busiest_rank(shape, plan.costs) / least};
   }
-  result.score = score(candidate, result.devices, result.time.seconds);
-  return result;
+  plan.score = score(plan.candidate, plan.devices, plan.time.seconds);
 }
 
 double Evaluator::least_memory(const Candidate& candidate) const {

@@ -4,6 +4,7 @@
 
 #include "core/plan_stages.h"
 
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -26,9 +27,13 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 
 // Evaluates candidates of one problem, which must outlive it. The rules, in order:
 //
-//   stages   as StageChooser says; of two splits the one whose score is better
+//   stages   as StageChooser says; of several splits the one whose score is best
 //   devices  the layout's; with a measured matrix the best mapping by closed_form_period(), or the
 //            layout's if that takes less time in the end
+//   again    if messages may take more than kFreeMessage of the mean stage's work and the model has
+//            kMostPiecesForRanks pieces at most: splits that suit the links between these devices,
+//            the best of them with devices of its own, and from the best of all on, cuts moved one
+//            at a time as long as that saves time (plan_refine.cpp)
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's. Never less
 //            than Bounds::seconds()
 class Evaluator {
@@ -49,8 +54,15 @@ class Evaluator {
   double least_memory(const Candidate& candidate) const;
 
  private:
-  std::optional<Evaluation> evaluate(const Candidate& candidate, ChosenStages stages,
-                                     const DeviceGrid& devices, double worth) const;
+  Evaluation placed(const Candidate& candidate, ChosenStages stages,
+                    const DeviceGrid& devices) const;
+  double least_seconds(const Evaluation& plan) const;
+  void set_time(Evaluation& plan) const;
+  // What may be better than these placed plans of one candidate.
+  bool may_refine(const Evaluation& plan) const;
+  void refine(std::vector<Evaluation>& plans, const StageHolders& holders) const;
+  void move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
+                 const std::function<double(const Evaluation&)>& seconds) const;
   StageHolders holders_of(const PipelineShape& shape, const DeviceGrid& devices) const;
   void set_links(Evaluation& plan, const DeviceGrid& devices) const;
   Link slowest_link(const PipelineShape& shape, const DeviceGrid& devices, int from, int to,

@@ -22,10 +22,6 @@ constexpr std::array kRules = {
 
 bool is_eager(const ScheduleRule& rule) { return rule.name == "2bw_eager"; }
 
-double work(const StageCosts& stage) {
-  return stage.forward + stage.input_grad + stage.weight_grad + stage.recompute;
-}
-
 double round_trip(const StageCosts& stage) {
   return stage.forward + stage.input_grad + stage.weight_grad;
 }
@@ -133,7 +129,7 @@ double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest
   return longest_cycle(shape, costs, is_eager(*shape.rule) ? 2 : 1, longest, whole_backward);
 }
 
-// A batch's messages over one link take that long at least.
+// Seconds of one microbatch's message on the link that it occupies the longest.
 double busiest_link(const PipelineShape& shape, const Costs& costs) {
   double slowest = 0;
   const auto take = [&](const EdgeCosts& edge) {
@@ -142,7 +138,7 @@ double busiest_link(const PipelineShape& shape, const Costs& costs) {
   if (shape.ranks == 1) return 0;
   for (const EdgeCosts& edge : costs.edges) take(edge);
   for (const SkipCosts& skip : costs.skips) take(skip.edge);
-  return slowest * shape.num_microbatches * (shape.rule->is_bidirectional ? 0.5 : 1);
+  return slowest;
 }
 
 double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
@@ -153,7 +149,7 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
     const StageCosts& stage = costs.stages[i];
     const int lag = (is_eager(*shape.rule) ? 2 : 1) * (d - 1 - i);
     // From a batch's first F to the end of its update, two batches' time may pass.
-    period = std::max({period, update(stage), ((m + lag) * work(stage) + update(stage)) / 2});
+    period = std::max({period, update(stage), ((m + lag) * work_of(stage) + update(stage)) / 2});
   }
   return period;
 }
@@ -170,12 +166,12 @@ double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
   const double way =
       costs.stages.back().recompute + there_and_back(shape, costs, shape.depth(), whole_backward);
-  double longest_forward = 0;
-  double longest_backward = 0;
+  double longest_forward = busiest_link(shape, costs);
+  double longest_backward = longest_forward;
   for (int i = 0; i < shape.depth(); ++i) {
     const StageCosts& stage = costs.stages[i];
     longest_forward = std::max(longest_forward, stage.forward);
-    longest_backward = std::max(longest_backward, work(stage) - stage.forward);
+    longest_backward = std::max(longest_backward, work_of(stage) - stage.forward);
   }
   return way + (m - 1) * (longest_forward + longest_backward) + update(costs.stages.front());
 }
@@ -183,7 +179,7 @@ double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
 double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {
   const int p = shape.ranks;
   double way = 0;
-  for (const StageCosts& stage : costs.stages) way += work(stage);
+  for (const StageCosts& stage : costs.stages) way += work_of(stage);
   const double filling = messages_there_and_back(shape, costs, p) +
                          way * (p - 1) / (double(p) * shape.stages_per_rank);
   return busiest_rank(shape, costs) + filling;
@@ -200,8 +196,8 @@ double period_of_zero_bubble(const PipelineShape& shape, const Costs& costs) {
     const StageCosts& stage = costs.stages[j];
     const int gaps = std::min(j, m - 1);
     const double before = ways.there_and_back(0, j) - stage.forward - stage.input_grad;
-    period = std::max(period, before + m * work(stage) - gaps * stage.weight_grad);
-    slowest = std::max(slowest, work(stage));
+    period = std::max(period, before + m * work_of(stage) - gaps * stage.weight_grad);
+    slowest = std::max(slowest, work_of(stage));
   }
   const double cycle = longest_cycle(shape, costs, 1, std::max(m - 1, 1), input_grad);
   return period + (m - 1) * std::max(0.0, cycle - slowest) + update(costs.stages.front());
@@ -214,7 +210,7 @@ double period_of_chimera(const PipelineShape& shape, const Costs& costs) {
   double backward = 0;
   for (int i = 0; i < d; ++i) {
     forward += costs.stages[i].forward / d;
-    backward += (work(costs.stages[i]) - costs.stages[i].forward) / d;
+    backward += (work_of(costs.stages[i]) - costs.stages[i].forward) / d;
   }
   const double gap = backward + (units - 1) * std::max(0.0, backward - forward);
   return busiest_rank(shape, costs) + (d - 2) * gap + messages_there_and_back(shape, costs, d);
@@ -315,7 +311,12 @@ double simulated_actions(const PipelineShape& shape) {
 }
 
 double closed_form_period(const PipelineShape& shape, const Costs& costs) {
-  return std::max(period_of(shape, costs), busiest_link(shape, costs));
+  const double messages = shape.num_microbatches * (shape.rule->is_bidirectional ? 0.5 : 1);
+  return std::max(period_of(shape, costs), messages * busiest_link(shape, costs));
+}
+
+double work_of(const StageCosts& stage) {
+  return stage.forward + stage.input_grad + stage.weight_grad + stage.recompute;
 }
 
 double busiest_rank(const PipelineShape& shape, const Costs& costs) {
@@ -325,7 +326,7 @@ double busiest_rank(const PipelineShape& shape, const Costs& costs) {
     double seconds = 0;
     for (const int stage : shape.stages_on(rank)) {
       const StageCosts& cost = costs.stages[stage];
-      seconds += share * shape.num_microbatches * work(cost);
+      seconds += share * shape.num_microbatches * work_of(cost);
       seconds += shape.rule->is_flushed() ? update(cost) : cost.update;
     }
     busiest = std::max(busiest, seconds);

@@ -69,11 +69,15 @@ double simulated_actions(const PipelineShape& shape);
 //                   n = j - i + 1 for 2bw, 2 (j - i) + 1 for 2bw_eager (R of other stages hides
 //                   behind messages); U beside, by its deadline
 //   1f1b            there and back once, F + B + 2 c of all stages, and m - 1 of 2bw's cycles
-//   gpipe           two flow shops: sum of F + (m - 1) max F, sum of B + (m - 1) max (B + R)
+//   gpipe           two flow shops: sum of F + (m - 1) max F, sum of B + (m - 1) max (B + R); links
+//                   are machines of both
 //   interleaved     m times the busiest rank, and (p - 1) / (p v) of one microbatch's way
 //   zero_bubble     m s of stage j, and F + I + 2 c of the stages before, of which j W's fill gaps
 //   chimera         m / 2 times the busiest rank, and d - 2 gaps of B, further units' of B - F
 double closed_form_period(const PipelineShape& shape, const Costs& costs);
+
+// Of a microbatch: F, I, W and what is recomputed.
+double work_of(const StageCosts& stage);
 
 struct StepTime {
   double seconds = 0;  // of a batch

@@ -1,5 +1,6 @@
 #include "core/plan_stages.h"
 
+#include "core/boundary_split.h"
 #include "core/folded_split.h"
 #include "core/interleaved_split.h"
 #include "core/plan_blocks.h"
@@ -40,8 +41,7 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double seconds = 0;
     for (const int k : shape.stages_on(rank)) {
-      const StageCosts& costs = stages[k].costs;
-      seconds += costs.forward + costs.input_grad + costs.weight_grad + costs.recompute;
+      seconds += work_of(stages[k].costs);
     }
     slowest = std::max(slowest, seconds);
     sum += seconds;
@@ -51,16 +51,31 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
 
 }  // namespace
 
+std::vector<int> ChosenStages::first_layers() const {
+  std::vector<int> firsts;
+  for (const PlannedStage& stage : stages) firsts.push_back(stage.first);
+  return firsts;
+}
+
 StageChooser::StageChooser(const PlanProblem& problem, const Layouts& layouts)
-    : problem_(problem),
-      layouts_(layouts),
-      least_slowness_(kInfinity),
-      num_pieces_(most_stages(problem.model)) {
+    : problem_(problem), layouts_(layouts), least_slowness_(kInfinity), positions_({0}) {
+  const std::vector<bool>& can_cut = problem.model.can_cut;
+  for (int layer = 1; layer <= problem.model.num_layers(); ++layer) {
+    const bool is_end = layer == problem.model.num_layers();
+    if (is_end || can_cut.empty() || can_cut[layer - 1]) positions_.push_back(layer);
+  }
   for (const DeviceType& type : problem.cluster.types) {
     least_slowness_ = std::min(least_slowness_, type.slowness);
   }
   for (int size = 0; size < static_cast<int>(problem.model.microbatches.size()); ++size) {
     sums_.push_back(sums_of(problem.model, size));
+    const std::vector<Edge>& edges = problem.model.microbatches[size].edges;
+    const std::vector<std::int64_t> bytes =
+        cut_bytes({std::vector<Layer>(problem.model.num_layers()), edges});
+    double& largest = largest_messages_.emplace_back(0);
+    for (std::size_t i = 1; i + 1 < positions_.size(); ++i) {
+      largest = std::max(largest, static_cast<double>(bytes[positions_[i] - 1]));
+    }
   }
 }
 
@@ -71,12 +86,26 @@ StageChooser::Plan StageChooser::begin(const Candidate& candidate,
       0};
 }
 
-// Of the links between neighbouring ranks, in all layouts: one split does for all.
+// Of the links between neighbouring ranks, in all layouts: one split does for all. Of a matrix that
+// of any two devices: it does not depend on their numbers.
 void StageChooser::set_mean_message(Plan& plan) {
   const int ranks = plan.shape().ranks;
   const int width = plan.candidate.width;
   const auto [place, is_new] = mean_messages_.try_emplace({ranks, width});
   auto& [per_byte, per_value] = place->second;
+  if (const auto* matrix = std::get_if<LinkMatrix>(&problem_.cluster.topology)) {
+    const int n = ranks > 1 && is_new ? matrix->num_devices : 0;
+    for (int a = 0; a < n; ++a) {
+      for (int b = 0; b < a; ++b) {
+        const Link link = link_between(problem_.cluster.topology, a, b);
+        per_byte += 2 / (double(n) * (n - 1) * link.bandwidth);
+        per_value += 2 * link.latency / (double(n) * (n - 1));
+      }
+    }
+    plan.seconds_per_byte = per_byte;
+    plan.seconds_per_value = per_value;
+    return;
+  }
   for (int layout = 0; layout < layouts_.count() && ranks > 1 && is_new; ++layout) {
     const DeviceGrid devices = layouts_.grid(layout, ranks, width);
     const double share = 1.0 / (double(layouts_.count()) * width * (ranks - 1));
@@ -297,9 +326,10 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
     set_stages(plan, *firsts);
     if (set_memory(plan)) found.push_back(plan.chosen);
   };
-  if (plan.shape().rule->is_bidirectional) add(folded_split(plan));
   // Of many pieces a folded one is as even, and found sooner.
-  if (!plan.shape().rule->is_bidirectional || num_pieces_ <= kMostPiecesForRanks) {
+  const bool may_search =
+      !plan.shape().rule->is_bidirectional || num_pieces() <= kMostPiecesForRanks;
+  if (may_search) {
     // Where memory was too small for the last one, it probably is for this one, too. With a stage a
     // rank the fitting one is the balanced one, if that fits: then only time would be lost.
     const bool may_skip = plan.shape().stages_sharing_a_rank() == 1;
@@ -310,6 +340,16 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
     }
     if (found.empty()) add(fitting_split(plan));
   }
+  const double message = largest_message(plan.candidate) * plan.seconds_per_byte;
+  if (may_search && !found.empty() &&
+      is_message_exposed(plan.candidate, message + plan.seconds_per_value)) {
+    const std::vector<int> firsts = split_with_free_messages(plan);
+    const bool is_other = firsts != found[0].first_layers();
+    const std::size_t before = found.size();
+    if (is_other) add(firsts);
+    found.back().is_fastest = !is_other || found.size() > before;
+  }
+  if (plan.shape().rule->is_bidirectional) add(folded_split(plan));
   if (may_balance_ranks(plan, found)) add(split_of_ranks(plan));
   return found;
 }
@@ -332,6 +372,12 @@ std::optional<std::vector<int>> StageChooser::folded_split(const Plan& plan) con
   return split_folded(split);
 }
 
+std::vector<int> StageChooser::split_with_free_messages(Plan plan) {
+  plan.seconds_per_byte = 0;
+  plan.seconds_per_value = 0;
+  return balanced_split(plan);
+}
+
 // Several stages share their rank's memory as they need it.
 std::optional<std::vector<int>> StageChooser::split_of_ranks(const Plan& plan) const {
   StageSplitProblem split = split_problem(plan);
@@ -344,7 +390,7 @@ std::optional<std::vector<int>> StageChooser::split_of_ranks(const Plan& plan) c
 
 bool StageChooser::may_balance_ranks(const Plan& plan,
                                      const std::vector<ChosenStages>& found) const {
-  if (plan.shape().stages_per_rank == 1 || num_pieces_ > kMostPiecesForRanks) return false;
+  if (plan.shape().stages_per_rank == 1 || num_pieces() > kMostPiecesForRanks) return false;
   return found.empty() || unevenness(plan.shape(), found.front().stages) >= kUnevenRanks;
 }
 
@@ -365,6 +411,62 @@ std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
     last_->chosen.push_back(std::move(plan.chosen));
   }
   return last_->chosen;
+}
+
+bool StageChooser::is_message_exposed(const Candidate& candidate, double seconds) const {
+  const LayerCost& all = sums_[candidate.size].of_all();
+  const double work = all.forward + all.input_grad + all.weight_grad;
+  return seconds > kFreeMessage * least_slowness_ * work / candidate.shape.depth();
+}
+
+std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
+                                                    const StageHolders& holders,
+                                                    const std::vector<int>& first_layers) const {
+  Plan plan = begin(candidate, holders);
+  set_stages(plan, first_layers);
+  if (!set_memory(plan)) return std::nullopt;
+  return std::move(plan.chosen);
+}
+
+std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidate,
+                                                       const StageHolders& holders,
+                                                       const std::vector<EdgeCosts>& edges) const {
+  const Plan plan = begin(candidate, holders);
+  const int n = problem_.model.num_layers();
+  const int d = plan.shape().depth();
+  LayerGraph near = {std::vector<Layer>(n), {}};
+  for (const Edge& edge : plan.profiled.edges) {
+    if ((edge.consumer - edge.producer - 1) * d < n) near.edges.push_back(edge);
+  }
+  const std::vector<std::int64_t> bytes = cut_bytes(near);
+  const std::vector<StageMemoryRule> rules = memory_rules(plan);
+  const int sharing = plan.shape().stages_sharing_a_rank();
+  BoundarySplitProblem split;
+  for (const int layer : positions_) {
+    const LayerCost& sum = plan.sums.before[layer];
+    const int forwards = plan.recomputes_stages() ? 2 : 1;
+    split.seconds_before.push_back(forwards * sum.forward + sum.input_grad + sum.weight_grad);
+    const bool is_cut = layer > 0 && layer < n;
+    split.bytes.push_back(is_cut ? static_cast<double>(bytes[layer - 1]) : 0);
+  }
+  split.slowness = holders.slowness;
+  split.step = plan.shape().rule->name == "2bw_eager" ? 2 : 1;
+  for (const EdgeCosts& edge : edges) {
+    split.latency.push_back(edge.latency);
+    split.seconds_per_byte.push_back(edge.bandwidth > 0 ? 1 / edge.bandwidth : 0);
+  }
+  split.fits = [&](int k, int first, int end) {
+    const LayerCost sum = plan.sums.of(positions_[first], positions_[end]);
+    const double held = rules[k].trained * sum.trained_bytes +
+                        rules[k].frozen * (sum.parameter_bytes - sum.trained_bytes) +
+                        rules[k].activations * sum.activation_bytes;
+    return is_within(held, sharing * rules[k].limit);
+  };
+  std::vector<std::vector<int>> splits = split_by_boundaries(split);
+  for (std::vector<int>& firsts : splits) {
+    for (int& first : firsts) first = positions_[first];
+  }
+  return splits;
 }
 
 double StageChooser::least_memory(const Candidate& candidate, const StageHolders& holders) const {

@@ -42,30 +42,56 @@ struct ChosenStages {
   std::vector<EdgeCosts> edges;      // message_bytes alone are set; 0: no message
   std::vector<SkipCosts> skips;      // likewise
   double peak_bytes = 0;             // of the fullest rank
+  bool is_fastest = false;           // no split has less work on its slowest stage
+
+  std::vector<int> first_layers() const;
 };
 
 inline constexpr int kMostPiecesForRanks = 256;
 inline constexpr double kUnevenRanks = 1.01;
+inline constexpr double kFreeMessage = 0.01;
 
 // Chooses the stages of candidates of one problem, which must outlive it.
 //
 //   split    of all splits the one whose slowest stage, messages included, takes the least time
-//            (core/stage_split.h; a message at the mean of the links between neighbouring ranks).
-//            If a rank's stages need more than its memory: the best split of which every stage
-//            keeps to an equal share of its rank's memory. Where ranks have several stages, beside
-//            it the one that makes the slowest rank fast (core/interleaved_split.h), if the model
-//            can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds, and if
-//            the slowest rank of the first one takes kUnevenRanks times the mean or more.
+//            (core/stage_split.h; a message at the mean of the links between neighbouring ranks, on
+//            a measured matrix of all links, as any two may become neighbours). Beside it, if
+//            messages may not be as good as free, the one that is best if they are: 2bw may hide
+//            them. If a rank's stages need more than its memory: the best split of which every
+//            stage keeps to an equal share of its rank's memory. Where ranks have several stages,
+//            beside it the one that makes the slowest rank fast (core/interleaved_split.h), if the
+//            model can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds,
+//            and if the slowest rank of the first one takes kUnevenRanks times the mean or more.
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (plan_blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
  public:
   StageChooser(const PlanProblem& problem, const Layouts& layouts);
 
-  // One or two, of which the time decides. None if nothing fits, or if it can be seen that a batch
+  // Up to three, of which the time decides. None if nothing fits, or if it can be seen that a batch
   // takes `seconds` at least.
   std::vector<ChosenStages> choose(const Candidate& candidate, const StageHolders& holders,
                                    double seconds);
+
+  // The stages of a given split, if they fit. Of a candidate that recomputes no blocks.
+  std::optional<ChosenStages> stages_of(const Candidate& candidate, const StageHolders& holders,
+                                        const std::vector<int>& first_layers) const;
+
+  // Splits that suit these links between neighbouring stages (core/boundary_split.h).
+  // Values that layers far away read count for none of them. At most kMostPiecesForRanks pieces.
+  std::vector<std::vector<int>> splits_for(const Candidate& candidate, const StageHolders& holders,
+                                           const std::vector<EdgeCosts>& edges) const;
+
+  // Whether so many seconds of a message are more than kFreeMessage of the mean stage's work.
+  bool is_message_exposed(const Candidate& candidate, double seconds) const;
+
+  // Bytes of the largest message that one stage can send to the next one.
+  double largest_message(const Candidate& candidate) const {
+    return largest_messages_[candidate.size];
+  }
+
+  // Where the model can be cut: the layers that stages may begin at, and the number of layers.
+  const std::vector<int>& positions() const { return positions_; }
 
   // Bytes that each device would need at least for the candidate, blocks apart.
   double least_memory(const Candidate& candidate, const StageHolders& holders) const;
@@ -86,6 +112,8 @@ class StageChooser {
   bool may_fit(const Plan& plan, int sharing, double seconds) const;
   static SplitKey split_key(const Plan& plan);
   const std::vector<int>& balanced_split(const Plan& plan);
+  std::vector<int> split_with_free_messages(Plan plan);
+  int num_pieces() const { return static_cast<int>(positions_.size()) - 1; }
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
   std::optional<std::vector<int>> folded_split(const Plan& plan) const;
   std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;
@@ -100,9 +128,10 @@ class StageChooser {
   const PlanProblem& problem_;
   const Layouts& layouts_;
   double least_slowness_;
-  int num_pieces_;               // that the model can be cut into
-  std::vector<LayerSums> sums_;  // by size
-  std::optional<Last> last_;     // that stages were chosen for
+  std::vector<int> positions_;
+  std::vector<double> largest_messages_;  // by size
+  std::vector<LayerSums> sums_;           // by size
+  std::optional<Last> last_;              // that stages were chosen for
   std::map<std::pair<int, int>, std::pair<double, double>> mean_messages_;  // by ranks, width
   std::map<SplitKey, std::vector<int>> balanced_;
   std::array<bool, 2> is_memory_tight_ = {};  // with and without recompute of stages
