@@ -81,7 +81,7 @@ def run_ranks(
     world_size: int,
     *,
     args: Sequence[Any] = (),
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     env: Mapping[str, str | None] | None = None,
     rendezvous: Rendezvous = "file",
     rank_environment: bool | None = None,
