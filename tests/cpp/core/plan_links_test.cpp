@@ -17,6 +17,12 @@
 namespace pd2 {
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 using testing::Instances;
 
 constexpr Link kFast = {0, 1e12};
@@ -185,7 +191,7 @@ TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
   for (const std::string& name : planned_schedules()) {
     double sum = 0;
     double worst = 0;
-    constexpr int kRounds = 40;
+    constexpr int kRounds = kSanitized ? 2 : 16;
     for (int round = 0; round < kRounds; ++round) {
       const int layers = 8 + instances.below(5);
       PlanProblem problem = random_chain(instances, layers, 4, name);
@@ -207,7 +213,7 @@ TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
     RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst));
     // Where the closed form is exact, so was the plan; of the others, 1.1 % and 8.2 % were found.
     const bool is_exact = is_closed_form_exact(name);
-    EXPECT_LT(sum / kRounds, is_exact ? 0.001 : 0.02) << name;
+    EXPECT_LT(sum / kRounds, is_exact ? 0.001 : kSanitized ? 0.1 : 0.02) << name;
     EXPECT_LT(worst, is_exact ? 0.005 : 0.1) << name;
   }
 }
@@ -216,7 +222,7 @@ TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
 // best of all splits and mappings.
 TEST(PlanLinks, DevicesMayBeNumberedAnyhow) {
   Instances instances(2);
-  for (int round = 0; round < 24; ++round) {
+  for (int round = 0; round < (kSanitized ? 1 : 8); ++round) {
     PlanProblem problem = random_chain(instances, 10, 4, planned_schedules()[round % 3]);
     // Two servers of two devices, or a device with two slow links.
     const bool are_servers = round % 2 == 0;
