@@ -202,22 +202,31 @@ double rounded_up(double bytes) {
           : ""));
 }
 
-enum class Stop { kAtTheBest, kAtTheFirst };
+// Plans by rising bound.
+class Search {
+ public:
+  explicit Search(const PlanProblem& problem)
+      : layouts_(problem.cluster),
+        evaluator_(problem, layouts_),
+        queue_(problem, layouts_, evaluator_) {}
 
-std::optional<Evaluation> search(const PlanProblem& problem, double worth, Stop stop) {
-  const Layouts layouts(problem.cluster);
-  Evaluator evaluator(problem, layouts);
-  Queue queue(problem, layouts, evaluator);
-  std::optional<Evaluation> best;
-  while (const Candidate* candidate = queue.next(worth)) {
-    std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, worth);
-    if (!evaluation || evaluation->score >= worth) continue;
-    worth = evaluation->score;
-    best = std::move(evaluation);
-    if (stop == Stop::kAtTheFirst) break;
+  // The next one whose score is below `worth`, if there is any.
+  std::optional<Evaluation> next(double worth) {
+    while (const Candidate* candidate = queue_.next(worth)) {
+      std::optional<Evaluation> plan = evaluator_.evaluate(*candidate, worth);
+      if (plan && plan->score < worth) return plan;
+    }
+    return std::nullopt;
   }
-  return best;
-}
+
+  const Evaluator& evaluator() const { return evaluator_; }
+  const std::vector<Candidate>& candidates() const { return queue_.all(); }
+
+ private:
+  const Layouts layouts_;
+  Evaluator evaluator_;
+  Queue queue_;
+};
 
 // Of those within the slack of the fastest one, the smallest peaks. Splits are made for time and
 // keep to the memory that there is; so the least memory that leaves the time within the slack is
@@ -228,18 +237,12 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
   timed.options.num_alternatives = 0;
   const double fastest = best_plans(timed).front().score;
   const double worth = fastest * (1 + problem.options.slack) * (1 + 1e-12);
-  const Layouts layouts(problem.cluster);
-  Evaluator evaluator(timed, layouts);
-  Queue queue(timed, layouts, evaluator);
   Best best(1 + problem.options.num_alternatives);
-  const auto consider = [&](std::optional<Evaluation> evaluation) {
-    if (!evaluation || evaluation->score >= worth) return;
-    evaluation->score = evaluation->peak_bytes;
-    best.consider(*std::move(evaluation));
+  const auto consider = [&](Evaluation plan) {
+    plan.score = plan.peak_bytes;
+    best.consider(std::move(plan));
   };
-  while (const Candidate* candidate = queue.next(worth)) {
-    consider(evaluator.evaluate(*candidate, worth));
-  }
+  for (Search search(timed); auto plan = search.next(worth);) consider(*std::move(plan));
   double low = 0;
   for (double high = best.least(); high - low > high / 1000; high = best.least()) {
     const double middle = low + (high - low) / 2;
@@ -247,9 +250,11 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
     for (DeviceType& type : limited.cluster.types) {
       type.memory_bytes = std::min(type.memory_bytes, middle);
     }
-    std::optional<Evaluation> found = search(limited, worth, Stop::kAtTheFirst);
-    if (!found) low = middle;
-    consider(std::move(found));
+    if (auto plan = Search(limited).next(worth)) {
+      consider(*std::move(plan));
+    } else {
+      low = middle;
+    }
   }
   return std::move(best).take();
 }
@@ -259,16 +264,11 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
 std::vector<Evaluation> best_plans(const PlanProblem& problem) {
   check(problem);
   if (problem.options.objective == Objective::kMemory) return smallest_plans(problem);
-  const Layouts layouts(problem.cluster);
-  Evaluator evaluator(problem, layouts);
-  Queue queue(problem, layouts, evaluator);
+  Search search(problem);
   Best best(1 + problem.options.num_alternatives);
-  while (const Candidate* candidate = queue.next(best.worth())) {
-    std::optional<Evaluation> evaluation = evaluator.evaluate(*candidate, best.worth());
-    if (evaluation) best.consider(*std::move(evaluation));
-  }
+  while (auto plan = search.next(best.worth())) best.consider(*std::move(plan));
   std::vector<Evaluation> plans = std::move(best).take();
-  if (plans.empty()) throw_does_not_fit(problem, evaluator, queue.all());
+  if (plans.empty()) throw_does_not_fit(problem, search.evaluator(), search.candidates());
   return plans;
 }
 
@@ -284,7 +284,10 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
 }
 
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {
-  return search(problem, worth, Stop::kAtTheBest);
+  Search search(problem);
+  std::optional<Evaluation> best;
+  while (auto plan = search.next(best ? best->score : worth)) best = std::move(plan);
+  return best;
 }
 
 }  // namespace pd2

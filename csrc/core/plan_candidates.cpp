@@ -206,7 +206,7 @@ double Bounds::by_way(const Candidate& candidate, const Totals& totals) const {
   const double work = halves + least_slowness_ * totals.weight_grad;
   const double hops = shape.ranks > 1 ? 2 * (p - 1) * totals.hop : 0;
   if (!shape.rule->is_flushed()) {
-    const double step = shape.rule->name == "2bw_eager" ? 2 : 1;
+    const double step = shape.rule->is_eager() ? 2 : 1;
     return m * (work + hops) / (step * (p - 1) + 1);
   }
   if (shape.rule->is_split || shape.rule->has_chunks || shape.rule->is_bidirectional) {

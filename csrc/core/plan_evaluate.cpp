@@ -143,8 +143,8 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
-  const auto is_worthless = [&](const Evaluation& plan) {
-    return score(candidate, plan.devices, least_seconds(plan)) >= worth;
+  const auto is_worthless = [&](const Evaluation& plan, double least) {
+    return score(candidate, plan.devices, least) >= worth;
   };
   std::vector<Evaluation> plans;
   bool is_refined = false;
@@ -157,16 +157,13 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
     is_refined = is_refined || may_refine(plans.back());
   }
   // What is refined does not depend on the worth, and so does not the result.
-  if (!is_refined) std::erase_if(plans, is_worthless);
-  if (is_refined) {
-    refine(plans, holders);
-  } else if (is_matrix) {
-    for (Evaluation& plan : plans) search_devices(plan);
-  }
+  if (is_refined) refine(plans, holders);
   std::optional<Evaluation> best;
   for (Evaluation& plan : plans) {
-    if (is_worthless(plan)) continue;
-    set_time(plan);
+    const double least = least_seconds(plan);
+    if (is_worthless(plan, least)) continue;
+    if (!is_refined && is_matrix) search_devices(plan);
+    set_time(plan, least);
     if (!best || plan.score < best->score) best = std::move(plan);
   }
   return best;
@@ -193,9 +190,8 @@ double Evaluator::least_seconds(const Evaluation& plan) const {
   return std::max(bounds_.seconds(plan.candidate, speed), busiest_rank(shape, without_links));
 }
 
-void Evaluator::set_time(Evaluation& plan) const {
+void Evaluator::set_time(Evaluation& plan, double least) const {
   const PipelineShape& shape = plan.candidate.shape;
-  const double least = least_seconds(plan);
   plan.time = step_time(shape, plan.costs);
   if (least > plan.time.seconds) {
     plan.time = {least, 1 - busiest_rank(shape, plan.costs) / least};

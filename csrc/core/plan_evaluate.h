@@ -57,7 +57,7 @@ class Evaluator {
   Evaluation placed(const Candidate& candidate, ChosenStages stages,
                     const DeviceGrid& devices) const;
   double least_seconds(const Evaluation& plan) const;
-  void set_time(Evaluation& plan) const;
+  void set_time(Evaluation& plan, double least) const;  // no less than so many seconds
   // What may be better than these placed plans of one candidate.
   bool may_refine(const Evaluation& plan) const;
   void refine(std::vector<Evaluation>& plans, const StageHolders& holders) const;

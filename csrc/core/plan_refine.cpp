@@ -13,12 +13,6 @@ constexpr int kMostTries = 1000;  // of cuts, by closed form
 constexpr int kReach = 4;         // pieces that a cut is moved by at most
 constexpr std::size_t kMostStarts = 3;
 
-std::vector<int> first_layers(const Evaluation& plan) {
-  std::vector<int> firsts;
-  for (const PlannedStage& stage : plan.stages) firsts.push_back(stage.first);
-  return firsts;
-}
-
 double by_closed_form(const Evaluation& plan) {
   return closed_form_period(plan.candidate.shape, plan.costs);
 }
@@ -40,8 +34,7 @@ void keep_best(std::vector<Evaluation>& plans, std::size_t most) {
 }  // namespace
 
 bool Evaluator::may_refine(const Evaluation& plan) const {
-  const int num_pieces = static_cast<int>(chooser_.positions().size()) - 1;
-  if (plan.candidate.shape.ranks == 1 || num_pieces > kMostPiecesForRanks) return false;
+  if (plan.candidate.shape.ranks == 1 || chooser_.num_pieces() > kMostPiecesForRanks) return false;
   if (plan.candidate.recompute == Recompute::kBlocks) return false;
   const PipelineShape& shape = plan.candidate.shape;
   const double bytes = chooser_.largest_message(plan.candidate);
@@ -67,7 +60,8 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
     }
   }
   keep_best(others, kMostStarts);
-  if (is_matrix && !others.empty() && first_layers(others[0]) != first_layers(plans[0])) {
+  if (is_matrix && !others.empty() &&
+      first_layers(others[0].stages) != first_layers(plans[0].stages)) {
     search_devices(others[0]);
   }
   std::ranges::move(others, std::back_inserter(plans));
@@ -88,7 +82,7 @@ void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num
   const auto index_of = [&](int layer) {
     return static_cast<int>(std::ranges::lower_bound(positions, layer) - positions.begin());
   };
-  std::vector<int> firsts = first_layers(plan);
+  std::vector<int> firsts = first_layers(plan.stages);
   double least = num_tries > 0 ? seconds(plan) : 0;
   for (bool has_moved = true; has_moved;) {
     has_moved = false;

@@ -20,8 +20,6 @@ constexpr std::array kRules = {
     ScheduleRule{"chimera", 1, false, false, true},
 };
 
-bool is_eager(const ScheduleRule& rule) { return rule.name == "2bw_eager"; }
-
 double round_trip(const StageCosts& stage) {
   return stage.forward + stage.input_grad + stage.weight_grad;
 }
@@ -126,7 +124,7 @@ double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, i
 
 // The cycle of one stage alone is all of its work.
 double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest) {
-  return longest_cycle(shape, costs, is_eager(*shape.rule) ? 2 : 1, longest, whole_backward);
+  return longest_cycle(shape, costs, shape.rule->is_eager() ? 2 : 1, longest, whole_backward);
 }
 
 // Seconds of one microbatch's message on the link that it occupies the longest.
@@ -147,7 +145,7 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
   double period = m * slowest_cycle(shape, costs, d);
   for (int i = 0; i < d; ++i) {
     const StageCosts& stage = costs.stages[i];
-    const int lag = (is_eager(*shape.rule) ? 2 : 1) * (d - 1 - i);
+    const int lag = (shape.rule->is_eager() ? 2 : 1) * (d - 1 - i);
     // From a batch's first F to the end of its update, two batches' time may pass.
     period = std::max({period, update(stage), ((m + lag) * work_of(stage) + update(stage)) / 2});
   }
@@ -283,7 +281,7 @@ std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int s
   if (stages_per_rank > 1 && !rule.has_chunks) return std::nullopt;
   if (rule.is_bidirectional && ranks % 2 != 0) return std::nullopt;
   const int multiple_of = rule.has_chunks ? ranks : rule.is_bidirectional ? 2 : 1;
-  const int least = rule.is_flushed() ? 1 : is_eager(rule) ? 2 * ranks - 1 : ranks;
+  const int least = rule.is_flushed() ? 1 : rule.is_eager() ? 2 * ranks - 1 : ranks;
   const int m = std::max({least, at_least, 1});
   return (m + multiple_of - 1) / multiple_of * multiple_of;
 }
@@ -296,7 +294,7 @@ int most_in_flight(const PipelineShape& shape, int stage) {
   if (rule.has_chunks) return most_in_flight_of_chunk(shape, stage);
   if (rule.name == "gpipe") return m;
   if (rule.is_split) return std::min(d, m);
-  return std::min(is_eager(rule) ? 2 * (d - stage) - 1 : d - stage, m);
+  return std::min(rule.is_eager() ? 2 * (d - stage) - 1 : d - stage, m);
 }
 
 int most_recomputed(const PipelineShape& shape, int stage) {

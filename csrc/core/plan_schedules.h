@@ -20,6 +20,7 @@ struct ScheduleRule {
   bool is_bidirectional;  // every stage on two ranks
 
   bool is_flushed() const { return num_versions == 1; }
+  bool is_eager() const { return name == "2bw_eager"; }
 };
 
 // The planner chooses among 2bw, 2bw_eager, 1f1b, gpipe, interleaved, zero_bubble and chimera.

@@ -51,7 +51,7 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
 
 }  // namespace
 
-std::vector<int> ChosenStages::first_layers() const {
+std::vector<int> first_layers(const std::vector<PlannedStage>& stages) {
   std::vector<int> firsts;
   for (const PlannedStage& stage : stages) firsts.push_back(stage.first);
   return firsts;
@@ -344,7 +344,7 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
   if (may_search && !found.empty() &&
       is_message_exposed(plan.candidate, message + plan.seconds_per_value)) {
     const std::vector<int> firsts = split_with_free_messages(plan);
-    const bool is_other = firsts != found[0].first_layers();
+    const bool is_other = firsts != first_layers(found[0].stages);
     const std::size_t before = found.size();
     if (is_other) add(firsts);
     found.back().is_fastest = !is_other || found.size() > before;
@@ -365,11 +365,16 @@ bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
   return recompute_blocks(plan) && set_memory(plan);
 }
 
-std::optional<std::vector<int>> StageChooser::folded_split(const Plan& plan) const {
+// Several stages share their rank's memory as they need it.
+StageSplitProblem StageChooser::split_problem_of_ranks(const Plan& plan) const {
   StageSplitProblem split = split_problem(plan);
   split.stages = memory_rules(plan);
   for (StageMemoryRule& rule : split.stages) rule.limit *= plan.shape().stages_sharing_a_rank();
-  return split_folded(split);
+  return split;
+}
+
+std::optional<std::vector<int>> StageChooser::folded_split(const Plan& plan) const {
+  return split_folded(split_problem_of_ranks(plan));
 }
 
 std::vector<int> StageChooser::split_with_free_messages(Plan plan) {
@@ -378,12 +383,9 @@ std::vector<int> StageChooser::split_with_free_messages(Plan plan) {
   return balanced_split(plan);
 }
 
-// Several stages share their rank's memory as they need it.
 std::optional<std::vector<int>> StageChooser::split_of_ranks(const Plan& plan) const {
-  StageSplitProblem split = split_problem(plan);
-  split.stages = memory_rules(plan);
-  for (StageMemoryRule& rule : split.stages) rule.limit *= plan.shape().stages_sharing_a_rank();
-  std::optional<InterleavedSplit> found = split_interleaved(split, plan.shape().ranks);
+  std::optional<InterleavedSplit> found =
+      split_interleaved(split_problem_of_ranks(plan), plan.shape().ranks);
   if (!found) return std::nullopt;
   return std::move(found->split.first_layers);
 }
@@ -421,9 +423,9 @@ bool StageChooser::is_message_exposed(const Candidate& candidate, double seconds
 
 std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
                                                     const StageHolders& holders,
-                                                    const std::vector<int>& first_layers) const {
+                                                    const std::vector<int>& firsts) const {
   Plan plan = begin(candidate, holders);
-  set_stages(plan, first_layers);
+  set_stages(plan, firsts);
   if (!set_memory(plan)) return std::nullopt;
   return std::move(plan.chosen);
 }
@@ -450,7 +452,7 @@ std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidat
     split.bytes.push_back(is_cut ? static_cast<double>(bytes[layer - 1]) : 0);
   }
   split.slowness = holders.slowness;
-  split.step = plan.shape().rule->name == "2bw_eager" ? 2 : 1;
+  split.step = plan.shape().rule->is_eager() ? 2 : 1;
   for (const EdgeCosts& edge : edges) {
     split.latency.push_back(edge.latency);
     split.seconds_per_byte.push_back(edge.bandwidth > 0 ? 1 / edge.bandwidth : 0);

@@ -31,6 +31,8 @@ struct PlannedStage {
   std::vector<int> blocks;  // that are recomputed
 };
 
+std::vector<int> first_layers(const std::vector<PlannedStage>& stages);
+
 // The devices of a candidate's ranks, as far as its stages depend on them.
 struct StageHolders {
   std::vector<double> slowness;  // by stage: of the slowest one
@@ -43,8 +45,6 @@ struct ChosenStages {
   std::vector<SkipCosts> skips;      // likewise
   double peak_bytes = 0;             // of the fullest rank
   bool is_fastest = false;           // no split has less work on its slowest stage
-
-  std::vector<int> first_layers() const;
 };
 
 inline constexpr int kMostPiecesForRanks = 256;
@@ -62,6 +62,8 @@ inline constexpr double kFreeMessage = 0.01;
 //            beside it the one that makes the slowest rank fast (core/interleaved_split.h), if the
 //            model can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds,
 //            and if the slowest rank of the first one takes kUnevenRanks times the mean or more.
+//            Of two pipelines beside it, above so many pieces instead, the folded one
+//            (core/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (plan_blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
@@ -75,7 +77,7 @@ class StageChooser {
 
   // The stages of a given split, if they fit. Of a candidate that recomputes no blocks.
   std::optional<ChosenStages> stages_of(const Candidate& candidate, const StageHolders& holders,
-                                        const std::vector<int>& first_layers) const;
+                                        const std::vector<int>& firsts) const;
 
   // Splits that suit these links between neighbouring stages (core/boundary_split.h).
   // Values that layers far away read count for none of them. At most kMostPiecesForRanks pieces.
@@ -92,6 +94,7 @@ class StageChooser {
 
   // Where the model can be cut: the layers that stages may begin at, and the number of layers.
   const std::vector<int>& positions() const { return positions_; }
+  int num_pieces() const { return static_cast<int>(positions_.size()) - 1; }
 
   // Bytes that each device would need at least for the candidate, blocks apart.
   double least_memory(const Candidate& candidate, const StageHolders& holders) const;
@@ -108,12 +111,12 @@ class StageChooser {
   Plan begin(const Candidate& candidate, const StageHolders& holders) const;
   void set_mean_message(Plan& plan);
   StageSplitProblem split_problem(const Plan& plan) const;
+  StageSplitProblem split_problem_of_ranks(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
   bool may_fit(const Plan& plan, int sharing, double seconds) const;
   static SplitKey split_key(const Plan& plan);
   const std::vector<int>& balanced_split(const Plan& plan);
   std::vector<int> split_with_free_messages(Plan plan);
-  int num_pieces() const { return static_cast<int>(positions_.size()) - 1; }
   std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
   std::optional<std::vector<int>> folded_split(const Plan& plan) const;
   std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;

@@ -32,17 +32,15 @@ struct Received {
   static Received of(const Value& value) {
     return {value.bytes, value.kept_bytes, value.trained_bytes, value.frozen_bytes};
   }
-  Received& operator+=(const Received& other);
+  Received& operator+=(const Received& other) {
+    all += other.all;
+    kept += other.kept;
+    trained += other.trained;
+    frozen += other.frozen;
+    return *this;
+  }
   Received operator-() const { return {-all, -kept, -trained, -frozen}; }
 };
-
-inline Received& Received::operator+=(const Received& other) {
-  all += other.all;
-  kept += other.kept;
-  trained += other.trained;
-  frozen += other.frozen;
-  return *this;
-}
 
 // The messages of a stage.
 struct Messages {

@@ -4,6 +4,7 @@
 #include "core/generate.h"
 #include "core/plan.h"
 #include "plan_instances.h"
+#include "sanitized.h"
 
 #include <gtest/gtest.h>
 
@@ -17,11 +18,7 @@
 namespace pd2 {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
+using testing::kSanitized;
 
 using testing::Instances;
 
@@ -198,8 +195,7 @@ TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
       problem.options.stages_per_rank = {2};
       problem.cluster.topology = Servers{2, {0, 1e10}, {0, 1e9 * (1 + instances.below(4))}};
       const Evaluation plan = best_plans(problem).front();
-      std::vector<int> firsts;
-      for (const PlannedStage& stage : plan.stages) firsts.push_back(stage.first);
+      const std::vector<int> firsts = first_layers(plan.stages);
       ASSERT_NEAR(seconds_of(problem, plan, firsts, devices_of(plan)), plan.time.seconds,
                   1e-4 * plan.time.seconds);
       double best = plan.time.seconds;

@@ -4,6 +4,7 @@
 #include "core/schedule.h"
 #include "plan_instances.h"
 #include "raises.h"
+#include "sanitized.h"
 
 #include <gtest/gtest.h>
 
@@ -16,11 +17,7 @@ namespace {
 using testing::Instances;
 using testing::value_error;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;  // some forty times as slow
-#else
-constexpr bool kSanitized = false;
-#endif
+using testing::kSanitized;
 
 constexpr int rounds(int without_sanitizer) {
   return kSanitized ? without_sanitizer / 20 : without_sanitizer;

@@ -2,6 +2,7 @@
 
 #include "made_splits.h"
 #include "raises.h"
+#include "sanitized.h"
 
 #include <gtest/gtest.h>
 
@@ -261,11 +262,7 @@ double seconds_of(const StageSplitProblem& problem) {
   return seconds;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;  // some ten times as slow
-#else
-constexpr bool kSanitized = false;
-#endif
+using testing::kSanitized;
 
 struct LargeModel {
   const char* name;
