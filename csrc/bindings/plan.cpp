@@ -212,7 +212,10 @@ py::tuple planned_shape(const std::string& name, int num_stages, int num_microba
     recomputed.push_back(most_recomputed(shape, stage));
   }
   std::vector<std::vector<int>> stages;
-  for (int rank = 0; rank < ranks; ++rank) stages.push_back(shape.stages_on(rank));
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto on_rank = shape.stages_on(rank);
+    stages.emplace_back(on_rank.begin(), on_rank.end());
+  }
   return py::make_tuple(rule.num_versions, in_flight, recomputed, stages);
 }
 

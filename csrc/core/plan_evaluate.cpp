@@ -116,12 +116,16 @@ double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
 }
 
 StageHolders Evaluator::holders_of(const PipelineShape& shape, const DeviceGrid& devices) const {
+  const std::vector<DeviceType>& types = problem_.cluster.types;
   StageHolders holders;
-  std::vector<double> slowness(shape.ranks, problem_.cluster.types.front().slowness);
-  holders.limits.assign(shape.ranks, problem_.cluster.types.front().memory_bytes);
-  for (int rank = 0; rank < shape.ranks && problem_.cluster.types.size() > 1; ++rank) {
-    slowness[rank] = 0;
-    holders.limits[rank] = kInfinity;
+  if (types.size() == 1) {
+    holders.slowness.assign(shape.depth(), types.front().slowness);
+    holders.limits.assign(shape.ranks, types.front().memory_bytes);
+    return holders;
+  }
+  std::vector<double> slowness(shape.ranks, 0);
+  holders.limits.assign(shape.ranks, kInfinity);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
     for (const int device : devices.of_rank(rank)) {
       const DeviceType& type = problem_.cluster.type(device);
       slowness[rank] = std::max(slowness[rank], type.slowness);

@@ -263,19 +263,6 @@ std::vector<std::string> planned_schedules() {
   return names;
 }
 
-std::vector<int> PipelineShape::stages_on(int rank) const {
-  if (rule->is_bidirectional) return {rank, depth() - 1 - rank};
-  std::vector<int> stages;
-  for (int stage = rank; stage < depth(); stage += ranks) stages.push_back(stage);
-  return stages;
-}
-
-std::vector<int> PipelineShape::ranks_of(int stage) const {
-  const int rank = stage % ranks;
-  if (!rule->is_bidirectional) return {rank};
-  return {rank, ranks - 1 - rank};
-}
-
 std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int stages_per_rank,
                                       int at_least) {
   if (stages_per_rank > 1 && !rule.has_chunks) return std::nullopt;

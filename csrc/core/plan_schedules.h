@@ -6,6 +6,7 @@
 #include "core/simulate.h"
 
 #include <optional>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,6 +29,12 @@ struct ScheduleRule {
 const ScheduleRule& schedule_rule(std::string_view name);
 std::vector<std::string> planned_schedules();
 
+// first, first + step, ...: no vector, as the planner asks too often for one.
+inline auto in_steps(int first, int step, int count) {
+  return std::views::iota(0, count) |
+         std::views::transform([first, step](int i) { return first + i * step; });
+}
+
 struct PipelineShape {
   const ScheduleRule* rule = nullptr;
   int ranks = 1;
@@ -35,11 +42,17 @@ struct PipelineShape {
   int num_microbatches = 1;  // of the batch; of which chimera's pipelines take half each
 
   int depth() const { return ranks * stages_per_rank; }
-  // The model's stages on a rank; of chimera two, of which the second is the other pipeline's.
-  std::vector<int> stages_on(int rank) const;
   int stages_sharing_a_rank() const { return rule->is_bidirectional ? 2 : stages_per_rank; }
+  // The model's stages on a rank; of chimera two, of which the second is the other pipeline's.
+  auto stages_on(int rank) const {
+    return in_steps(rank, rule->is_bidirectional ? ranks - 1 - 2 * rank : ranks,
+                    stages_sharing_a_rank());
+  }
   // The ranks that hold a stage: of chimera two.
-  std::vector<int> ranks_of(int stage) const;
+  auto ranks_of(int stage) const {
+    const int rank = stage % ranks;
+    return in_steps(rank, ranks - 1 - 2 * rank, rule->is_bidirectional ? 2 : 1);
+  }
 };
 
 // The least m >= at_least that the schedule's rule (core/generate.h) allows; none: no m does.

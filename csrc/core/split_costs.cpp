@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
+#include <tuple>
 
 namespace pd2 {
 namespace {
@@ -96,25 +96,28 @@ void check(const StageSplitProblem& problem) {
 }
 
 std::vector<Value> all_values(const StageSplitProblem& problem) {
-  std::map<int, std::map<int, std::int64_t>> sizes;  // by producer and consumer
-  for (const Edge& edge : problem.edges) {
-    std::int64_t& bytes = sizes[edge.producer][edge.consumer];
-    bytes = std::max(bytes, edge.bytes);
-  }
+  // By producer, the largest first; of a producer and a consumer the largest.
+  std::vector<Edge> edges = problem.edges;
+  std::ranges::sort(edges, {}, [](const Edge& edge) {
+    return std::tuple(edge.producer, edge.consumer, -edge.bytes);
+  });
+  const auto repeated = std::ranges::unique(
+      edges, {}, [](const Edge& edge) { return std::pair(edge.producer, edge.consumer); });
+  edges.erase(repeated.begin(), repeated.end());
+  std::ranges::stable_sort(edges, {},
+                           [](const Edge& edge) { return std::pair(edge.producer, -edge.bytes); });
   std::vector<Value> values = problem.values;
-  for (const auto& [producer, consumers] : sizes) {
-    std::map<std::int64_t, std::vector<int>> by_size;
-    for (const auto& [consumer, bytes] : consumers) by_size[bytes].push_back(consumer);
-    std::vector<int> readers;  // of at least `bytes`
-    for (auto it = by_size.rbegin(); it != by_size.rend(); ++it) {
-      const auto& [bytes, more] = *it;
-      readers.insert(readers.end(), more.begin(), more.end());
-      const bool smallest = std::next(it) == by_size.rend();
-      const double added = static_cast<double>(bytes - (smallest ? 0 : std::next(it)->first));
-      values.push_back(
-          {producer, readers, added,
-           2 * (added * problem.seconds_per_byte + (smallest ? problem.seconds_per_value : 0))});
-    }
+  std::vector<int> readers;  // of at least an edge's bytes
+  for (std::size_t i = 0; i < edges.size(); ++i) {
+    const Edge& edge = edges[i];
+    readers.push_back(edge.consumer);
+    const bool is_smallest = i + 1 == edges.size() || edges[i + 1].producer != edge.producer;
+    if (!is_smallest && edges[i + 1].bytes == edge.bytes) continue;
+    const double added = static_cast<double>(edge.bytes - (is_smallest ? 0 : edges[i + 1].bytes));
+    values.push_back(
+        {edge.producer, readers, added,
+         2 * (added * problem.seconds_per_byte + (is_smallest ? problem.seconds_per_value : 0))});
+    if (is_smallest) readers.clear();
   }
   return values;
 }
