@@ -7,10 +7,10 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
+from .json_fields import given_or_loaded
 from .memory import StageMemory
 from .plan_json import check_number, read_json, write_json
 from .plan_memory import bytes_of_rank, stages_of_ranks
-from .planned import as_plan
 from .plans import Plan
 from .profile import Profile
 
@@ -106,7 +106,7 @@ def calibrate(
         TypeError: neither all are reports nor all are numbers, or no plan or mapping is given.
         OSError: the plan cannot be read.
     """
-    plan = as_plan(plan)
+    plan = given_or_loaded("plan", plan, Plan)
     if not isinstance(measured, Mapping):
         raise TypeError(
             f"measured: {type(measured).__name__} given, it must be a dict of stages' reports or "

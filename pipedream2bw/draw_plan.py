@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .draw import Matplotlib, Picture, time_unit
+from .json_fields import given_or_loaded
 from .plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_ranks
-from .planned import as_plan
 from .plans import Plan, StagePlan
 
 _MESSAGES = "messages to and from later stages"
@@ -51,7 +51,7 @@ def draw_plan(
         TypeError: neither a plan nor a path is given.
         ValueError, OSError: the file holds no plan, or cannot be read.
     """
-    plan = as_plan(plan)
+    plan = given_or_loaded("plan", plan, Plan)
     matplotlib = Matplotlib.load("a plan")
     ranks = stages_of_ranks(plan)
     rows = max(plan.num_stages, len(ranks))

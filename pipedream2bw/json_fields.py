@@ -7,9 +7,15 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 _Item = TypeVar("_Item")
+_Loadable = TypeVar("_Loadable", bound="_CanLoad")
+
+
+class _CanLoad(Protocol):
+    @classmethod
+    def load(cls: type[_Loadable], path: str | os.PathLike[str], /) -> _Loadable: ...
 
 
 class Field:
@@ -111,3 +117,19 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number there")
+
+
+def given_or_loaded(name: str, given: object, kind: type[_Loadable]) -> _Loadable:
+    """What is given, or what the file holds whose path is given.
+
+    Raises:
+        TypeError: it is neither of the kind nor a path.
+        ValueError, OSError: the file holds something else, or cannot be read.
+    """
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return kind.load(given)
+    raise TypeError(
+        f"{name}: {type(given).__name__} given, it must be a {kind.__name__} or the path of one"
+    )

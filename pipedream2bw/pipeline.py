@@ -24,6 +24,7 @@ from .compiling import compile_options
 from .control import Announcement, ControlPlane, Operation
 from .ending import Ending
 from .intake import Batch, Intake
+from .json_fields import given_or_loaded
 from .layout import DEFAULT_SCHEDULE, Layout
 from .local_part import LocalPart
 from .loss import Loss
@@ -33,7 +34,7 @@ from .mesh import mesh_of
 from .metrics import Metric, check_metrics
 from .microbatch import join_outputs
 from .modes import Mode, Modes
-from .planned import as_plan, check_model
+from .planned import check_model
 from .plans import Plan
 from .precision import Precision
 from .profile import Profile
@@ -242,7 +243,7 @@ class PipelineModule(nn.Module):
                 timeout=timeout,
             )
         try:
-            made_plan = None if plan is None else as_plan(plan)
+            made_plan = None if plan is None else given_or_loaded("plan", plan, Plan)
             layout = given.complete(model, made_plan)
             if made_plan is not None:
                 given.check_agreement(made_plan)

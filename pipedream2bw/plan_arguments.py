@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from . import _C
-from .calibration import Calibration
 from .planned_shape import MOST_MICROBATCHES
 from .profile import Profile
 from .settings import check_whole_number
@@ -18,31 +16,6 @@ MOST_ROWS = MOST_MICROBATCHES
 _MOST_BATCHES = 10**15
 _WAYS = ("none", "stages", "blocks")
 _OBJECTIVES = ("throughput", "cost", "memory")
-
-
-def as_profile(profile: object) -> Profile:
-    """The profile itself, or what a file holds.
-
-    Raises:
-        TypeError: neither a profile nor a path.
-        ValueError, OSError: the file holds no profile, or cannot be read.
-    """
-    if isinstance(profile, Profile):
-        return profile
-    if isinstance(profile, (str, os.PathLike)):
-        return Profile.load(profile)
-    raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
-
-
-def as_calibration(calibration: object) -> Calibration | None:
-    """Likewise, or None."""
-    if calibration is None or isinstance(calibration, Calibration):
-        return calibration
-    if isinstance(calibration, (str, os.PathLike)):
-        return Calibration.load(calibration)
-    raise TypeError(
-        f"calibration: {type(calibration).__name__} given, it must be a Calibration or a path"
-    )
 
 
 def check_batch(batch: object, largest_batch: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from torch import nn
@@ -11,20 +10,6 @@ from .materialize import Example
 from .plans import Plan
 from .precision import Precision
 from .profile import describe_parameters, fingerprint_of
-
-
-def as_plan(plan: object) -> Plan:
-    """The plan itself, or what a file holds.
-
-    Raises:
-        TypeError: neither a plan nor a path.
-        ValueError, OSError: the file holds no plan, or cannot be read.
-    """
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, (str, os.PathLike)):
-        return Plan.load(plan)
-    raise TypeError(f"plan: {type(plan).__name__} given, it must be a Plan or the path of one")
 
 
 def check_model(

@@ -10,9 +10,8 @@ from typing import Any
 from . import _C
 from .calibration import Calibration
 from .cluster import Cluster, DeviceType, as_cluster
+from .json_fields import given_or_loaded
 from .plan_arguments import (
-    as_calibration,
-    as_profile,
     check_batch,
     check_grid,
     check_objective,
@@ -101,8 +100,9 @@ def plan(
             make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
-    profile = as_profile(profile)
-    calibration = as_calibration(calibration)
+    profile = given_or_loaded("profile", profile, Profile)
+    if calibration is not None:
+        calibration = given_or_loaded("calibration", calibration, Calibration)
     bytes_per_device = parse_bytes("memory", memory)
     largest = batch if largest_batch is None else largest_batch
     check_batch(batch, largest)

@@ -65,7 +65,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"width": 4, "batch": 3}, ValueError, "width: 4, largest_batch: 3: every replica needs a row"),
     ({"width": 2, "num_stages": 4, "schedules": "2bw"}, ValueError, "width: 2, num_stages: 4, dev"),
     ({"num_stages": 2**40}, ValueError, "num_stages: 1099511627776, the profile's model can be"),
-    ({"calibration": 3}, TypeError, "calibration: int given, it must be a Calibration or a path"),
+    ({"calibration": 3}, TypeError, "calibration: int given, it must be a Calibration or the path"),
 ]
 
 
@@ -115,7 +115,7 @@ def test_one_name_is_a_list_of_one_and_a_path_is_what_it_holds(tmp_path: Path) -
     assert one == made_plan(**lists, calibration=calibration)
     with pytest.raises(FileNotFoundError):
         pd2.plan("none.json", **limits)
-    with pytest.raises(TypeError, match="profile: NoneType given, it must be a Profile or a path"):
+    with pytest.raises(TypeError, match="profile: NoneType given, it must be a Profile"):
         pd2.plan(None, **limits)  # type: ignore[arg-type]
 
 
