@@ -22,6 +22,7 @@ from .materialize import home_of
 from .mesh import check_mesh
 from .planner import plan
 from .plans import Plan
+from .precision import Precision
 from .profile import Profile
 from .schedules import make_schedule
 from .settings import check_whole_number
@@ -41,6 +42,8 @@ def plan_for_devices_at_hand(
     replicated: Sequence[str],
     profile: Profile | str | os.PathLike[str] | None,
     devices: Sequence[torch.device | str] | None,
+    precision: str | None,
+    split_master: bool,
     timeout: float,
 ) -> Plan:
     """The fastest plan that uses all processes, or all of ``devices``. Every rank gets the same.
@@ -50,7 +53,8 @@ def plan_for_devices_at_hand(
             and stages_per_rank.
         example_target: of as many rows as a replica's batch has.
         profile: a path that does not exist is written. Links between these processes that it has
-            not are measured, and written there too.
+            not are measured, and written there too. It is of the model in the dtypes that its
+            stages have.
 
     Raises:
         ValueError, TypeError: on every rank.
@@ -58,9 +62,11 @@ def plan_for_devices_at_hand(
     error: Exception | None = None
     device = torch.device("cpu")
     rows = 0
+    dtypes = Precision(nn.Module(), None, False, None, "cpu")
     try:
         root = as_root(model)
         device = home_of(root, (tuple(example_args), dict(example_kwargs or {})))
+        dtypes = Precision(root, precision, split_master, None, device.type)
         rows = _check(given, example_target, profile)
     except Exception as raised:
         error = raised
@@ -71,37 +77,47 @@ def plan_for_devices_at_hand(
                 f"num_stages: 'auto', devices: {devices}, processes: 1: in one process give "
                 "devices=, one for each stage"
             )
-        settings = {"num_stages": "auto", "rows of example_target": rows, **vars_of(given)}
+        weights = {"precision": precision, "split_master": split_master}
+        settings = {
+            "num_stages": "auto",
+            "rows of example_target": rows,
+            **vars_of(given),
+            **{name: str(value) for name, value in weights.items()},
+        }
         control.agree_on_objects(error, settings)
         ranks = control.size if control.size > 1 else len(devices or ())
         width = _width(given)
-        found = _shared(control, lambda: _cached(profile))
-        if found is None:
-            from .profiler import profile as measure  # which measures pipelines
+        with dtypes.as_in_stages():
+            example_args, example_kwargs = dtypes.cast((tuple(example_args), example_kwargs))
+            found = _shared(control, lambda: _cached(profile))
+            if found is None:
+                from .profiler import profile as measure  # which measures pipelines
 
-            found = measure(
-                model,
-                loss_fn,
-                example_args=example_args,
-                example_kwargs=example_kwargs,
-                target=example_target,
-                microbatch_rows=_sizes(given, rows, ranks // (width or 1)),
-                replicated=replicated,
-                parallel=ranks if control.size == 1 and device.type == "cpu" else 1,
-                timeout=timeout,
+                found = measure(
+                    model,
+                    loss_fn,
+                    example_args=example_args,
+                    example_kwargs=example_kwargs,
+                    target=example_target,
+                    microbatch_rows=_sizes(given, rows, ranks // (width or 1)),
+                    replicated=replicated,
+                    parallel=ranks if control.size == 1 and device.type == "cpu" else 1,
+                    timeout=timeout,
+                )
+                if isinstance(profile, (str, os.PathLike)):
+                    _shared(control, lambda: found.save(profile))
+            if control.group is not None and _lacks_links(found, control.size):
+                found = with_links(found, control.group, device, timeout)
+                if isinstance(profile, (str, os.PathLike)):
+                    _shared(control, lambda: found.save(profile))
+            _shared(
+                control,
+                lambda: _check_profile(found, model, example_args, example_kwargs, replicated),
             )
-            if isinstance(profile, (str, os.PathLike)):
-                _shared(control, lambda: found.save(profile))
-        if control.group is not None and _lacks_links(found, control.size):
-            found = with_links(found, control.group, device, timeout)
-            if isinstance(profile, (str, os.PathLike)):
-                _shared(control, lambda: found.save(profile))
-        _shared(
-            control,
-            lambda: _check_profile(found, model, example_args, example_kwargs, replicated),
-        )
         in_processes = control.size > 1
-        made: Plan = _shared(control, lambda: _best(found, given, rows, ranks, width, in_processes))
+        made: Plan = _shared(
+            control, lambda: _best(found, given, rows, ranks, width, in_processes, weights)
+        )
         return made
     finally:
         control.close()
@@ -179,7 +195,13 @@ def _check_profile(
 
 
 def _best(
-    found: Profile, given: Layout, rows: int, ranks: int, width: int | None, in_processes: bool
+    found: Profile,
+    given: Layout,
+    rows: int,
+    ranks: int,
+    width: int | None,
+    in_processes: bool,
+    weights: Mapping[str, Any],
 ) -> Plan:
     """Of the widths that use all ranks the one with the most rows per second."""
     if width is not None and width > 1 and not in_processes:
@@ -194,7 +216,7 @@ def _best(
         # In one process a device is a stage's.
         d = ranks // w * v if in_processes else ranks
         try:
-            plans.append(_with(found, given, rows, w, d, v, ranks))
+            plans.append(_with(found, given, rows, w, d, v, ranks, weights))
         except ValueError as error:
             errors.append(error)
     if not plans and not errors:
@@ -204,7 +226,16 @@ def _best(
     return max(plans, key=lambda each: each.rows_per_second)
 
 
-def _with(found: Profile, given: Layout, rows: int, w: int, d: int, v: int, ranks: int) -> Plan:
+def _with(
+    found: Profile,
+    given: Layout,
+    rows: int,
+    w: int,
+    d: int,
+    v: int,
+    ranks: int,
+    weights: Mapping[str, Any],
+) -> Plan:
     sizes = tuple(item.rows for item in found.microbatches)
     if given.num_microbatches is not None:
         make_schedule(str(given.schedule), d, given.num_microbatches, v)  # or the rule is told
@@ -225,6 +256,7 @@ def _with(found: Profile, given: Layout, rows: int, w: int, d: int, v: int, rank
         stages_per_rank=(max(2, v),),  # of schedules that have several at all
         width=w,
         num_stages=d,
+        **weights,
     )
 
 

@@ -240,6 +240,8 @@ class PipelineModule(nn.Module):
                 replicated=replicated,
                 profile=profile,
                 devices=devices,
+                precision=precision,
+                split_master=split_master,
                 timeout=timeout,
             )
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +113,42 @@ def test_a_measured_profile_must_have_the_optimizers_time() -> None:
         ValueError, match="optimizer: 'adamw', the profile's seconds_per_update_byte: sgd: "
     ):
         plan(measured)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    whole = model(has_norm=has_norm)
+    for _ in range(2):  # the second time from the file
+        with pd2.PipelineModule(
+            whole,
+            loss,
+            num_stages="auto",
+            num_microbatches=4,
+            devices=["cpu"] * 2,
+            precision="bf16",
+            example_args=(X,),
+            example_target=Y,
+            profile=path,
+        ) as pipe:
+            opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            losses = []
+            for _ in range(4):
+                losses.append(pipe.train_step(X, target=Y))
+                opt.step()
+            assert float(losses[-1]) < float(losses[0])
+    profiled = pd2.Profile.load(path)
+    assert "torch.bfloat16" in profiled.trained_dtypes
+    assert ("torch.float32" in profiled.trained_dtypes) == has_norm
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match=r"parameter 0 is .*float32 in the model, .*bfloat16"):
+        pd2.PipelineModule(
+            whole,
+            loss,
+            num_stages="auto",
+            num_microbatches=4,
+            devices=["cpu"] * 2,
+            example_args=(X,),
+            example_target=Y,
+            profile=path,
+        )
