@@ -21,10 +21,6 @@ double by_simulation(const Evaluation& plan) {
   return step_time(plan.candidate.shape, plan.costs).seconds;
 }
 
-bool is_closed_form_exact(const ScheduleRule& rule) {
-  return !rule.is_flushed() || rule.name == "gpipe";
-}
-
 // The best by closed form, at most so many.
 void keep_best(std::vector<Evaluation>& plans, std::size_t most) {
   std::ranges::stable_sort(plans, {}, by_closed_form);
@@ -67,7 +63,7 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
   std::ranges::move(others, std::back_inserter(plans));
   for (Evaluation& plan : plans) move_cuts(plan, holders, kMostTries, by_closed_form);
   keep_best(plans, kMostStarts);
-  if (is_closed_form_exact(*candidate.shape.rule)) return;
+  if (candidate.shape.rule->has_exact_closed_form()) return;
   const double actions = simulated_actions(candidate.shape);
   const int num_tries = static_cast<int>(2 * kMostSimulatedActions / actions);
   for (Evaluation& plan : plans) {

@@ -245,6 +245,17 @@ int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
   return most;
 }
 
+PipelineShape with_microbatches(PipelineShape shape, int num_microbatches) {
+  shape.num_microbatches = num_microbatches;
+  return shape;
+}
+
+double simulated_period(const PipelineShape& shape, const Costs& costs) {
+  const Schedule schedule =
+      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  return simulate(schedule, costs, 1).period;
+}
+
 }  // namespace
 
 const ScheduleRule& schedule_rule(std::string_view name) {
@@ -321,13 +332,20 @@ double busiest_rank(const PipelineShape& shape, const Costs& costs) {
 
 StepTime step_time(const PipelineShape& shape, const Costs& costs) {
   const double busy = busiest_rank(shape, costs);
+  const PipelineShape shorter = with_microbatches(shape, 4 * shape.ranks);
+  const PipelineShape longer = with_microbatches(shape, 6 * shape.ranks);
   double seconds = 0;
-  if (simulated_actions(shape) > kMostSimulatedActions) {
-    seconds = closed_form_period(shape, costs);
+  if (simulated_actions(shape) <= kMostSimulatedActions) {
+    seconds = simulated_period(shape, costs);
+  } else if (!shape.rule->has_exact_closed_form() &&
+             shape.num_microbatches > longer.num_microbatches &&
+             simulated_actions(shorter) + simulated_actions(longer) <= kMostSimulatedActions) {
+    const double first = simulated_period(shorter, costs);
+    const double slope = (simulated_period(longer, costs) - first) /
+                         (longer.num_microbatches - shorter.num_microbatches);
+    seconds = first + slope * (shape.num_microbatches - shorter.num_microbatches);
   } else {
-    const Schedule schedule = make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches,
-                                            shape.stages_per_rank);
-    seconds = simulate(schedule, costs, 1).period;
+    seconds = closed_form_period(shape, costs);
   }
   seconds = std::max(seconds, busy);
   return {.seconds = seconds, .bubble = seconds > 0 ? 1 - busy / seconds : 0};

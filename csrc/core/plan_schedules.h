@@ -22,6 +22,7 @@ struct ScheduleRule {
 
   bool is_flushed() const { return num_versions == 1; }
   bool is_eager() const { return name == "2bw_eager"; }
+  bool has_exact_closed_form() const { return !is_flushed() || name == "gpipe"; }
 };
 
 // The planner chooses among 2bw, 2bw_eager, 1f1b, gpipe, interleaved, zero_bubble and chimera.
@@ -65,8 +66,7 @@ int most_in_flight(const PipelineShape& shape, int stage);
 // Most microbatches between running their forward again and the end of B or W: 1 where B is whole.
 int most_recomputed(const PipelineShape& shape, int stage);
 
-// Simulating costs time by actions: with more than this many, step_time() takes the closed form.
-// 20,000 are simulated in a few milliseconds.
+// Simulating costs time by actions. 20,000 are simulated in a few milliseconds.
 inline constexpr double kMostSimulatedActions = 20'000;
 
 // About how many actions simulate() runs to measure the period.
@@ -98,8 +98,10 @@ struct StepTime {
   double bubble = 0;   // share of it in which the busiest rank is idle
 };
 
-// simulate()'s period, or the closed form with more than kMostSimulatedActions; never less than the
-// busiest rank's work.
+// simulate()'s period. With more than kMostSimulatedActions the closed form, or where that is an
+// estimate the straight line through the periods of two smaller batches, if these have no more:
+// beyond a few rounds of the pipeline every further one takes as long as the last. Never less than
+// the busiest rank's work.
 StepTime step_time(const PipelineShape& shape, const Costs& costs);
 
 // The busiest rank's seconds of a batch. An update that goes on beside the next microbatches delays

@@ -200,6 +200,38 @@ TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
   }
 }
 
+// Of schedules without an exact formula, where pipelines are short enough to be simulated.
+TEST(PlanSchedules, LargeBatchesTakeAStraightLine) {
+  std::mt19937 random(4);
+  for (const char* name : {"1f1b", "interleaved", "zero_bubble", "chimera"}) {
+    double sum = 0;
+    double sum_of_forms = 0;
+    double worst = 0;
+    constexpr int kRounds = 40;
+    for (int round = 0; round < kRounds; ++round) {
+      Instance instance = random_instance(random, name, round % 2 * 0.3, round % 4 * 0.1);
+      PipelineShape& shape = instance.shape;
+      if (shape.ranks > 8) shape.ranks = 8;
+      shape.num_microbatches = 840;
+      instance.costs.stages.resize(shape.depth());
+      instance.costs.edges.resize(shape.depth() - 1);
+      const double expected = simulated(instance);
+      const auto error_of = [&](double seconds) { return std::abs(seconds / expected - 1); };
+      const double error = error_of(step_time(shape, instance.costs).seconds);
+      sum += error;
+      worst = std::max(worst, error);
+      sum_of_forms += error_of(closed_form_period(shape, instance.costs));
+    }
+    RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst) +
+                             ", by formula " + std::to_string(sum_of_forms / kRounds));
+    EXPECT_LT(sum / kRounds, 0.003) << name;
+    EXPECT_LT(worst, 0.03) << name;
+    if (name != std::string("1f1b")) {  // whose formula is as near
+      EXPECT_LT(sum, sum_of_forms / 2) << name;
+    }
+  }
+}
+
 TEST(PlanSchedules, StepTimeIsNeverLessThanTheBusiestRank) {
   std::mt19937 random(3);
   for (const std::string& name : planned_schedules()) {
