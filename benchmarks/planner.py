@@ -9,15 +9,27 @@ mean of the predictions from the profiles just before and just after it; a model
 Then a model whose parameters are where its work is not, split by the planner, into equal parts of
 its parameters, and by hand; blocks of steps alternate.
 
-    python benchmarks/planner.py [--only accuracy,split] [--rounds 5] [--smoke] [--json PATH]
+Then how long it takes to profile a GPT of 48 blocks with 1, 2 and 4 rows, in two threads at once.
+
+    python benchmarks/planner.py [--only accuracy,split,profiler] [--rounds 5] [--smoke]
+        [--json PATH]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 
-from measuring.models import MODELS, SMOKE_MODELS, SMOKE_UNEVEN, UNEVEN, Model
+from measuring.models import (
+    DEEP,
+    MODELS,
+    SMOKE_DEEP,
+    SMOKE_MODELS,
+    SMOKE_UNEVEN,
+    UNEVEN,
+    Model,
+)
 from measuring.ranks import run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import mse_loss
@@ -30,6 +42,7 @@ NUM_MICROBATCHES = 4
 MOST_TIME_ERROR, MOST_MEMORY_ERROR = 8.0, 3.0  # percent
 TIME_ERROR, MEMORY_ERROR = "error of the step's time, %", "error of a stage's bytes, %"
 LEAST_GAIN = 1.3
+MOST_SECONDS_TO_PROFILE = 60.0
 MOST_ABOVE_BY_HAND = 1.03  # of which the machine's noise is more than half
 BY_HAND = {
     "half of the layers": "convolutions.6",
@@ -164,6 +177,26 @@ def splits(
     return blocks
 
 
+def profiler(rank: int, world_size: int, model: Model, rounds: int, seconds: float) -> list[float]:
+    """Seconds to profile the model, of each round."""
+    x, target = model.batch(1)
+    taken = []
+    for _ in range(rounds):
+        made = model.make()
+        begin = time.perf_counter()
+        pd2.profile(
+            made,
+            mse_loss,
+            example_args=(x,),
+            target=target,
+            microbatch_rows=(1, 2, 4),
+            parallel=NUM_STAGES,
+            seconds=seconds,
+        )
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
 def accuracy_figures(name: str, results: list[list[Round]]) -> tuple[list[Figure], list[Figure]]:
     """Of one model: times, and errors in percent."""
     rounds = next(of_rank for of_rank in results if of_rank[0].measured > 0)
@@ -216,7 +249,7 @@ def split_figures(name: str, blocks: dict[str, list[Block]]) -> tuple[list[Figur
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=5)
-    add_only(parser, ["accuracy", "split"])
+    add_only(parser, ["accuracy", "split", "profiler"])
     options = parser.parse_args()
     rounds, seconds, steps = (1, 0.05, MIN_STEPS) if options.smoke else (options.rounds, 1.0, 14)
     where = machine()
@@ -237,6 +270,15 @@ def main() -> None:
             shown, found = split_figures(f"uneven, {kind}", blocks)
             times += shown
             judged += found
+    if "profiler" in options.only:
+        # The time that profile() measures by default is part of what it takes.
+        model, measured = (SMOKE_DEEP, seconds) if options.smoke else (DEEP, 2.0)
+        (taken,) = run_on_ranks(1, profiler, model, rounds, measured)
+        judged.append(
+            Figure(
+                "GPT of 48 blocks, threads", "s to profile", taken, at_most=MOST_SECONDS_TO_PROFILE
+            )
+        )
     for measure, most in (
         (TIME_ERROR, MOST_TIME_ERROR),
         (MEMORY_ERROR, MOST_MEMORY_ERROR),
@@ -244,8 +286,9 @@ def main() -> None:
         medians = [abs(figure.median) for figure in errors if figure.measure == measure]
         if medians:
             judged.append(Figure("all models", f"{measure}: |medians|", medians, at_most=most))
-    print_table(times + errors, judged=False)
-    print()
+    if times:
+        print_table(times + errors, judged=False)
+        print()
     print_table(judged, judged=not options.smoke)
     write_json(options.json, where, judged + errors + times, rounds=rounds, smoke=options.smoke)
 

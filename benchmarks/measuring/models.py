@@ -152,6 +152,7 @@ MODELS = {
     "ResNet": Model("ResNet", partial(ResNet, 16, 2), (3, 32, 32), (10,), 8),
     "skips": Model("skips", partial(Skips, 6, 512), (512,), (512,), 96),
 }
+DEEP = Model("GPT", partial(GPT, 48, 256, 128, 512), (128,), (128, 512), 4, num_tokens=512)
 UNEVEN = Model("uneven", partial(Uneven, 24, 24, 8, 768), (1, 24, 24), (768,), 8)
 SMOKE_MODELS = {
     "GPT": Model("GPT", partial(GPT, 2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32),
@@ -159,4 +160,5 @@ SMOKE_MODELS = {
     "ResNet": Model("ResNet", partial(ResNet, 4, 1), (3, 8, 8), (10,), 2),
     "skips": Model("skips", partial(Skips, 2, 32), (32,), (32,), 4),
 }
+SMOKE_DEEP = Model("GPT", partial(GPT, 4, 64, 8, 32), (8,), (8, 32), 4, num_tokens=32)
 SMOKE_UNEVEN = Model("uneven", partial(Uneven, 8, 4, 3, 32), (1, 8, 8), (32,), 2)
