@@ -30,9 +30,8 @@ PAPER := benchmarks/paper
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The constraint keeps any extra's dependency from replacing the torch that the extension is built
-# against. An editable install again costs only a link step: the objects stay in build/.
+# against. An extra is asked for by the installed package's name: a path would build that again.
 PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
-INSTALL_SELF := $(PIP_INSTALL) --no-build-isolation -e
 
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
@@ -51,7 +50,7 @@ $(STAMPS)/torch:
 	mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py
-	$(INSTALL_SELF) .
+	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@
 
 $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
@@ -59,16 +58,16 @@ $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/package
-	$(INSTALL_SELF) '.[demo]'
+	$(PIP_INSTALL) 'pipedream2bw[demo]'
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
-	$(INSTALL_SELF) '.[test]'
+	$(PIP_INSTALL) 'pipedream2bw[test]'
 	command -v cmake >/dev/null || $(PIP_INSTALL) 'cmake>=3.22'
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
-	$(INSTALL_SELF) '.[dev]'
+	$(PIP_INSTALL) 'pipedream2bw[dev]'
 	touch $@
 
 demo: $(STAMPS)/demo $(STAMPS)/extension

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ Y = torch.randn(4, 4)
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="counts threads and files in /proc"
 )
+
+
+@pytest.fixture(autouse=True)
+def _collect_only_what_a_test_makes() -> Iterator[None]:
+    """Looking at all that torch and the other tests' modules hold takes most of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def num_threads() -> int:
