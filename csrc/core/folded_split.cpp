@@ -16,7 +16,8 @@ struct Run {
   int first = 0;
   int end = 0;
   Cost cost = 0;
-  double bytes = 0;
+  double held = 0;   // bytes
+  double again = 0;  // bytes of what runs again: the rank's largest counts
 };
 
 class Folding {
@@ -35,7 +36,8 @@ class Folding {
       Run front = run(r, begin, begin + 1);
       Run back = run(last, end - 1, end);
       const auto fits = [&](const Run& a, const Run& b) {
-        return a.cost + b.cost <= limit && a.bytes + b.bytes <= memory;
+        const double bytes = a.held + b.held + std::max(a.again, b.again);
+        return a.cost + b.cost <= limit && bytes <= memory;
       };
       if (!fits(front, back)) return std::nullopt;
       // The stages between need a piece each.
@@ -65,8 +67,9 @@ class Folding {
     const StageMemoryRule& rule = costs_.rule(stage);
     const Received received =
         costs_.counts_received(rule) ? costs_.messages(first, end).received : Received{};
+    const double again = costs_.again(rule, first, end);
     return {first, end, costs_.compute(rule.slowness, first, end),
-            costs_.bytes(rule, first, end, received)};
+            costs_.bytes(rule, first, end, received) - again, again};
   }
 
   const SplitCosts& costs_;

@@ -15,7 +15,14 @@ constexpr int kMostStagesForPairs = 64;
 
 struct Stage {
   Cost cost = 0;
-  double bytes = 0;
+  double held = 0;   // bytes
+  double again = 0;  // bytes of what runs again
+
+  // What a rank needs of its stages together.
+  Stage operator+(const Stage& other) const {
+    return {cost + other.cost, held + other.held, std::max(again, other.again)};
+  }
+  double bytes() const { return held + again; }
 };
 
 // Less is better.
@@ -33,9 +40,13 @@ class Ranks {
 
   Stage stage(int s, int first, int end) const {
     const Messages messages = costs_.messages(first, end);
+    return stage(s, first, end, messages);
+  }
+  Stage stage(int s, int first, int end, const Messages& messages) const {
     const StageMemoryRule& rule = costs_.rule(s);
+    const double again = costs_.again(rule, first, end);
     return {costs_.compute(rule.slowness, first, end) + messages.cost(),
-            costs_.bytes(rule, first, end, messages.received)};
+            costs_.bytes(rule, first, end, messages.received) - again, again};
   }
 
   Quality quality(const std::vector<Stage>& stages) const {
@@ -43,10 +54,9 @@ class Ranks {
     for (int rank = 0; rank < num_ranks_; ++rank) {
       Stage sum;
       for (int s = rank; s < costs_.num_stages(); s += num_ranks_) {
-        sum.cost += stages[s].cost;
-        sum.bytes += stages[s].bytes;
+        sum = sum + stages[s];
       }
-      quality.excess += std::max(0.0, sum.bytes - costs_.rule(rank).limit);
+      quality.excess += std::max(0.0, sum.bytes() - costs_.rule(rank).limit);
       quality.slowest = std::max(quality.slowest, sum.cost);
       quality.squares += costs_.seconds(sum.cost) * costs_.seconds(sum.cost);
     }
@@ -170,10 +180,9 @@ class Search {
     const int last = n - (num_stages - 1 - s);
     for (int end = first + 1; end <= last && ++steps_ <= kMostSteps; ++end) {
       costs.extend(messages, first, end - 1);
-      const Cost compute = before.cost + costs.compute(rule.slowness, first, end);
-      sum.cost = compute + messages.cost();
-      sum.bytes = before.bytes + costs.bytes(rule, first, end, messages.received);
-      if (compute >= best_ || sum.bytes > rule.limit) break;
+      sum = before + ranks_.stage(s, first, end, messages);
+      const Cost compute = sum.cost - messages.cost();
+      if (compute >= best_ || sum.bytes() > rule.limit) break;
       if (sum.cost >= best_ || (s + 1 == num_stages && end < n)) continue;
       ends_.push_back(end);
       extend(s + 1, end);

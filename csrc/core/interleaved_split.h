@@ -14,8 +14,9 @@ struct InterleavedSplit {
 };
 
 // A split of problem.stages' v p stages that makes the slowest of p = num_ranks ranks fast: a rank
-// takes the sum of its stages' seconds and bytes. The stages of a rank must have one limit, the
-// rank's. A value between two stages of one rank is counted as a message.
+// takes the sum of its stages' seconds and bytes, of what runs again those of the largest alone.
+// The stages of a rank must have one limit, the rank's. A value between two stages of one rank is
+// counted as a message.
 //
 // No exact method in polynomial time is known to us. The split with the fastest slowest stage is
 // improved by moving one or two cuts as long as a rank's excess of memory or the slowest rank gets

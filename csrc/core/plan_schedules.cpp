@@ -87,33 +87,32 @@ class Ways {
   std::vector<double> back_;
 };
 
-// From the first stage to the end-th and back.
-template <typename Part>
-double there_and_back(const PipelineShape& shape, const Costs& costs, int end, Part&& backward) {
+// From a stage through those before `end` and back.
+double there_and_back(const PipelineShape& shape, const Costs& costs, int first, int end) {
   const Messages messages = messages_of(shape, costs);
-  Ways ways(messages, costs, backward);
+  Ways ways(messages, costs, whole_backward);
   double seconds = 0;
-  for (int stage = 0; stage < end; ++stage) seconds = ways.there_and_back(0, stage);
+  for (int stage = first; stage < end; ++stage) seconds = ways.there_and_back(first, stage);
   return seconds;
 }
 
 // What messages add to the way through the first stages and back.
 double messages_there_and_back(const PipelineShape& shape, const Costs& costs, int end) {
-  double seconds = there_and_back(shape, costs, end, whole_backward);
+  double seconds = there_and_back(shape, costs, 0, end);
   for (int stage = 0; stage < end; ++stage) seconds -= round_trip(costs.stages[stage]);
   return seconds;
 }
 
 // The longest cycle of a microbatch from stage i to j and back, by the microbatches that it takes
-// i on: `step` for each stage between, and one.
+// i on: `step` for each stage between, and one. Of all i >= first.
 template <typename Part>
 double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, int longest,
-                     Part&& backward) {
+                     Part&& backward, int first = 0) {
   const Messages messages = messages_of(shape, costs);
   Ways ways(messages, costs, backward);
   const int d = shape.depth();
   double worst = 0;
-  for (int i = 0; i < d; ++i) {
+  for (int i = first; i < d; ++i) {
     for (int j = i; j < std::min(d, i + longest); ++j) {
       const double cycle = ways.there_and_back(i, j) + costs.stages[j].recompute;
       worst = std::max(worst, cycle / (step * (j - i) + 1));
@@ -123,8 +122,9 @@ double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, i
 }
 
 // The cycle of one stage alone is all of its work.
-double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest) {
-  return longest_cycle(shape, costs, shape.rule->is_eager() ? 2 : 1, longest, whole_backward);
+double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest, int first = 0) {
+  const int step = shape.rule->is_eager() ? 2 : 1;
+  return longest_cycle(shape, costs, step, longest, whole_backward, first);
 }
 
 // Seconds of one microbatch's message on the link that it occupies the longest.
@@ -152,26 +152,38 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
   return period;
 }
 
+// From a stage's first F of a batch to its first F of the next one: of the first stage, or of a
+// later one that takes longer to update. `each` tells by stage what each further microbatch adds.
+template <typename Each>
+double period_with_flush(const PipelineShape& shape, const Costs& costs, Each&& each) {
+  double period = 0;
+  for (int first = 0; first < shape.depth(); ++first) {
+    const double updating = update(costs.stages[first]);
+    if (first > 0 && updating <= update(costs.stages.front())) continue;
+    const double way = there_and_back(shape, costs, first, shape.depth());
+    const double further = (shape.num_microbatches - 1) * each(first);
+    period = std::max(period, costs.stages.back().recompute + way + further + updating);
+  }
+  return period;
+}
+
 double period_of_1f1b(const PipelineShape& shape, const Costs& costs) {
-  const int m = shape.num_microbatches;
-  double way =
-      costs.stages.back().recompute + there_and_back(shape, costs, shape.depth(), whole_backward);
-  if (m > 1) way += (m - 1) * slowest_cycle(shape, costs, m - 1);
-  return way + update(costs.stages.front());
+  const int longest = std::max(shape.num_microbatches - 1, 1);
+  return period_with_flush(shape, costs,
+                           [&](int first) { return slowest_cycle(shape, costs, longest, first); });
 }
 
 double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
-  const int m = shape.num_microbatches;
-  const double way =
-      costs.stages.back().recompute + there_and_back(shape, costs, shape.depth(), whole_backward);
-  double longest_forward = busiest_link(shape, costs);
-  double longest_backward = longest_forward;
-  for (int i = 0; i < shape.depth(); ++i) {
-    const StageCosts& stage = costs.stages[i];
-    longest_forward = std::max(longest_forward, stage.forward);
-    longest_backward = std::max(longest_backward, work_of(stage) - stage.forward);
-  }
-  return way + (m - 1) * (longest_forward + longest_backward) + update(costs.stages.front());
+  return period_with_flush(shape, costs, [&](int first) {
+    double longest_forward = busiest_link(shape, costs);
+    double longest_backward = longest_forward;
+    for (int i = first; i < shape.depth(); ++i) {
+      const StageCosts& stage = costs.stages[i];
+      longest_forward = std::max(longest_forward, stage.forward);
+      longest_backward = std::max(longest_backward, work_of(stage) - stage.forward);
+    }
+    return longest_forward + longest_backward;
+  });
 }
 
 double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {

@@ -182,10 +182,16 @@ bool StageChooser::may_fit(const Plan& plan, int sharing, double seconds) const 
                       sharing, seconds);
 }
 
-std::optional<std::vector<int>> StageChooser::fitting_split(const Plan& plan) const {
+// Each of a rank's several stages keeps to an equal share of its memory: of what runs again too, or
+// of `sharing_again` stages that share its memory all of it.
+std::optional<std::vector<int>> StageChooser::fitting_split(const Plan& plan,
+                                                            int sharing_again) const {
   StageSplitProblem split = split_problem(plan);
   split.stages = memory_rules(plan);
-  if (!may_fit(plan, 1, kInfinity)) return std::nullopt;
+  for (StageMemoryRule& rule : split.stages) {
+    if (rule.inputs > 0) rule.activations /= sharing_again;
+  }
+  if (!may_fit(plan, sharing_again, kInfinity)) return std::nullopt;
   std::optional<StageSplit> found = split_stages(split);
   if (!found) return std::nullopt;
   return std::move(found->first_layers);
@@ -338,7 +344,9 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
       add(balanced_split(plan));
       if (may_skip) is_tight = found.empty();
     }
-    if (found.empty()) add(fitting_split(plan));
+    const int sharing = plan.recomputes_stages() ? plan.shape().stages_sharing_a_rank() : 1;
+    if (found.empty()) add(fitting_split(plan, sharing));
+    if (found.empty() && sharing > 1) add(fitting_split(plan, 1));
   }
   const double message = largest_message(plan.candidate) * plan.seconds_per_byte;
   if (may_search && !found.empty() &&

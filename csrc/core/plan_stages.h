@@ -117,7 +117,7 @@ class StageChooser {
   static SplitKey split_key(const Plan& plan);
   const std::vector<int>& balanced_split(const Plan& plan);
   std::vector<int> split_with_free_messages(Plan plan);
-  std::optional<std::vector<int>> fitting_split(const Plan& plan) const;
+  std::optional<std::vector<int>> fitting_split(const Plan& plan, int sharing_again) const;
   std::optional<std::vector<int>> folded_split(const Plan& plan) const;
   std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;
   bool may_balance_ranks(const Plan& plan, const std::vector<ChosenStages>& found) const;

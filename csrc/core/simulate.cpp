@@ -432,6 +432,10 @@ std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& 
   return steps;
 }
 
+double second_batch(const Schedule& schedule, const Costs& costs) {
+  return measure_period(Execution(schedule, costs, 2).run(), {.first = 0, .last = 1});
+}
+
 Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
   check_form(schedule);
   check_costs(schedule, costs);

@@ -97,6 +97,10 @@ struct Simulation {
 // deadlock: the text then says what each stuck rank waits for and shows the grid, cells marked.
 Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches);
 
+// About the period of a schedule that flushes, from its second batch alone and without checking
+// anything, as simulate() would: where very many are compared.
+double second_batch(const Schedule& schedule, const Costs& costs);
+
 struct MemoryStep {
   double time = 0;   // from here on
   double bytes = 0;  // this much is held

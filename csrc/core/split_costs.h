@@ -96,6 +96,11 @@ class SplitCosts {
            rule.frozen * (frozen_[end] - frozen_[first]) +
            rule.activations * (activations_[end] - activations_[first]) + bytes(rule, received);
   }
+  // Of these the part of what runs again, of which a rank's several stages need the largest alone:
+  // with recompute the activations.
+  double again(const StageMemoryRule& rule, int first, int end) const {
+    return rule.inputs > 0 ? rule.activations * (activations_[end] - activations_[first]) : 0;
+  }
   // Of the values that are made before the position and read after it.
   const Received& crossing(int position) const { return crossing_[position]; }
   // Whether the memory by this rule depends on what a stage receives.

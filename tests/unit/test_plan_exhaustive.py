@@ -168,7 +168,8 @@ def above_the_best(problem: Problem) -> tuple[Problem, float] | None:
     """By how much the plan is slower than the best of all sets of cuts of all candidates.
 
     It is at least as fast as the splits whose slowest stage takes the least time, to one percent:
-    periods are measured so exactly where messages are exposed.
+    periods are measured so exactly where messages are exposed. Where ranks have several stages it
+    began at another split, and may have found no way to these.
     """
     plan = planned(problem)
     search = Search(problem)
@@ -180,24 +181,23 @@ def above_the_best(problem: Problem) -> tuple[Problem, float] | None:
     best = search.fastest()
     assert taken >= best / ROUNDING
     if taken > best * ROUNDING:
-        assert taken <= search.by_slowest_stage() * 1.01
+        has_chunks = "interleaved" in problem.schedules
+        assert taken <= search.by_slowest_stage() * (1.05 if has_chunks else 1.01)
     return problem, taken / best - 1
 
 
-LARGE: dict[str, Any] = {"layers": (2, 12), "devices": (1, 16)}
-SMALL: dict[str, Any] = {"layers": (3, 9), "devices": (1, 6)}
 WAYS = ("none", "stages")
-# Ranks with several stages count each as if all ran forwards again at once: with "stages" they
-# refuse splits that fit.
+LARGE: dict[str, Any] = {"layers": (2, 12), "devices": (1, 16), "recompute": WAYS}
+SMALL: dict[str, Any] = {"layers": (3, 9), "devices": (1, 6), "recompute": WAYS}
 BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
-    ("2bw",): (0.12, {**LARGE, "recompute": WAYS}),
-    ("2bw_eager",): (0.12, {**LARGE, "recompute": WAYS}),
-    ("gpipe",): (0.06, {**SMALL, "recompute": WAYS}),
-    ("1f1b",): (0.25, {**SMALL, "recompute": WAYS}),
-    ("zero_bubble",): (0.2, {**SMALL, "recompute": WAYS}),
-    ("interleaved",): (0.2, {**SMALL, "recompute": ("none",)}),
-    ("chimera",): (0.1, {**SMALL, "recompute": ("none",)}),
-    ALL[:5]: (0.2, {**SMALL, "recompute": ("none",)}),
+    ("2bw",): (0.02, LARGE),
+    ("2bw_eager",): (0.01, LARGE),
+    ("gpipe",): (0.01, SMALL),
+    ("1f1b",): (0.01, SMALL),
+    ("zero_bubble",): (0.01, SMALL),
+    ("interleaved",): (0.05, SMALL),
+    ("chimera",): (0.1, SMALL),
+    ALL[:5]: (0.05, SMALL),
 }
 """By how much a plan may be slower than the best at most, and the sizes of the problems."""
 
@@ -215,10 +215,9 @@ def test_plans_are_near_the_best_of_all_and_refused_only_if_nothing_fits(
     assert 15 <= len(planned) < len(found)
     above = [ratio for _, ratio in planned]
     assert max(above) <= most
-    assert sum(above) / len(above) <= 0.02
+    assert sum(above) / len(above) <= 0.003
     if schedules in (("2bw",), ("2bw_eager",)):
-        # The best, but that a period is measured to a thousandth or so where messages are exposed,
-        # and that the sum over replicas counts for no split.
+        # The best, but that a period is measured to a thousandth or so where messages are exposed.
         alone = [ratio for problem, ratio in planned if problem.width == 1]
         assert len(alone) >= 5
         assert max(alone) <= 2e-3

@@ -22,17 +22,17 @@ Ranks ranks_of(const StageSplitProblem& problem, const AllStages& stages,
                const std::vector<int>& firsts) {
   const int d = static_cast<int>(firsts.size());
   std::vector<double> seconds(d, 0);
-  std::vector<double> bytes(d, 0);
+  std::vector<testing::RankBytes> bytes(d);
   testing::for_each_stage(problem, firsts, [&](int k, int a, int b) {
     const int rank = std::min(k, d - 1 - k);
     seconds[rank] += stages.seconds(k, a, b) - stages.messages(a, b);
-    bytes[rank] += stages.bytes(k, a, b);
+    bytes[rank].add(problem, stages, k, a, b);
   });
   Ranks ranks;
   for (int r = 0; r < d / 2; ++r) {
     const double limit = std::min(problem.stages[r].limit, problem.stages[d - 1 - r].limit);
     ranks.slowest = std::max(ranks.slowest, seconds[r]);
-    ranks.fits = ranks.fits && bytes[r] <= limit;
+    ranks.fits = ranks.fits && bytes[r].all() <= limit;
   }
   return ranks;
 }

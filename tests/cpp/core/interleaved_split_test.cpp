@@ -16,6 +16,7 @@ using testing::AllStages;
 using testing::for_each_split;
 using testing::for_each_stage;
 using testing::random_problem;
+using testing::RankBytes;
 using testing::value_error;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -24,13 +25,13 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 double slowest_rank(const StageSplitProblem& problem, const AllStages& stages, int num_ranks,
                     const std::vector<int>& firsts) {
   std::vector<double> seconds(num_ranks, 0);
-  std::vector<double> bytes(num_ranks, 0);
+  std::vector<RankBytes> bytes(num_ranks);
   for_each_stage(problem, firsts, [&](int s, int a, int b) {
     seconds[s % num_ranks] += stages.seconds(s, a, b);
-    bytes[s % num_ranks] += stages.bytes(s, a, b);
+    bytes[s % num_ranks].add(problem, stages, s, a, b);
   });
   for (int rank = 0; rank < num_ranks; ++rank) {
-    if (bytes[rank] > problem.stages[rank].limit) return kInfinity;
+    if (bytes[rank].all() > problem.stages[rank].limit) return kInfinity;
   }
   return *std::max_element(seconds.begin(), seconds.end());
 }

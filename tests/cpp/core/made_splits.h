@@ -114,6 +114,23 @@ class AllStages {
   std::vector<std::vector<double>> bytes_;
 };
 
+// What a rank's stages hold together: of what runs again the largest stage's.
+struct RankBytes {
+  double held = 0;
+  double again = 0;
+
+  void add(const StageSplitProblem& problem, const AllStages& stages, int k, int a, int b) {
+    const StageMemoryRule& rule = problem.stages[k];
+    double own = 0;
+    for (int i = a; i < b && rule.inputs > 0; ++i) {
+      own += rule.activations * problem.layers[i].activation_bytes;
+    }
+    held += stages.bytes(k, a, b) - own;
+    again = std::max(again, own);
+  }
+  double all() const { return held + again; }
+};
+
 // Calls `each(first layers)` for every split of the layers into the problem's stages.
 template <typename Each>
 void for_each_split(const StageSplitProblem& problem, Each&& each) {

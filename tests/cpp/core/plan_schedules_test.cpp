@@ -200,6 +200,37 @@ TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
   }
 }
 
+TEST(PlanSchedules, TheFormulaOfGpipeKnowsWhichStageUpdatesLong) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 200; ++round) {
+    Instance instance = random_instance(random, "gpipe", 0.3, round % 2 * 0.2);
+    std::vector<StageCosts>& stages = instance.costs.stages;
+    stages[random() % stages.size()].all_reduce = random() % 20;
+    const double expected = simulated(instance);
+    EXPECT_NEAR(closed_form_period(instance.shape, instance.costs), expected, 0.01 * expected)
+        << "round " << round;
+  }
+}
+
+TEST(PlanSchedules, TheSecondBatchTakesAboutThePeriodOfAFlush) {
+  std::mt19937 random(6);
+  for (const std::string& name : planned_schedules()) {
+    if (!schedule_rule(name).is_flushed()) continue;
+    double sum = 0;
+    constexpr int kRounds = 100;
+    for (int round = 0; round < kRounds; ++round) {
+      const Instance instance = random_instance(random, name, round % 2 * 0.3, round % 4 * 0.1);
+      const PipelineShape& shape = instance.shape;
+      const Schedule schedule =
+          make_schedule(name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+      const double expected = simulated(instance);
+      sum += std::abs(second_batch(schedule, instance.costs) / expected - 1);
+    }
+    RecordProperty(name, std::to_string(sum / kRounds));
+    EXPECT_LT(sum / kRounds, 0.002) << name;
+  }
+}
+
 // Of schedules without an exact formula, where pipelines are short enough to be simulated.
 TEST(PlanSchedules, LargeBatchesTakeAStraightLine) {
   std::mt19937 random(4);
