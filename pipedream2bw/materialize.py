@@ -23,9 +23,18 @@ def is_on_meta(root: nn.Module) -> bool:
 
 
 def home_of(root: nn.Module, example: Example) -> torch.device:
-    """Where the model is; one on meta is to be where its arguments are."""
+    """Where the model is; one on meta is to be where its arguments are.
+
+    Raises:
+        ValueError: an argument of a model on meta is on meta, too.
+    """
     if is_on_meta(root):
         tensors = [item for item in pytree.tree_leaves(example) if isinstance(item, torch.Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            raise ValueError(
+                "example_args: a tensor on meta, the model is on meta: its arguments must be on the "
+                "device that it is to be on"
+            )
     else:
         tensors = list(root.parameters())
     return tensors[0].device if tensors else torch.device("cpu")

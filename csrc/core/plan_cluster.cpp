@@ -172,8 +172,8 @@ void check(const Cluster& cluster) {
   std::visit([&](const auto& each) { check_fits(each, cluster.num_devices()); }, cluster.topology);
 }
 
-double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, double bytes) {
-  const auto n = static_cast<int>(devices.size());
+double all_reduce_seconds(const Cluster& cluster, int n, std::span<const Link> links,
+                          double bytes) {
   if (n < 2 || bytes <= 0) return 0;
   std::vector<AllReduceTime> measured;
   for (const AllReduceTime& time : cluster.all_reduce) {
@@ -184,10 +184,7 @@ double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, 
     return measured_seconds(measured, bytes);
   }
   double slowest = 0;
-  for (int i = 0; i < n; ++i) {
-    const Link link = link_between(cluster.topology, devices[i], devices[(i + 1) % n]);
-    slowest = std::max(slowest, link.seconds(bytes / n));
-  }
+  for (const Link& link : links) slowest = std::max(slowest, link.seconds(bytes / n));
   return 2 * (n - 1) * slowest;
 }
 

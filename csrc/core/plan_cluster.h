@@ -15,6 +15,7 @@ struct Link {
   double bandwidth = std::numeric_limits<double>::infinity();  // bytes per second, each direction
 
   double seconds(double bytes) const { return latency + bytes / bandwidth; }
+  bool operator==(const Link&) const = default;
 };
 
 // Devices 0 .. devices_per_server - 1 are in the first server, and so on.
@@ -79,10 +80,10 @@ struct Cluster {
 // Throws ValueError naming the field, the rule and the value.
 void check(const Cluster& cluster);
 
-// Seconds in which the devices, a ring in this order, add up `bytes` each: 2 (n - 1) steps of
-// bytes / n over the slowest of the ring's links. With measured times of as many ranks: on the line
-// through the two nearest sizes.
-double all_reduce_seconds(const Cluster& cluster, std::span<const int> devices, double bytes);
+// Seconds in which n devices, a ring of these links, add up `bytes` each: 2 (n - 1) steps of
+// bytes / n over the slowest link. With measured times of as many ranks: on the line through the
+// two nearest sizes.
+double all_reduce_seconds(const Cluster& cluster, int n, std::span<const Link> links, double bytes);
 
 struct Start {
   double hour = 0;   // from now

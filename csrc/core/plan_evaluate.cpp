@@ -8,10 +8,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-const Link& slower(const Link& a, const Link& b, double bytes) {
-  return a.seconds(bytes) < b.seconds(bytes) ? b : a;
-}
-
 // Of a batch, of the slowest stage: its ranks' work at least.
 double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages) {
   double slowest = 0;
@@ -33,33 +29,13 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 Evaluator::Evaluator(const PlanProblem& problem, const Layouts& layouts)
     : problem_(problem), layouts_(layouts), bounds_(problem), chooser_(problem, layouts) {}
 
-// Of a message between two stages, over all replicas; on one rank none.
-Link Evaluator::slowest_link(const PipelineShape& shape, const DeviceGrid& devices, int from,
-                             int to, double bytes) const {
-  Link slowest;
-  const int last = shape.ranks - 1;
-  const auto take = [&](int sender, int receiver) {
-    for (int replica = 0; replica < devices.width() && sender != receiver; ++replica) {
-      const Link link = link_between(problem_.cluster.topology, devices.at(sender, replica),
-                                     devices.at(receiver, replica));
-      slowest = slower(slowest, link, bytes);
-    }
-  };
-  const int sender = from % shape.ranks;
-  const int receiver = to % shape.ranks;
-  take(sender, receiver);
-  if (shape.rule->is_bidirectional) take(last - sender, last - receiver);
-  return slowest;
-}
-
 // Messages, each at the link between the two devices, and the time of adding up gradients.
-void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
+void Evaluator::set_links(Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
-  const int last = shape.ranks - 1;
   Costs& costs = plan.costs;
   const auto set = [&](int from, int to, EdgeCosts& edge) {
     if (edge.message_bytes == 0) return;
-    const Link link = slowest_link(shape, devices, from, to, edge.message_bytes);
+    const Link link = links.slowest(from, to, edge.message_bytes);
     edge.latency = link.latency;
     edge.bandwidth = link.bandwidth;
     const double seconds = link.seconds(edge.message_bytes);
@@ -77,31 +53,28 @@ void Evaluator::set_links(Evaluation& plan, const DeviceGrid& devices) const {
   costs.stages.resize(shape.depth());
   for (int k = 0; k < shape.depth(); ++k) {
     PlannedStage& stage = plan.stages[k];
-    const std::span<const int> first = devices.of_rank(k % shape.ranks);
-    stage.devices.assign(first.begin(), first.end());
-    std::vector<int> both;  // copies
-    if (shape.rule->is_bidirectional) {
-      const std::span<const int> second = devices.of_rank(last - k);
-      both.assign(first.begin(), first.end());
-      both.insert(both.end(), second.begin(), second.end());
-    }
-    stage.costs.all_reduce =
-        all_reduce_seconds(problem_.cluster, both.empty() ? first : std::span<const int>(both),
-                           stage.costs.gradient_bytes);
+    const std::span<const int> devices = links.devices().of_rank(k % shape.ranks);
+    stage.devices.assign(devices.begin(), devices.end());
+    stage.costs.all_reduce = links.all_reduce(k, stage.costs.gradient_bytes);
     costs.stages[k] = stage.costs;
   }
-  plan.devices = devices;
+  plan.devices = links.devices();
 }
 
 void Evaluator::search_devices(Evaluation& plan) const {
   const DeviceGrid before = plan.devices;
-  const double seconds_before = step_time(plan.candidate.shape, plan.costs).seconds;
+  const PipelineShape& shape = plan.candidate.shape;
+  const auto place_on = [&](const DeviceGrid& devices) {
+    GridLinks links(problem_.cluster, shape, devices);
+    set_links(plan, links);
+  };
+  const double seconds_before = step_time(shape, plan.costs).seconds;
   const DeviceGrid found = search_mapping(problem_.cluster, before, [&](const DeviceGrid& devices) {
-    set_links(plan, devices);
-    return closed_form_period(plan.candidate.shape, plan.costs);
+    place_on(devices);
+    return closed_form_period(shape, plan.costs);
   });
-  set_links(plan, found);
-  if (step_time(plan.candidate.shape, plan.costs).seconds > seconds_before) set_links(plan, before);
+  place_on(found);
+  if (step_time(shape, plan.costs).seconds > seconds_before) place_on(before);
 }
 
 double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
@@ -150,6 +123,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   const auto is_worthless = [&](const Evaluation& plan, double least) {
     return score(candidate, plan.devices, least) >= worth;
   };
+  GridLinks links(problem_.cluster, shape, devices);
   std::vector<Evaluation> plans;
   bool is_refined = false;
   for (ChosenStages& stages : chooser_.choose(candidate, holders, seconds)) {
@@ -157,7 +131,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
         score(candidate, devices, seconds_of_slowest(shape, stages)) >= worth) {
       return std::nullopt;
     }
-    plans.push_back(placed(candidate, std::move(stages), devices));
+    plans.push_back(placed(candidate, std::move(stages), links));
     is_refined = is_refined || may_refine(plans.back());
   }
   // What is refined does not depend on the worth, and so does not the result.
@@ -174,14 +148,14 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
 }
 
 Evaluation Evaluator::placed(const Candidate& candidate, ChosenStages stages,
-                             const DeviceGrid& devices) const {
+                             GridLinks& links) const {
   Evaluation plan;
   plan.candidate = candidate;
   plan.stages = std::move(stages.stages);
   plan.costs.edges = std::move(stages.edges);
   plan.costs.skips = std::move(stages.skips);
   plan.peak_bytes = stages.peak_bytes;
-  set_links(plan, devices);
+  set_links(plan, links);
   return plan;
 }
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "core/plan_links.h"
 #include "core/plan_stages.h"
 
 #include <functional>
@@ -55,8 +56,7 @@ class Evaluator {
   double least_memory(const Candidate& candidate) const;
 
  private:
-  Evaluation placed(const Candidate& candidate, ChosenStages stages,
-                    const DeviceGrid& devices) const;
+  Evaluation placed(const Candidate& candidate, ChosenStages stages, GridLinks& links) const;
   double least_seconds(const Evaluation& plan) const;
   void set_time(Evaluation& plan, double least) const;  // no less than so many seconds
   // What may be better than these placed plans of one candidate.
@@ -66,9 +66,7 @@ class Evaluator {
   void move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
                  const std::function<double(const Evaluation&)>& seconds) const;
   StageHolders holders_of(const PipelineShape& shape, const DeviceGrid& devices) const;
-  void set_links(Evaluation& plan, const DeviceGrid& devices) const;
-  Link slowest_link(const PipelineShape& shape, const DeviceGrid& devices, int from, int to,
-                    double bytes) const;
+  void set_links(Evaluation& plan, GridLinks& links) const;
   void search_devices(Evaluation& plan) const;
 
   const PlanProblem& problem_;

@@ -51,10 +51,10 @@ void keep_best(std::vector<Evaluation>& plans, std::size_t most, Seconds&& secon
 bool Evaluator::has_exposed_message(const Evaluation& plan) const {
   const PipelineShape& shape = plan.candidate.shape;
   const double bytes = chooser_.largest_message(plan.candidate);
+  GridLinks links(problem_.cluster, shape, plan.devices);
   double slowest = 0;
   for (int k = 0; k + 1 < shape.depth(); ++k) {
-    const Link link = slowest_link(shape, plan.devices, k, k + 1, bytes);
-    slowest = std::max(slowest, link.seconds(bytes));
+    slowest = std::max(slowest, links.slowest(k, k + 1, bytes).seconds(bytes));
   }
   return chooser_.is_message_exposed(plan.candidate, slowest);
 }
@@ -83,9 +83,10 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
       shape.rule->has_exact_closed_form() || is_message_exposed || has_exposed_all_reduce(plans[0]);
   std::vector<Evaluation> others;
   if (is_message_exposed) {
+    GridLinks links(problem_.cluster, shape, plans[0].devices);
     for (const auto& firsts : chooser_.splits_for(candidate, holders, plans[0].costs.edges)) {
       if (auto stages = chooser_.stages_of(candidate, holders, firsts)) {
-        others.push_back(placed(candidate, *std::move(stages), plans[0].devices));
+        others.push_back(placed(candidate, *std::move(stages), links));
       }
     }
   }
@@ -129,6 +130,8 @@ void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num
   cuts.push_back(static_cast<int>(positions.size()) - 1);
   const int num_stages = static_cast<int>(plan.stages.size());
   double least = num_tries > 0 ? seconds(plan) : 0;
+  const DeviceGrid devices = plan.devices;
+  GridLinks links(problem_.cluster, plan.candidate.shape, devices);
   // Whether it saves time to move the cuts before stages first .. last; num_tries tells the rest.
   const auto moves = [&](int first, int last, int by) {
     if (num_tries <= 0 || cuts[first] + by <= cuts[first - 1] || cuts[last] + by >= cuts[last + 1])
@@ -138,7 +141,7 @@ void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num
     for (int k = first; k <= last; ++k) firsts[k] = positions[cuts[k] + by];
     auto stages = chooser_.stages_of(plan.candidate, holders, firsts);
     if (!stages) return false;
-    Evaluation other = placed(plan.candidate, *std::move(stages), plan.devices);
+    Evaluation other = placed(plan.candidate, *std::move(stages), links);
     const double now = seconds(other);
     if (now >= least * (1 - 1e-9)) return false;
     least = now;

@@ -2,6 +2,7 @@
 #include "core/plan_blocks.h"
 #include "core/plan_cluster.h"
 #include "core/plan_layout.h"
+#include "core/plan_links.h"
 #include "plan_instances.h"
 
 #include <gtest/gtest.h>
@@ -9,7 +10,9 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <random>
 #include <set>
+#include <string>
 
 namespace pd2 {
 namespace {
@@ -178,15 +181,67 @@ TEST(PlanCluster, AllReduceIsTheRingsOrTheMeasuredOne) {
   cluster.types.resize(1);
   cluster.type_of.assign(4, 0);
   cluster.topology = Servers{2, {1, 100}, {2, 10}};
-  const std::vector<int> inside = {0, 1};
-  const std::vector<int> all = {0, 1, 2, 3};
-  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, inside, 100), 2 * (1 + 0.5));
-  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 100), 2 * 3 * (2 + 2.5));
-  EXPECT_EQ(all_reduce_seconds(cluster, std::vector<int>{3}, 100), 0);
+  const auto all_reduce = [&](int ranks, int width, double bytes) {
+    const PipelineShape shape = {&schedule_rule("2bw"), ranks, 1, ranks};
+    const DeviceGrid grid = Layouts(cluster).grid(1, ranks, width);
+    return GridLinks(cluster, shape, grid).all_reduce(0, bytes);
+  };
+  EXPECT_DOUBLE_EQ(all_reduce(2, 2, 100), 2 * (1 + 0.5));
+  EXPECT_DOUBLE_EQ(all_reduce(1, 4, 100), 2 * 3 * (2 + 2.5));
+  EXPECT_EQ(all_reduce(4, 1, 100), 0);
   cluster.all_reduce = {{4, 200, 5}, {4, 100, 3}, {2, 50, 1}};
-  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 150), 4);
-  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 50), 3);
-  EXPECT_DOUBLE_EQ(all_reduce_seconds(cluster, all, 400), 10);
+  EXPECT_DOUBLE_EQ(all_reduce(1, 4, 150), 4);
+  EXPECT_DOUBLE_EQ(all_reduce(1, 4, 50), 3);
+  EXPECT_DOUBLE_EQ(all_reduce(1, 4, 400), 10);
+}
+
+TEST(PlanGridLinks, TheSlowestOfAllReplicasIsTaken) {
+  std::mt19937 random(9);
+  for (int round = 0; round < 300; ++round) {
+    const int ranks = 2 * (1 + static_cast<int>(random() % 3));
+    const int width = 1 + static_cast<int>(random() % 4);
+    LinkMatrix matrix = {ranks * width, {}};
+    for (int i = 0; i < matrix.num_devices * matrix.num_devices; ++i) {
+      matrix.links.push_back({double(random() % 4), 1.0 + random() % 4});
+    }
+    Cluster cluster;
+    cluster.types.resize(1);
+    cluster.type_of.assign(matrix.num_devices, 0);
+    cluster.topology = matrix;
+    const std::string name = round % 2 == 0 ? "chimera" : "interleaved";
+    const int chunks = name == "chimera" ? 1 : 2;
+    const PipelineShape shape = {&schedule_rule(name), ranks, chunks, 2 * ranks};
+    const DeviceGrid grid = Layouts(cluster).grid(round % 2, ranks, width);
+    GridLinks links(cluster, shape, grid);
+    for (const double bytes : {1.0, 8.0, 3.0}) {
+      for (int from = 0; from < shape.depth(); ++from) {
+        double sum = 0;  // the longest step of the ring
+        std::vector<int> copies;
+        for (const int rank : shape.ranks_of(from)) {
+          for (int i = 0; i < width; ++i) copies.push_back(grid.at(rank, i));
+        }
+        const auto n = static_cast<int>(copies.size());
+        for (int i = 0; i < n; ++i) {
+          const Link link = link_between(cluster.topology, copies[i], copies[(i + 1) % n]);
+          sum = std::max(sum, link.seconds(bytes / n));
+        }
+        EXPECT_DOUBLE_EQ(links.all_reduce(from, bytes), n > 1 ? 2 * (n - 1) * sum : 0);
+        for (int to = from + 1; to < shape.depth(); ++to) {
+          double slowest = 0;
+          for (int copy = 0; copy < (name == "chimera" ? 2 : 1); ++copy) {
+            const auto on = [&](int stage) { return shape.ranks_of(stage)[copy]; };
+            for (int i = 0; i < width && on(from) != on(to); ++i) {
+              const Link link =
+                  link_between(cluster.topology, grid.at(on(from), i), grid.at(on(to), i));
+              slowest = std::max(slowest, link.seconds(bytes));
+            }
+          }
+          const bool is_same_rank = shape.ranks_of(from)[0] == shape.ranks_of(to)[0];
+          EXPECT_EQ(is_same_rank ? 0 : links.slowest(from, to, bytes).seconds(bytes), slowest);
+        }
+      }
+    }
+  }
 }
 
 TEST(PlanCluster, PricesAreAddedUpOverTime) {
