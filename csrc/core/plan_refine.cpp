@@ -10,7 +10,7 @@
 namespace pd2 {
 namespace {
 
-constexpr int kMostTries = 300;            // of cuts
+constexpr int kMostTries = 600;            // of cuts
 constexpr double kMostTriedActions = 4e4;  // of these tries, where they are simulated
 constexpr int kFewestTries = 20;           // fewer are not worth the while
 constexpr int kReach = 4;                  // pieces that a cut is moved by at most
@@ -98,7 +98,9 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
   std::ranges::move(others, std::back_inserter(plans));
   std::vector<Evaluation> moved;
   if (is_formula_of_use) moved = plans;
-  for (Evaluation& plan : moved) move_cuts(plan, holders, kMostTries, by_closed_form);
+  for (Evaluation& plan : moved) {
+    move_cuts(plan, holders, kMostTries / static_cast<int>(moved.size()), by_closed_form);
+  }
   if (shape.rule->has_exact_closed_form()) {
     plans = std::move(moved);
     keep_best(plans, kMostStarts, by_closed_form);
