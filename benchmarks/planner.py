@@ -9,9 +9,11 @@ mean of the predictions from the profiles just before and just after it; a model
 Then a model whose parameters are where its work is not, split by the planner, into equal parts of
 its parameters, and by hand; blocks of steps alternate.
 
-Then how long it takes to profile a GPT of 48 blocks with 1, 2 and 4 rows, in two threads at once.
+Then how long it takes to profile a GPT of 48 blocks with 1, 2 and 4 rows, in two threads at once,
+and to plan it for 1,024 devices in servers of 8, reasons included: its profile, as a V100's, has
+more than 1,000 layers. Memory is ample, and near the least with which there is a plan.
 
-    python benchmarks/planner.py [--only accuracy,split,profiler] [--rounds 5] [--smoke]
+    python benchmarks/planner.py [--only accuracy,split,profiler,search] [--rounds 5] [--smoke]
         [--json PATH]
 """
 
@@ -43,6 +45,8 @@ MOST_TIME_ERROR, MOST_MEMORY_ERROR = 8.0, 3.0  # percent
 TIME_ERROR, MEMORY_ERROR = "error of the step's time, %", "error of a stage's bytes, %"
 LEAST_GAIN = 1.3
 MOST_SECONDS_TO_PROFILE = 60.0
+MOST_SECONDS_TO_PLAN = 1.0
+SEARCHED_MEMORY = ("1GB", "100MB", "24MB")
 MOST_ABOVE_BY_HAND = 1.03  # of which the machine's noise is more than half
 BY_HAND = {
     "half of the layers": "convolutions.6",
@@ -73,6 +77,10 @@ class Planned(Pipeline):
         self.optimizer = pd2.PipelineOptimizer(adamw(self.pipe.parameters()))
         self.args = (x,) if self.pipe.is_first_stage else ()
         self.target = target if self.pipe.is_last_stage else None
+
+
+Searches = tuple[int, dict[str, list[float]]]
+"""The number of layers, and seconds of every round by the devices' memory."""
 
 
 def make_plan(model: Model, world_size: int, seconds: float) -> pd2.Plan:
@@ -197,6 +205,27 @@ def profiler(rank: int, world_size: int, model: Model, rounds: int, seconds: flo
     return taken
 
 
+def search(rank: int, world_size: int, model: Model, devices: int, rounds: int) -> Searches:
+    """Seconds to plan for so many devices, by their memory, in every round."""
+    x, target = model.batch(1)
+    profile = pd2.profile(
+        model.make(),
+        mse_loss,
+        example_args=(x,),
+        target=target,
+        microbatch_rows=(1, 2, 4),
+        dry=pd2.KNOWN_DEVICES["v100"],
+    )
+    cluster = pd2.Cluster.servers(devices, devices_per_server=8, inside="300GB/s", outside="25GB/s")
+    taken: dict[str, list[float]] = {}
+    for memory in SEARCHED_MEMORY:
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            pd2.plan(profile, devices=cluster, memory=memory, batch=4 * devices)
+            taken.setdefault(memory, []).append(time.perf_counter() - begin)
+    return len(profile.layers), taken
+
+
 def accuracy_figures(name: str, results: list[list[Round]]) -> tuple[list[Figure], list[Figure]]:
     """Of one model: times, and errors in percent."""
     rounds = next(of_rank for of_rank in results if of_rank[0].measured > 0)
@@ -249,7 +278,7 @@ def split_figures(name: str, blocks: dict[str, list[Block]]) -> tuple[list[Figur
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=5)
-    add_only(parser, ["accuracy", "split", "profiler"])
+    add_only(parser, ["accuracy", "split", "profiler", "search"])
     options = parser.parse_args()
     rounds, seconds, steps = (1, 0.05, MIN_STEPS) if options.smoke else (options.rounds, 1.0, 14)
     where = machine()
@@ -279,6 +308,12 @@ def main() -> None:
                 "GPT of 48 blocks, threads", "s to profile", taken, at_most=MOST_SECONDS_TO_PROFILE
             )
         )
+    if "search" in options.only:
+        model, devices = (SMOKE_DEEP, 64) if options.smoke else (DEEP, 1024)
+        ((num_layers, by_memory),) = run_on_ranks(1, search, model, devices, rounds)
+        for memory, taken in by_memory.items():
+            setting = f"{num_layers} layers, {devices} devices of {memory}"
+            judged.append(Figure(setting, "s to plan", taken, at_most=MOST_SECONDS_TO_PLAN))
     for measure, most in (
         (TIME_ERROR, MOST_TIME_ERROR),
         (MEMORY_ERROR, MOST_MEMORY_ERROR),

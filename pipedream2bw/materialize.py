@@ -32,8 +32,8 @@ def home_of(root: nn.Module, example: Example) -> torch.device:
         tensors = [item for item in pytree.tree_leaves(example) if isinstance(item, torch.Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             raise ValueError(
-                "example_args: a tensor on meta, the model is on meta: its arguments must be on the "
-                "device that it is to be on"
+                "example_args: a tensor on meta, the model is on meta: its arguments must be on "
+                "the device that it is to be on"
             )
     else:
         tensors = list(root.parameters())

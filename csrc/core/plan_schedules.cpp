@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
 
 namespace pd2 {
 namespace {
@@ -32,24 +33,38 @@ double seconds_of(const EdgeCosts& edge) {
   return edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
 }
 
-// Messages by the stage that receives them.
+// Messages by the stage that receives them: from the one before, then from others.
 struct Message {
   int from = 0;
   double seconds = 0;
 };
-using Messages = std::vector<std::vector<Message>>;
 
-Messages messages_of(const PipelineShape& shape, const Costs& costs) {
-  Messages messages(shape.depth());
-  for (int stage = 1; stage < shape.depth(); ++stage) {
+class Messages {
+ public:
+  Messages(const PipelineShape& shape, const Costs& costs) : begins_(shape.depth() + 1, 0) {
     const bool is_free = costs.edges.empty() || shape.ranks == 1;
-    messages[stage].push_back({stage - 1, is_free ? 0 : seconds_of(costs.edges[stage - 1])});
+    const std::span<const SkipCosts> skips(costs.skips.data(),
+                                           shape.ranks == 1 ? 0 : costs.skips.size());
+    for (int stage = 0; stage < shape.depth(); ++stage) {
+      if (stage > 0) {
+        all_.push_back({stage - 1, is_free ? 0 : seconds_of(costs.edges[stage - 1])});
+      }
+      for (const auto& [from, to, edge] : skips) {
+        if (to == stage) all_.push_back({from, seconds_of(edge)});
+      }
+      begins_[stage + 1] = static_cast<int>(all_.size());
+    }
   }
-  for (const auto& [from, to, edge] : costs.skips) {
-    if (shape.ranks > 1) messages[to].push_back({from, seconds_of(edge)});
+
+  int num_stages() const { return static_cast<int>(begins_.size()) - 1; }
+  std::span<const Message> to(int stage) const {
+    return std::span(all_).subspan(begins_[stage], begins_[stage + 1] - begins_[stage]);
   }
-  return messages;
-}
+
+ private:
+  std::vector<Message> all_;
+  std::vector<int> begins_;  // by stage
+};
 
 // The longest ways of a microbatch from a stage's F to the end of a later one's, and from there
 // back: from the start of B to the end of the first one's.
@@ -61,15 +76,15 @@ class Ways {
       forward_.push_back(stage.forward);
       backward_.push_back(backward(stage));
     }
-    there_.resize(messages.size());
-    back_.resize(messages.size());
+    there_.resize(messages.num_stages());
+    back_.resize(messages.num_stages());
   }
 
   // To be called for rising stages, beginning with the first one.
   double there_and_back(int first, int stage) {
     double there = 0;
     double back = 0;
-    for (const auto& [from, seconds] : messages_[stage]) {
+    for (const auto& [from, seconds] : messages_.to(stage)) {
       if (from < first) continue;
       there = std::max(there, there_[from] + seconds);
       back = std::max(back, back_[from] + seconds);
@@ -89,7 +104,7 @@ class Ways {
 
 // From a stage through those before `end` and back.
 double there_and_back(const PipelineShape& shape, const Costs& costs, int first, int end) {
-  const Messages messages = messages_of(shape, costs);
+  const Messages messages(shape, costs);
   Ways ways(messages, costs, whole_backward);
   double seconds = 0;
   for (int stage = first; stage < end; ++stage) seconds = ways.there_and_back(first, stage);
@@ -108,7 +123,7 @@ double messages_there_and_back(const PipelineShape& shape, const Costs& costs, i
 template <typename Part>
 double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, int longest,
                      Part&& backward, int first = 0) {
-  const Messages messages = messages_of(shape, costs);
+  const Messages messages(shape, costs);
   Ways ways(messages, costs, backward);
   const int d = shape.depth();
   double worst = 0;
@@ -157,9 +172,12 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
 template <typename Each>
 double period_with_flush(const PipelineShape& shape, const Costs& costs, Each&& each) {
   double period = 0;
+  double saved = 0;  // by leaving out the stages before, at least
   for (int first = 0; first < shape.depth(); ++first) {
     const double updating = update(costs.stages[first]);
-    if (first > 0 && updating <= update(costs.stages.front())) continue;
+    const bool may_be_longer = first == 0 || updating > update(costs.stages.front()) + saved;
+    saved += round_trip(costs.stages[first]);
+    if (!may_be_longer) continue;
     const double way = there_and_back(shape, costs, first, shape.depth());
     const double further = (shape.num_microbatches - 1) * each(first);
     period = std::max(period, costs.stages.back().recompute + way + further + updating);
@@ -197,7 +215,7 @@ double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {
 
 double period_of_zero_bubble(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
-  const Messages messages = messages_of(shape, costs);
+  const Messages messages(shape, costs);
   const auto input_grad = [](const StageCosts& stage) { return stage.input_grad; };
   Ways ways(messages, costs, input_grad);
   double slowest = 0;
