@@ -88,7 +88,9 @@ def plan_for_devices_at_hand(
         ranks = control.size if control.size > 1 else len(devices or ())
         width = _width(given)
         with dtypes.as_in_stages():
-            example_args, example_kwargs = dtypes.cast((tuple(example_args), example_kwargs))
+            example_args, example_kwargs = dtypes.cast(
+                (tuple(example_args), dict(example_kwargs or {}))
+            )
             found = _shared(control, lambda: _cached(profile))
             if found is None:
                 from .profiler import profile as measure  # which measures pipelines

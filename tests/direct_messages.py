@@ -36,9 +36,11 @@ class Run:
         self.ends: list[dict[int, float]] = [{} for _ in lists.ranks]
         waiting = [list(unrolled(rank, self.m, num_batches))[::-1] for rank in lists.ranks]
         while any(waiting):
+            left = sum(map(len, waiting))
             for rank, actions in enumerate(waiting):
                 while actions and self.does(rank, *actions[-1]):
                     actions.pop()
+            assert sum(map(len, waiting)) < left, "a deadlock"
 
     def does(self, rank: int, stage: int, kind: str, microbatch: int) -> bool:
         d = len(self.stages)

@@ -9,7 +9,7 @@
 namespace pd2 {
 namespace {
 
-constexpr int kMostSteps = 1 << 18;  // of the search through all splits
+constexpr int kMostSteps = 1 << 16;  // of the search through all splits
 constexpr int kMostRounds = 100;     // of moving cuts
 constexpr int kMostStagesForPairs = 64;
 

@@ -8,9 +8,9 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Other cuts on the same devices never saved so much of a plan's time, where any number was tried:
-// it was up to a fifth. So it is as good as certain that the result does not depend on the worth.
-constexpr double kMostSaved = 1.4;
+// Of a plan whose time by formula is so many times the worth no better cuts are looked for. They
+// made random plans up to 1.7 times as fast at the very most: the result hardly depends on it.
+constexpr double kMostSaved = 2;
 
 // Of a batch, of the slowest stage: its ranks' work at least.
 double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages) {
@@ -124,9 +124,6 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
-  const auto is_worthless = [&](const Evaluation& plan, double least) {
-    return score(candidate, plan.devices, least) >= worth;
-  };
   GridLinks links(problem_.cluster, shape, devices);
   std::vector<Evaluation> plans;
   bool is_refined = false;
@@ -136,7 +133,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
       return std::nullopt;
     }
     plans.push_back(placed(candidate, std::move(stages), links));
-    is_refined = is_refined || may_refine(plans.back());
+    is_refined = is_refined || may_refine(plans.back(), links);
   }
   if (is_refined && !is_matrix) {
     double least = kInfinity;
@@ -149,7 +146,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   std::optional<Evaluation> best;
   for (Evaluation& plan : plans) {
     const double least = least_seconds(plan);
-    if (is_worthless(plan, least)) continue;
+    if (score(candidate, plan.devices, least) >= worth) continue;
     if (!is_refined && is_matrix) search_devices(plan);
     set_time(plan, least);
     if (!best || plan.score < best->score) best = std::move(plan);

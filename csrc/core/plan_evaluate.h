@@ -31,11 +31,12 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 //   stages   as StageChooser says; of several splits the one whose score is best
 //   devices  the layout's; with a measured matrix the best mapping by closed_form_period(), or the
 //            layout's if that takes less time in the end
-//   again    if the model has kMostPiecesForRanks pieces at most, and messages or the sum over
-//            replicas may take more than kFreeMessage of the mean stage's work or a batch that is
-//            flushed is short: splits that suit the links between these devices, the best of them
-//            with devices of its own, and from the best of all on, cuts moved as long as that saves
-//            time (plan_refine.cpp)
+//   again    if no blocks are recomputed, the model has kMostPiecesForRanks pieces at most, and
+//            messages or the sum over replicas may take more than kFreeMessage of the mean stage's
+//            work, or a batch that is flushed is short and simulated soon: where messages count
+//            splits that suit the links between these devices, the best of them with devices of its
+//            own; and from the best few on, cuts moved as long as that saves time
+//            (plan_refine.cpp). Not if the time by formula is twice what it must be below, or more
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's. Never less
 //            than Bounds::seconds()
 class Evaluator {
@@ -60,8 +61,8 @@ class Evaluator {
   double least_seconds(const Evaluation& plan) const;
   void set_time(Evaluation& plan, double least) const;  // no less than so many seconds
   // What may be better than these placed plans of one candidate.
-  bool has_exposed_message(const Evaluation& plan) const;
-  bool may_refine(const Evaluation& plan) const;
+  bool has_exposed_message(const Evaluation& plan, GridLinks& links) const;
+  bool may_refine(const Evaluation& plan, GridLinks& links) const;
   void refine(std::vector<Evaluation>& plans, const StageHolders& holders) const;
   void move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
                  const std::function<double(const Evaluation&)>& seconds) const;

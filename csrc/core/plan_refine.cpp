@@ -10,7 +10,7 @@
 namespace pd2 {
 namespace {
 
-constexpr int kMostTries = 600;            // of cuts
+constexpr int kMostTries = 400;            // of cuts
 constexpr double kMostTriedActions = 4e4;  // of these tries, where they are simulated
 constexpr int kFewestTries = 20;           // fewer are not worth the while
 constexpr int kReach = 4;                  // pieces that a cut is moved by at most
@@ -42,16 +42,20 @@ bool has_exposed_all_reduce(const Evaluation& plan) {
 
 template <typename Seconds>
 void keep_best(std::vector<Evaluation>& plans, std::size_t most, Seconds&& seconds) {
-  std::ranges::stable_sort(plans, {}, seconds);
-  if (plans.size() > most) plans.resize(most);
+  std::vector<std::pair<double, std::size_t>> order;
+  for (std::size_t i = 0; i < plans.size(); ++i) order.emplace_back(seconds(plans[i]), i);
+  std::ranges::sort(order);
+  if (order.size() > most) order.resize(most);
+  std::vector<Evaluation> kept;
+  for (const auto& [_, i] : order) kept.push_back(std::move(plans[i]));
+  plans = std::move(kept);
 }
 
 }  // namespace
 
-bool Evaluator::has_exposed_message(const Evaluation& plan) const {
+bool Evaluator::has_exposed_message(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   const double bytes = chooser_.largest_message(plan.candidate);
-  GridLinks links(problem_.cluster, shape, plan.devices);
   double slowest = 0;
   for (int k = 0; k + 1 < shape.depth(); ++k) {
     slowest = std::max(slowest, links.slowest(k, k + 1, bytes).seconds(bytes));
@@ -59,7 +63,7 @@ bool Evaluator::has_exposed_message(const Evaluation& plan) const {
   return chooser_.is_message_exposed(plan.candidate, slowest);
 }
 
-bool Evaluator::may_refine(const Evaluation& plan) const {
+bool Evaluator::may_refine(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   if (shape.ranks == 1 || chooser_.num_pieces() > kMostPiecesForRanks) return false;
   if (plan.candidate.recompute == Recompute::kBlocks) return false;
@@ -67,7 +71,7 @@ bool Evaluator::may_refine(const Evaluation& plan) const {
       shape.rule->is_flushed() && shape.num_microbatches <= kShortBatch * shape.ranks;
   const bool may_try =
       shape.rule->has_exact_closed_form() || simulated_tries(shape) >= kFewestTries;
-  return (is_short && may_try) || has_exposed_message(plan) || has_exposed_all_reduce(plan);
+  return (is_short && may_try) || has_exposed_message(plan, links) || has_exposed_all_reduce(plan);
 }
 
 void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
@@ -78,12 +82,12 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
     for (Evaluation& plan : plans) search_devices(plan);
   }
   keep_best(plans, kMostStarts, by_closed_form);
-  const bool is_message_exposed = has_exposed_message(plans[0]);
-  const bool is_formula_of_use =
-      shape.rule->has_exact_closed_form() || is_message_exposed || has_exposed_all_reduce(plans[0]);
+  const DeviceGrid devices = plans[0].devices;
+  GridLinks links(problem_.cluster, shape, devices);
+  const bool is_message_exposed = has_exposed_message(plans[0], links);
+  const bool is_exact = shape.rule->has_exact_closed_form();
   std::vector<Evaluation> others;
   if (is_message_exposed) {
-    GridLinks links(problem_.cluster, shape, plans[0].devices);
     for (const auto& firsts : chooser_.splits_for(candidate, holders, plans[0].costs.edges)) {
       if (auto stages = chooser_.stages_of(candidate, holders, firsts)) {
         others.push_back(placed(candidate, *std::move(stages), links));
@@ -96,19 +100,17 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
     search_devices(others[0]);
   }
   std::ranges::move(others, std::back_inserter(plans));
-  std::vector<Evaluation> moved;
-  if (is_formula_of_use) moved = plans;
-  for (Evaluation& plan : moved) {
-    move_cuts(plan, holders, kMostTries / static_cast<int>(moved.size()), by_closed_form);
+  if (is_exact || simulated_tries(shape) < kFewestTries) {
+    std::vector<Evaluation> moved = plans;
+    for (Evaluation& plan : moved) {
+      move_cuts(plan, holders, kMostTries / static_cast<int>(moved.size()), by_closed_form);
+    }
+    std::swap(plans, moved);
+    // An estimate may have led astray.
+    if (!is_exact) std::ranges::move(moved, std::back_inserter(plans));
+    return keep_best(plans, kMostStarts, by_closed_form);
   }
-  if (shape.rule->has_exact_closed_form()) {
-    plans = std::move(moved);
-    keep_best(plans, kMostStarts, by_closed_form);
-    return;
-  }
-  std::ranges::move(moved, std::back_inserter(plans));
   const int num_tries = simulated_tries(shape) - static_cast<int>(plans.size());
-  if (num_tries <= 0) return keep_best(plans, kMostStarts, by_closed_form);
   const Schedule schedule =
       make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
   const auto simulated = [&](const Evaluation& plan) { return second_batch(schedule, plan.costs); };
@@ -136,8 +138,8 @@ void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num
   GridLinks links(problem_.cluster, plan.candidate.shape, devices);
   // Whether it saves time to move the cuts before stages first .. last; num_tries tells the rest.
   const auto moves = [&](int first, int last, int by) {
-    if (num_tries <= 0 || cuts[first] + by <= cuts[first - 1] || cuts[last] + by >= cuts[last + 1])
-      return false;
+    const bool keeps_order = cuts[first - 1] < cuts[first] + by && cuts[last] + by < cuts[last + 1];
+    if (num_tries <= 0 || !keeps_order) return false;
     --num_tries;
     std::vector<int> firsts = first_layers(plan.stages);
     for (int k = first; k <= last; ++k) firsts[k] = positions[cuts[k] + by];

@@ -39,9 +39,9 @@ struct Message {
   double seconds = 0;
 };
 
-class Messages {
+class Inboxes {
  public:
-  Messages(const PipelineShape& shape, const Costs& costs) : begins_(shape.depth() + 1, 0) {
+  Inboxes(const PipelineShape& shape, const Costs& costs) : begins_(shape.depth() + 1, 0) {
     const bool is_free = costs.edges.empty() || shape.ranks == 1;
     const std::span<const SkipCosts> skips(costs.skips.data(),
                                            shape.ranks == 1 ? 0 : costs.skips.size());
@@ -71,7 +71,7 @@ class Messages {
 class Ways {
  public:
   template <typename Part>
-  Ways(const Messages& messages, const Costs& costs, Part&& backward) : messages_(messages) {
+  Ways(const Inboxes& messages, const Costs& costs, Part&& backward) : messages_(messages) {
     for (const StageCosts& stage : costs.stages) {
       forward_.push_back(stage.forward);
       backward_.push_back(backward(stage));
@@ -95,7 +95,7 @@ class Ways {
   }
 
  private:
-  const Messages& messages_;
+  const Inboxes& messages_;
   std::vector<double> forward_;
   std::vector<double> backward_;
   std::vector<double> there_;
@@ -104,7 +104,7 @@ class Ways {
 
 // From a stage through those before `end` and back.
 double there_and_back(const PipelineShape& shape, const Costs& costs, int first, int end) {
-  const Messages messages(shape, costs);
+  const Inboxes messages(shape, costs);
   Ways ways(messages, costs, whole_backward);
   double seconds = 0;
   for (int stage = first; stage < end; ++stage) seconds = ways.there_and_back(first, stage);
@@ -123,7 +123,7 @@ double messages_there_and_back(const PipelineShape& shape, const Costs& costs, i
 template <typename Part>
 double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, int longest,
                      Part&& backward, int first = 0) {
-  const Messages messages(shape, costs);
+  const Inboxes messages(shape, costs);
   Ways ways(messages, costs, backward);
   const int d = shape.depth();
   double worst = 0;
@@ -168,9 +168,9 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
 }
 
 // From a stage's first F of a batch to its first F of the next one: of the first stage, or of a
-// later one that takes longer to update. `each` tells by stage what each further microbatch adds.
-template <typename Each>
-double period_with_flush(const PipelineShape& shape, const Costs& costs, Each&& each) {
+// later one that takes longer to update. `seconds` tells by stage how long its batch takes.
+template <typename Seconds>
+double period_with_flush(const PipelineShape& shape, const Costs& costs, Seconds&& seconds) {
   double period = 0;
   double saved = 0;  // by leaving out the stages before, at least
   for (int first = 0; first < shape.depth(); ++first) {
@@ -178,29 +178,36 @@ double period_with_flush(const PipelineShape& shape, const Costs& costs, Each&& 
     const bool may_be_longer = first == 0 || updating > update(costs.stages.front()) + saved;
     saved += round_trip(costs.stages[first]);
     if (!may_be_longer) continue;
-    const double way = there_and_back(shape, costs, first, shape.depth());
-    const double further = (shape.num_microbatches - 1) * each(first);
-    period = std::max(period, costs.stages.back().recompute + way + further + updating);
+    period = std::max(period, seconds(first) + updating);
   }
   return period;
 }
 
 double period_of_1f1b(const PipelineShape& shape, const Costs& costs) {
-  const int longest = std::max(shape.num_microbatches - 1, 1);
-  return period_with_flush(shape, costs,
-                           [&](int first) { return slowest_cycle(shape, costs, longest, first); });
+  const int further = shape.num_microbatches - 1;
+  return period_with_flush(shape, costs, [&](int first) {
+    const double way = there_and_back(shape, costs, first, shape.depth());
+    const double cycle = slowest_cycle(shape, costs, std::max(further, 1), first);
+    return costs.stages.back().recompute + way + further * cycle;
+  });
 }
 
 double period_of_gpipe(const PipelineShape& shape, const Costs& costs) {
+  const int further = shape.num_microbatches - 1;
   return period_with_flush(shape, costs, [&](int first) {
+    const Inboxes messages(shape, costs);
+    Ways ways(messages, costs, whole_backward);
     double longest_forward = busiest_link(shape, costs);
     double longest_backward = longest_forward;
+    double way = 0;  // the longest one to a stage's last F, what it recomputes then, and back
     for (int i = first; i < shape.depth(); ++i) {
       const StageCosts& stage = costs.stages[i];
       longest_forward = std::max(longest_forward, stage.forward);
       longest_backward = std::max(longest_backward, work_of(stage) - stage.forward);
+      const double there_and_back = ways.there_and_back(first, i);
+      way = std::max(way, there_and_back + further * longest_forward + stage.recompute);
     }
-    return longest_forward + longest_backward;
+    return way + further * longest_backward;
   });
 }
 
@@ -215,7 +222,7 @@ double period_of_interleaved(const PipelineShape& shape, const Costs& costs) {
 
 double period_of_zero_bubble(const PipelineShape& shape, const Costs& costs) {
   const int m = shape.num_microbatches;
-  const Messages messages(shape, costs);
+  const Inboxes messages(shape, costs);
   const auto input_grad = [](const StageCosts& stage) { return stage.input_grad; };
   Ways ways(messages, costs, input_grad);
   double slowest = 0;

@@ -72,10 +72,12 @@ inline constexpr double kMostSimulatedActions = 20'000;
 // About how many actions simulate() runs to measure the period.
 double simulated_actions(const PipelineShape& shape);
 
-// Seconds per batch in the steady state by formula. Of 2bw and 2bw_eager exact, of the others an
-// estimate. With s = F + B (+ R), c a hop, U an update and its all-reduce, per stage; where skips
-// make a longer way between two stages than the hops do, that way counts; and no batch takes less
-// than its messages over one link:
+// Seconds per batch in the steady state by formula. Of gpipe exact, of 2bw and 2bw_eager where no
+// stage updates for longer than a microbatch's work (else up to a quarter too short), of the others
+// an estimate. Of a flush, a later stage that updates longer counts as if it were the first, if
+// that takes longer. With s = F + B (+ R), c a hop, U an update and its all-reduce, per stage;
+// where skips make a longer way between two stages than the hops do, that way counts; and no batch
+// takes less than its messages over one link:
 //
 //   2bw, 2bw_eager  a cycle from stage i to j > i and back, by the next microbatch that i may
 //   begin:
@@ -84,7 +86,8 @@ double simulated_actions(const PipelineShape& shape);
 //                   behind messages); U beside, by its deadline
 //   1f1b            there and back once, F + B + 2 c of all stages, and m - 1 of 2bw's cycles
 //   gpipe           two flow shops: sum of F + (m - 1) max F, sum of B + (m - 1) max (B + R); links
-//                   are machines of both
+//                   are machines of both. The first R of some stage may be longer than what it
+//                   waits for: of the ways to a stage, its R and back the longest
 //   interleaved     m times the busiest rank, and (p - 1) / (p v) of one microbatch's way
 //   zero_bubble     m s of stage j, and F + I + 2 c of the stages before, of which j W's fill gaps
 //   chimera         m / 2 times the busiest rank, and d - 2 gaps of B, further units' of B - F

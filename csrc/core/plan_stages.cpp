@@ -171,8 +171,8 @@ const std::vector<int>& StageChooser::balanced_split(const Plan& plan) {
   return place->second;
 }
 
-bool StageChooser::may_fit(const Plan& plan, int sharing, double seconds) const {
-  const std::vector<StageMemoryRule> rules = memory_rules(plan);
+bool StageChooser::may_fit(const Plan& plan, const std::vector<StageMemoryRule>& rules, int sharing,
+                           double seconds) const {
   return pd2::may_fit({.candidate = plan.candidate,
                        .model = problem_.model,
                        .sums = plan.sums,
@@ -191,7 +191,7 @@ std::optional<std::vector<int>> StageChooser::fitting_split(const Plan& plan,
   for (StageMemoryRule& rule : split.stages) {
     if (rule.inputs > 0) rule.activations /= sharing_again;
   }
-  if (!may_fit(plan, sharing_again, kInfinity)) return std::nullopt;
+  if (!may_fit(plan, split.stages, 1, kInfinity)) return std::nullopt;
   std::optional<StageSplit> found = split_stages(split);
   if (!found) return std::nullopt;
   return std::move(found->first_layers);
@@ -325,7 +325,9 @@ void StageChooser::recompute_block(Plan& plan, int k, int b) const {
 
 std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds) {
   std::vector<ChosenStages> found;
-  if (!may_fit(plan, plan.shape().stages_sharing_a_rank(), seconds)) return found;
+  if (!may_fit(plan, memory_rules(plan), plan.shape().stages_sharing_a_rank(), seconds)) {
+    return found;
+  }
   set_mean_message(plan);
   const auto add = [&](const std::optional<std::vector<int>>& firsts) {
     if (!firsts) return;
@@ -363,7 +365,9 @@ std::vector<ChosenStages> StageChooser::choose_splits(Plan& plan, double seconds
 }
 
 bool StageChooser::choose_split_for_blocks(Plan& plan, double seconds) {
-  if (!may_fit(plan, plan.shape().stages_sharing_a_rank(), seconds)) return false;
+  if (!may_fit(plan, memory_rules(plan), plan.shape().stages_sharing_a_rank(), seconds)) {
+    return false;
+  }
   set_mean_message(plan);
   set_stages(plan, balanced_split(plan));
   if (set_memory(plan)) {

@@ -58,12 +58,12 @@ inline constexpr double kFreeMessage = 0.01;
 //            a measured matrix of all links, as any two may become neighbours). Beside it, if
 //            messages may not be as good as free, the one that is best if they are: 2bw may hide
 //            them. If a rank's stages need more than its memory: the best split of which every
-//            stage keeps to an equal share of its rank's memory. Where ranks have several stages,
-//            beside it the one that makes the slowest rank fast (core/interleaved_split.h), if the
-//            model can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds,
-//            and if the slowest rank of the first one takes kUnevenRanks times the mean or more.
-//            Of two pipelines beside it, above so many pieces instead, the folded one
-//            (core/folded_split.h).
+//            stage keeps to an equal share of its rank's memory, if it can of that which what runs
+//            again leaves. Where ranks have several stages, beside it the one that makes the
+//            slowest rank fast (core/interleaved_split.h), if the model can be cut into
+//            kMostPiecesForRanks pieces at most, as it takes milliseconds, and if the slowest rank
+//            of the first one takes kUnevenRanks times the mean or more. Of two pipelines beside
+//            it, above so many pieces instead, the folded one (core/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (plan_blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
@@ -113,7 +113,8 @@ class StageChooser {
   StageSplitProblem split_problem(const Plan& plan) const;
   StageSplitProblem split_problem_of_ranks(const Plan& plan) const;
   std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
-  bool may_fit(const Plan& plan, int sharing, double seconds) const;
+  bool may_fit(const Plan& plan, const std::vector<StageMemoryRule>& rules, int sharing,
+               double seconds) const;
   static SplitKey split_key(const Plan& plan);
   const std::vector<int>& balanced_split(const Plan& plan);
   std::vector<int> split_with_free_messages(Plan plan);

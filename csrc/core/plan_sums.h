@@ -12,7 +12,7 @@ namespace pd2 {
 // For one size of microbatch.
 struct LayerSums {
   std::vector<LayerCost> before;      // of the layers before each one, and of all
-  std::vector<Edge> edges;            // by producer and consumer
+  std::vector<Edge> edges;            // that a cut may cross, by producer and consumer
   std::vector<LayerCost> blocks;      // of each of the model's blocks
   std::vector<double> block_inputs;   // bytes that each block reads
   double seconds_per_saved_byte = 0;  // of the block that saves bytes at the least price

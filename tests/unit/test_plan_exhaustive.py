@@ -1,4 +1,4 @@
-"""Plans against enumeration in Python, which shares no code with the planner."""
+"""Plans against enumeration in Python, which shares nothing with the planner but simulate()."""
 
 from __future__ import annotations
 

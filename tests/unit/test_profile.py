@@ -236,6 +236,8 @@ def test_a_model_too_large_for_this_machine() -> None:
     assert microbatch.weight_grad[0] > microbatch.input_grad[0] == 0.0
     with pytest.raises(ValueError, match="on meta"):
         measured(model, x, x)
+    with pytest.raises(ValueError, match="example_args: a tensor on meta"):
+        dry(model, x.to("meta"), x)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -215,7 +215,7 @@ TEST(PlanGridLinks, TheSlowestOfAllReplicasIsTaken) {
     GridLinks links(cluster, shape, grid);
     for (const double bytes : {1.0, 8.0, 3.0}) {
       for (int from = 0; from < shape.depth(); ++from) {
-        double sum = 0;  // the longest step of the ring
+        double longest = 0;  // step of the ring
         std::vector<int> copies;
         for (const int rank : shape.ranks_of(from)) {
           for (int i = 0; i < width; ++i) copies.push_back(grid.at(rank, i));
@@ -223,9 +223,9 @@ TEST(PlanGridLinks, TheSlowestOfAllReplicasIsTaken) {
         const auto n = static_cast<int>(copies.size());
         for (int i = 0; i < n; ++i) {
           const Link link = link_between(cluster.topology, copies[i], copies[(i + 1) % n]);
-          sum = std::max(sum, link.seconds(bytes / n));
+          longest = std::max(longest, link.seconds(bytes / n));
         }
-        EXPECT_DOUBLE_EQ(links.all_reduce(from, bytes), n > 1 ? 2 * (n - 1) * sum : 0);
+        EXPECT_DOUBLE_EQ(links.all_reduce(from, bytes), n > 1 ? 2 * (n - 1) * longest : 0);
         for (int to = from + 1; to < shape.depth(); ++to) {
           double slowest = 0;
           for (int copy = 0; copy < (name == "chimera" ? 2 : 1); ++copy) {
