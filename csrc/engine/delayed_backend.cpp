@@ -17,19 +17,28 @@ class DelayedBackend::Delayed : public c10d::Work {
 
   Clock::time_point due() const { return due_; }
 
+  // Without the lock: collectives may have to wait for Python's, whose holder may ask for this one.
   void begin() {
     {
       const std::lock_guard lock(mutex_);
-      if (!error_) {
-        try {
-          begun_ = begin_();
-        } catch (...) {
-          error_ = std::current_exception();
-        }
-      }
-      begin_ = nullptr;
+      if (error_) return;
+    }
+    WorkPtr begun;
+    std::exception_ptr error;
+    try {
+      begun = begin_();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    bool is_aborted = false;
+    {
+      const std::lock_guard lock(mutex_);
+      is_aborted = error_ != nullptr;
+      begun_ = begun;
+      if (!is_aborted) error_ = error;
     }
     changed_.notify_all();
+    if (is_aborted && begun) begun->abort();
   }
 
   // Before it begins, or a receive after that.
@@ -72,7 +81,7 @@ class DelayedBackend::Delayed : public c10d::Work {
   }
 
  private:
-  std::function<WorkPtr()> begin_;
+  const std::function<WorkPtr()> begin_;
   const Clock::time_point due_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -128,8 +137,10 @@ DelayedBackend::WorkPtr DelayedBackend::recv(Tensors& tensors, int source, int t
 
 DelayedBackend::WorkPtr DelayedBackend::later(std::function<WorkPtr()> begin) {
   c10::intrusive_ptr<Delayed> work;
+  std::vector<c10::intrusive_ptr<Delayed>> begun;  // goes without the lock
   {
     const std::lock_guard lock(mutex_);
+    begun.swap(begun_);
     const auto delay =
         std::chrono::duration_cast<Delayed::Clock::duration>(Seconds(seconds_(random_)));
     work = c10::make_intrusive<Delayed>(std::move(begin), Delayed::Clock::now() + delay);
@@ -148,16 +159,17 @@ void DelayedBackend::loop() {
       changed_.wait_until(lock, to_begin_.front()->due(), [this] { return is_ended_; });
     }
     if (is_ended_) {
-      for (const auto& work : std::exchange(to_begin_, {})) {
-        work->abort();
-      }
+      for (const auto& work : to_begin_) work->abort();
       return;
     }
-    const c10::intrusive_ptr<Delayed> next = std::move(to_begin_.front());
-    to_begin_.pop_front();
+    Delayed& next = *to_begin_.front();
     lock.unlock();
-    next->begin();
+    next.begin();
     lock.lock();
+    // Kept until another thread lets go of it: tensors may need Python's lock to be freed, and who
+    // has that may be waiting for this thread.
+    begun_.push_back(std::move(to_begin_.front()));
+    to_begin_.pop_front();
   }
 }
 

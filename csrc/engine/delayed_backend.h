@@ -55,6 +55,7 @@ class DelayedBackend : public c10d::Backend {
   std::mt19937_64 random_;
   std::uniform_real_distribution<double> seconds_;
   std::deque<c10::intrusive_ptr<Delayed>> to_begin_;
+  std::vector<c10::intrusive_ptr<Delayed>> begun_;
   bool is_ended_ = false;
   std::thread thread_;
 };
