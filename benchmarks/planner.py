@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from typing import Any
 
 from measuring.models import (
     DEEP,
@@ -36,6 +37,7 @@ from measuring.ranks import run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.stages import mse_loss
 from measuring.trainers import MIN_STEPS, Block, Pipeline, Trainer, adamw, alternate
+from torch import nn
 
 import pipedream2bw as pd2
 
@@ -46,6 +48,7 @@ TIME_ERROR, MEMORY_ERROR = "error of the step's time, %", "error of a stage's by
 LEAST_GAIN = 1.3
 MOST_SECONDS_TO_PROFILE = 60.0
 MOST_SECONDS_TO_PLAN = 1.0
+ROWS = (1, 2, 4)  # of the microbatches that are profiled
 SEARCHED_MEMORY = ("1GB", "100MB", "24MB")
 MOST_ABOVE_BY_HAND = 1.03  # of which the machine's noise is more than half
 BY_HAND = {
@@ -79,18 +82,16 @@ class Planned(Pipeline):
         self.target = target if self.pipe.is_last_stage else None
 
 
-Searches = tuple[int, dict[str, list[float]]]
-"""The number of layers, and seconds of every round by the devices' memory."""
+def profile_of(model: Model, made: nn.Module, **options: Any) -> pd2.Profile:
+    x, target = model.batch(1)
+    return pd2.profile(made, mse_loss, example_args=(x,), target=target, **options)
 
 
 def make_plan(model: Model, world_size: int, seconds: float) -> pd2.Plan:
     """Profiles and plans, on every rank."""
-    x, target = model.batch(1)
-    profile = pd2.profile(
+    profile = profile_of(
+        model,
         model.make(),
-        mse_loss,
-        example_args=(x,),
-        target=target,
         microbatch_rows=(model.rows,),
         parallel=NUM_STAGES if world_size == 1 else 1,
         seconds=seconds,
@@ -187,35 +188,22 @@ def splits(
 
 def profiler(rank: int, world_size: int, model: Model, rounds: int, seconds: float) -> list[float]:
     """Seconds to profile the model, of each round."""
-    x, target = model.batch(1)
     taken = []
     for _ in range(rounds):
         made = model.make()
         begin = time.perf_counter()
-        pd2.profile(
-            made,
-            mse_loss,
-            example_args=(x,),
-            target=target,
-            microbatch_rows=(1, 2, 4),
-            parallel=NUM_STAGES,
-            seconds=seconds,
-        )
+        profile_of(model, made, microbatch_rows=ROWS, parallel=NUM_STAGES, seconds=seconds)
         taken.append(time.perf_counter() - begin)
     return taken
 
 
+Searches = tuple[int, dict[str, list[float]]]
+"""The number of layers, and seconds of every round by the devices' memory."""
+
+
 def search(rank: int, world_size: int, model: Model, devices: int, rounds: int) -> Searches:
     """Seconds to plan for so many devices, by their memory, in every round."""
-    x, target = model.batch(1)
-    profile = pd2.profile(
-        model.make(),
-        mse_loss,
-        example_args=(x,),
-        target=target,
-        microbatch_rows=(1, 2, 4),
-        dry=pd2.KNOWN_DEVICES["v100"],
-    )
+    profile = profile_of(model, model.make(), microbatch_rows=ROWS, dry=pd2.KNOWN_DEVICES["v100"])
     cluster = pd2.Cluster.servers(devices, devices_per_server=8, inside="300GB/s", outside="25GB/s")
     taken: dict[str, list[float]] = {}
     for memory in SEARCHED_MEMORY:

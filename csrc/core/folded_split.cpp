@@ -16,8 +16,7 @@ struct Run {
   int first = 0;
   int end = 0;
   Cost cost = 0;
-  double held = 0;   // bytes
-  double again = 0;  // bytes of what runs again: the rank's largest counts
+  HeldBytes held;
 };
 
 class Folding {
@@ -36,8 +35,7 @@ class Folding {
       Run front = run(r, begin, begin + 1);
       Run back = run(last, end - 1, end);
       const auto fits = [&](const Run& a, const Run& b) {
-        const double bytes = a.held + b.held + std::max(a.again, b.again);
-        return a.cost + b.cost <= limit && bytes <= memory;
+        return a.cost + b.cost <= limit && (a.held + b.held).all() <= memory;
       };
       if (!fits(front, back)) return std::nullopt;
       // The stages between need a piece each.
@@ -67,9 +65,8 @@ class Folding {
     const StageMemoryRule& rule = costs_.rule(stage);
     const Received received =
         costs_.counts_received(rule) ? costs_.messages(first, end).received : Received{};
-    const double again = costs_.again(rule, first, end);
     return {first, end, costs_.compute(rule.slowness, first, end),
-            costs_.bytes(rule, first, end, received) - again, again};
+            costs_.held(rule, first, end, received)};
   }
 
   const SplitCosts& costs_;

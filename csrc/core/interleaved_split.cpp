@@ -15,14 +15,10 @@ constexpr int kMostStagesForPairs = 64;
 
 struct Stage {
   Cost cost = 0;
-  double held = 0;   // bytes
-  double again = 0;  // bytes of what runs again
+  HeldBytes held;
 
   // What a rank needs of its stages together.
-  Stage operator+(const Stage& other) const {
-    return {cost + other.cost, held + other.held, std::max(again, other.again)};
-  }
-  double bytes() const { return held + again; }
+  Stage operator+(const Stage& other) const { return {cost + other.cost, held + other.held}; }
 };
 
 // Less is better.
@@ -39,14 +35,12 @@ class Ranks {
   Ranks(const SplitCosts& costs, int num_ranks) : costs_(costs), num_ranks_(num_ranks) {}
 
   Stage stage(int s, int first, int end) const {
-    const Messages messages = costs_.messages(first, end);
-    return stage(s, first, end, messages);
+    return stage(s, first, end, costs_.messages(first, end));
   }
   Stage stage(int s, int first, int end, const Messages& messages) const {
     const StageMemoryRule& rule = costs_.rule(s);
-    const double again = costs_.again(rule, first, end);
     return {costs_.compute(rule.slowness, first, end) + messages.cost(),
-            costs_.bytes(rule, first, end, messages.received) - again, again};
+            costs_.held(rule, first, end, messages.received)};
   }
 
   Quality quality(const std::vector<Stage>& stages) const {
@@ -56,7 +50,7 @@ class Ranks {
       for (int s = rank; s < costs_.num_stages(); s += num_ranks_) {
         sum = sum + stages[s];
       }
-      quality.excess += std::max(0.0, sum.bytes() - costs_.rule(rank).limit);
+      quality.excess += std::max(0.0, sum.held.all() - costs_.rule(rank).limit);
       quality.slowest = std::max(quality.slowest, sum.cost);
       quality.squares += costs_.seconds(sum.cost) * costs_.seconds(sum.cost);
     }
@@ -182,7 +176,7 @@ class Search {
       costs.extend(messages, first, end - 1);
       sum = before + ranks_.stage(s, first, end, messages);
       const Cost compute = sum.cost - messages.cost();
-      if (compute >= best_ || sum.bytes() > rule.limit) break;
+      if (compute >= best_ || sum.held.all() > rule.limit) break;
       if (sum.cost >= best_ || (s + 1 == num_stages && end < n)) continue;
       ends_.push_back(end);
       extend(s + 1, end);

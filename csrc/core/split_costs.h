@@ -4,6 +4,7 @@
 
 #include "core/stage_split.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -40,6 +41,18 @@ struct Received {
     return *this;
   }
   Received operator-() const { return {-all, -kept, -trained, -frozen}; }
+};
+
+// What a stage holds, or several stages of one rank: of what runs again, which is one stage's at a
+// time, the largest.
+struct HeldBytes {
+  double always = 0;
+  double again = 0;
+
+  double all() const { return always + again; }
+  HeldBytes operator+(const HeldBytes& other) const {
+    return {always + other.always, std::max(again, other.again)};
+  }
 };
 
 // The messages of a stage.
@@ -96,10 +109,11 @@ class SplitCosts {
            rule.frozen * (frozen_[end] - frozen_[first]) +
            rule.activations * (activations_[end] - activations_[first]) + bytes(rule, received);
   }
-  // Of these the part of what runs again, of which a rank's several stages need the largest alone:
-  // with recompute the activations.
-  double again(const StageMemoryRule& rule, int first, int end) const {
-    return rule.inputs > 0 ? rule.activations * (activations_[end] - activations_[first]) : 0;
+  // The same in its parts: with recompute the activations run again.
+  HeldBytes held(const StageMemoryRule& rule, int first, int end, const Received& received) const {
+    const double activations = rule.activations * (activations_[end] - activations_[first]);
+    const double again = rule.inputs > 0 ? activations : 0;
+    return {bytes(rule, first, end, received) - again, again};
   }
   // Of the values that are made before the position and read after it.
   const Received& crossing(int position) const { return crossing_[position]; }

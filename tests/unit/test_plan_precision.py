@@ -119,18 +119,16 @@ def test_a_measured_profile_must_have_the_optimizers_time() -> None:
 def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     whole = model(has_norm=has_norm)
+    options: dict[str, Any] = {
+        "num_stages": "auto",
+        "num_microbatches": 4,
+        "devices": ["cpu"] * 2,
+        "example_args": (X,),
+        "example_target": Y,
+        "profile": path,
+    }
     for _ in range(2):  # the second time from the file
-        with pd2.PipelineModule(
-            whole,
-            loss,
-            num_stages="auto",
-            num_microbatches=4,
-            devices=["cpu"] * 2,
-            precision="bf16",
-            example_args=(X,),
-            example_target=Y,
-            profile=path,
-        ) as pipe:
+        with pd2.PipelineModule(whole, loss, precision="bf16", **options) as pipe:
             opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
             losses = []
             for _ in range(4):
@@ -142,13 +140,4 @@ def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Pa
     assert ("torch.float32" in profiled.trained_dtypes) == has_norm
     assert {p.dtype for p in whole.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"parameter 0 is .*float32 in the model, .*bfloat16"):
-        pd2.PipelineModule(
-            whole,
-            loss,
-            num_stages="auto",
-            num_microbatches=4,
-            devices=["cpu"] * 2,
-            example_args=(X,),
-            example_target=Y,
-            profile=path,
-        )
+        pd2.PipelineModule(whole, loss, **options)
