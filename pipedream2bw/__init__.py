@@ -8,29 +8,32 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
-from .added_loss import add_loss, collect_losses
-from .calibration import Calibration, calibrate
-from .cluster import Cluster, DeviceType
-from .deferred import deferred_init
-from .device_figures import KNOWN_DEVICES, DeviceFigures
-from .draw import Picture, draw_timeline
-from .draw_plan import draw_plan
-from .local_shards import use_local_shards
-from .loss import Loss
-from .loss_scale import LossScale
-from .memory import StageMemory
-from .optimizer import PipelineOptimizer
-from .pipeline import PipelineModule
-from .planner import plan
-from .plans import Alternative, Plan, StagePlan
-from .profile import Profile
-from .profiler import profile
-from .schedules import Schedule, load_schedule, make_schedule, schedule_names
-from .simulate import Simulation, find_deadlock, simulate
-from .staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
-from .text_picture import draw_text
-from .timeline import Event, Timeline
-from .trace import read_events, write_events, write_trace
+from ._C import Schedule
+from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .model.added_loss import add_loss, collect_losses
+from .model.deferred import deferred_init
+from .model.local_shards import use_local_shards
+from .optimizer.loss_scale import LossScale
+from .optimizer.optimizer import PipelineOptimizer
+from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
+from .pictures.plan import draw_plan
+from .pictures.text import draw_text
+from .pictures.timeline import Picture, draw_timeline
+from .pictures.trace import read_events, write_events, write_trace
+from .pipeline.module import PipelineModule
+from .planning.calibration import Calibration, calibrate
+from .planning.cluster import Cluster, DeviceType
+from .planning.plan import Alternative, Plan
+from .planning.planner import plan
+from .planning.stage_plan import StagePlan
+from .profiling.profile import Profile
+from .profiling.profiler import profile
+from .runtime.lazy_numbers import Loss
+from .runtime.stage_memory import StageMemory
+from .runtime.timeline import Timeline
+from .schedules.events import Event
+from .schedules.load import load_schedule, make_schedule, schedule_names
+from .schedules.simulate import Simulation, find_deadlock, simulate
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,8 +12,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from pipedream2bw import _C, clipping, control, stages
-from pipedream2bw.wiring import Channels
+from pipedream2bw import _C
+from pipedream2bw.optimizer import clipping
+from pipedream2bw.ranks import agreement
+from pipedream2bw.ranks.channels import Channels
+from pipedream2bw.runtime import local_stages
 
 _numbers = itertools.count()  # of backends
 
@@ -39,7 +42,7 @@ def delayed_messages(
                 sender = _C.DelayedSender(sender, shortest, latest, own_seed)
             return sender, receiver
 
-    with mock.patch.object(stages, "Channels", Delayed):
+    with mock.patch.object(local_stages, "Channels", Delayed):
         yield
 
 
@@ -70,7 +73,7 @@ def delayed_collectives(shortest: float, longest: float, seed: int = 0) -> Itera
 
     with (
         mock.patch.object(dist, "new_group", new_delayed_group),
-        mock.patch.object(control, "make_board", no_board),
+        mock.patch.object(agreement, "make_board", no_board),
         mock.patch.object(clipping, "make_board", no_board),
     ):
         yield

@@ -1,12 +1,12 @@
 // Schedules, their simulation and the partition, as Python sees them.
 #include "bindings/bindings.h"
 #include "core/check.h"
-#include "core/generate.h"
-#include "core/global_updates.h"
-#include "core/simulate.h"
-#include "core/stage_split.h"
-#include "core/unroll.h"
-#include "core/validate.h"
+#include "core/partition/stage_split.h"
+#include "core/schedule/generate.h"
+#include "core/schedule/global_updates.h"
+#include "core/schedule/unroll.h"
+#include "core/schedule/validate.h"
+#include "core/simulate/simulate.h"
 
 #include <array>
 #include <cstdint>
@@ -141,7 +141,7 @@ void bind_core(py::module_& module) {
   bind_split(module, "split_stages",
              R"(Cuts layers into stages such that the slowest is as fast as possible.
 
-Exact, within the memory of each stage; csrc/core/stage_split.h states rule, ties and method.
+Exact, within the memory of each stage; csrc/core/partition/stage_split.h states rule, ties and method.
 
 Args:
     layers: one (forward, input_grad, weight_grad, activation_bytes, parameter_bytes,

@@ -3,14 +3,14 @@
 #include "bindings/groups.h"
 #include "bindings/interruptible_wait.h"
 #include "core/check.h"
-#include "engine/delayed_sender.h"
-#include "engine/executor.h"
-#include "engine/fused_optimizer.h"
-#include "engine/local_channel.h"
-#include "engine/loss_board.h"
-#include "engine/private_generator.h"
-#include "engine/process_group_channel.h"
-#include "engine/stage.h"
+#include "engine/channels/local_channel.h"
+#include "engine/channels/process_group_channel.h"
+#include "engine/loss/loss_board.h"
+#include "engine/run/executor.h"
+#include "engine/run/private_generator.h"
+#include "engine/stage/stage.h"
+#include "engine/weights/fused_optimizer.h"
+#include "testing/delayed_sender.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>

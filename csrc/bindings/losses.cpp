@@ -3,8 +3,8 @@
 #include "bindings/groups.h"
 #include "bindings/interruptible_wait.h"
 #include "engine/fault.h"
-#include "engine/gradient_norm.h"
-#include "engine/loss_board.h"
+#include "engine/loss/loss_board.h"
+#include "engine/update/gradient_norm.h"
 #include "transport/shared_board.h"
 
 #include <chrono>

@@ -1,10 +1,10 @@
 // The planner, as Python sees it: structs as tuples of their fields in order.
-#include "core/plan.h"
+#include "core/plan/plan.h"
 
 #include "bindings/bindings.h"
 #include "core/check.h"
-#include "core/generate.h"
-#include "core/plan_schedules.h"
+#include "core/plan/schedule_rules.h"
+#include "core/schedule/generate.h"
 
 #include <array>
 #include <cstdint>

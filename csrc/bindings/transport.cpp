@@ -1,6 +1,6 @@
 // Memory that processes share, and slow groups of processes, as Python sees them.
 #include "bindings/bindings.h"
-#include "engine/delayed_backend.h"
+#include "testing/delayed_backend.h"
 #include "transport/shared_board.h"
 #include "transport/shared_ring.h"
 

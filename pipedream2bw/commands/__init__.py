@@ -1,1 +1,1 @@
-"""Commands that need files of their own; ``pipedream2bw.__main__`` calls them."""
+"""The command line: one file for each command."""

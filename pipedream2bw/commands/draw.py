@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..draw import draw_timeline
-from ..simulate import simulate
-from ..text_picture import draw_text
-from ..timeline import Event
-from ..trace import read_events, write_events, write_trace
+from ..pictures.text import draw_text
+from ..pictures.timeline import draw_timeline
+from ..pictures.trace import read_events, write_events, write_trace
+from ..schedules.events import Event
+from ..schedules.simulate import simulate
 
 _NUM_BATCHES = 3
 
@@ -24,8 +24,14 @@ _FORMAT_OF_SUFFIX = {
     ".pdf": "pdf",
     ".json": "trace",
 }
+
+
 _FORMATS = (*_FORMAT_OF_SUFFIX.values(), "events")
+
+
 _SENDS = ("asynchronous", "blocking", "rendezvous")
+
+
 # Options that say what is simulated, by their names in the namespace.
 _SIMULATED = (
     *("stages", "microbatches", "stages_per_rank", "batches"),

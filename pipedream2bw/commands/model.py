@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _NEEDED = ("model", "loss_fn", "example_args", "target")
+
+
 _ALLOWED = (*_NEEDED, "example_kwargs", "replicated")
 
 

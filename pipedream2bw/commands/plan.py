@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .._C import planned_schedules
-from ..cluster import Cluster, DeviceType
-from ..device_figures import KNOWN_DEVICES
-from ..draw_plan import draw_plan
-from ..planner import SCHEDULES, plan
-from ..plans import Plan
-from ..profile import Profile
-from ..profiler import profile
+from ..capture.device_figures import KNOWN_DEVICES
+from ..pictures.plan import draw_plan
+from ..planning.cluster import Cluster, DeviceType
+from ..planning.plan import Plan
+from ..planning.planner import SCHEDULES, plan
+from ..profiling.profile import Profile
+from ..profiling.profiler import profile
 from .model import build_model
 from .plan_report import print_plan
 from .profile import known_device, rows_of
@@ -25,11 +25,13 @@ _OPTIONS = (
 )
 """What :func:`plan` is given by the same names, if at all."""
 
+
 _MAKING = (
     *("model", "profile", "devices", "memory", "batch", "price", "topology", "rows", "dry"),
     *_OPTIONS,
 )
 """What --show needs none of."""
+
 
 _TOPOLOGIES = {
     "servers": ("inside", "outside", "inside_latency", "outside_latency"),

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan_memory import MEMORY_KINDS, bytes_of_rank, limit_of_rank, stages_of_ranks
-from ..plans import Plan
+from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank, stages_of_ranks
 
 _MOST_DEVICES = 4  # that are listed
 

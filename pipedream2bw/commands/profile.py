@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..device_figures import KNOWN_DEVICES, DeviceFigures
-from ..profile import Profile
-from ..profiler import profile
+from ..capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from ..profiling.profile import Profile
+from ..profiling.profiler import profile
 from .model import build_model
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..schedules import make_schedule, schedule_names
-from ..simulate import find_deadlock
+from ..schedules.load import make_schedule, schedule_names
+from ..schedules.simulate import find_deadlock
 
 _EXAMPLE_STAGES = 4  # of the rules that are shown
 

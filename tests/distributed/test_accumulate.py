@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
-from tests.models import TASKS, whole
-from tests.oracle import Oracle
-from tests.trajectory import assert_close, copy_of, make_pipeline
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline
+from tests.samples.models import TASKS, whole
 
 WIDTH, NUM_STAGES, M = 2, 2, 2
 

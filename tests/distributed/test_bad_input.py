@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.failure import WrongLossError, WrongLossTypeError
-
-from .launch import RankResult, run_ranks
-from .outcomes import Expected, Outcome, assert_raised, attempt
+from pipedream2bw.runtime.ending import WrongLossError, WrongLossTypeError
+from tests.runs.launch import RankResult, run_ranks
+from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
 
 X = torch.arange(32.0).reshape(8, 4).sin()
 Y = torch.arange(32.0).reshape(8, 4).cos()

@@ -11,10 +11,10 @@ from torch import nn
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.distributed.launch import run_ranks
-from tests.models import TASKS, whole
-from tests.oracle import Oracle
-from tests.trajectory import assert_close, copy_of, make_pipeline
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline
+from tests.samples.models import TASKS, whole
 
 NUM_BATCHES = 6
 BOUND = 0.8

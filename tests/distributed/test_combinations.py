@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.measuring.delays import delays_everywhere
-from tests.combinations import assert_alike, batches_of, by_definition, by_pipeline, draw
-from tests.distributed.launch import run_ranks
+from tests.runs.combinations import assert_alike, batches_of, by_definition, by_pipeline, draw
+from tests.runs.launch import run_ranks
 
 NUM_COMBINATIONS = 12
 

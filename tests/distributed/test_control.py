@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from pipedream2bw import _C
-from pipedream2bw.control import Announcement, ControlPlane, Operation
-from tests.distributed.launch import RankResult, run_ranks
+from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
-from tests.distributed.transports import GLOO, SHARED_MEMORY, TRANSPORTS, over
-from tests.models import TASKS
-from tests.trajectory import sgd
+from tests.runs.launch import RankResult, run_ranks
+from tests.runs.trajectory import sgd
+from tests.runs.transports import GLOO, SHARED_MEMORY, TRANSPORTS, over
+from tests.samples.models import TASKS
 
 SOON = 5.0
 """Seconds until waiting has ended; far less than the timeout of 60."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delayed_collectives
-from tests.distributed.launch import run_ranks
-from tests.models import TASKS
-from tests.trajectory import make_pipeline
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import make_pipeline
+from tests.samples.models import TASKS
 
 DELAY = 0.3
 

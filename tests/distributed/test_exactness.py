@@ -12,13 +12,11 @@ from torch import nn
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.distributed.launch import run_ranks
-from tests.memory_in_flight import assert_as_simulated
-from tests.models import TASKS, Task, whole
-from tests.oracle import Batch, Oracle
-from tests.schedule_sizes import sizes_for
-from tests.stock_orders import of_torch, zbv
-from tests.trajectory import (
+from tests.references.oracle import Batch, Oracle
+from tests.references.stock_orders import of_torch, zbv
+from tests.runs.launch import run_ranks
+from tests.runs.memory_in_flight import assert_as_simulated
+from tests.runs.trajectory import (
     assert_close,
     assert_same,
     assert_same_state,
@@ -29,6 +27,8 @@ from tests.trajectory import (
     make_pipeline,
     sgd,
 )
+from tests.samples.models import TASKS, Task, whole
+from tests.samples.schedule_sizes import sizes_for
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, run_ranks
-from tests.plans import plan_for
+from tests.runs.launch import ROOT, run_ranks
+from tests.samples.plans import plan_for
 
 EXAMPLES = ROOT / "examples"
 SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32, "sample-bytes": 4, "steps": 40}

@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-
-from .launch import RankResult, run_ranks
-from .transports import TRANSPORTS, over
+from tests.runs.launch import RankResult, run_ranks
+from tests.runs.transports import TRANSPORTS, over
 
 X = torch.arange(24.0).reshape(6, 4).sin()
 Y = torch.arange(24.0).reshape(6, 4).cos()

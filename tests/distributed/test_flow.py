@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from tests.distributed.launch import in_turn, run_ranks
-from tests.flow_models import CARRYING, adding, any_length, nested, raising
-from tests.models import TASKS, Task, whole
-from tests.oracle import Oracle
-from tests.trajectory import (
+from tests.references.oracle import Oracle
+from tests.runs.launch import in_turn, run_ranks
+from tests.runs.trajectory import (
     assert_close,
     assert_same,
     assert_same_state,
@@ -22,7 +20,9 @@ from tests.trajectory import (
     make_pipeline,
     sgd,
 )
-from tests.unit.test_metrics import METRICS, want
+from tests.samples.flow_models import CARRYING, adding, any_length, nested, raising
+from tests.samples.models import TASKS, Task, whole
+from tests.unit.model.test_metrics import METRICS, want
 
 
 def check(

@@ -12,14 +12,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import pipedream2bw as pd2
-from pipedream2bw import checkpoint
-from tests.large_models import deferred, layers, loadable
-from tests.models import TASKS, Task
-from tests.oracle import Batch, Oracle
-from tests.trajectory import Trajectory, assert_same, copy_of, make_pipeline, sgd
-
-from .launch import run_ranks
-from .outcomes import Expected, Outcome, assert_raised, attempt
+from pipedream2bw.model import checkpoint
+from tests.references.oracle import Batch, Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
+from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline, sgd
+from tests.samples.large_models import deferred, layers, loadable
+from tests.samples.models import TASKS, Task
 
 draw = TASKS["mlp"].draw
 M = 4

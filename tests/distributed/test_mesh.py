@@ -17,12 +17,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import pipedream2bw as pd2
-from tests.models import TASKS, WIDTH, Task
-from tests.oracle import Oracle
-from tests.trajectory import assert_close, copy_of, make_pipeline, sgd
-
-from .launch import run_ranks
-from .outcomes import Expected, Outcome, assert_raised, attempt
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline, sgd
+from tests.samples.models import TASKS, WIDTH, Task
 
 draw = TASKS["mlp"].draw
 M = 4

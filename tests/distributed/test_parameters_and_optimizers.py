@@ -13,13 +13,13 @@ from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.distributed.launch import in_turn, run_ranks
-from tests.distributed.outcomes import Expected, Outcome, assert_raised, attempt
-from tests.models import TASKS, WIDTH, Task, whole
-from tests.odd_optimizers import CountsInGroup, Together
-from tests.oracle import Oracle
-from tests.parameter_kinds import KINDS, draw, freeze, stack
-from tests.trajectory import assert_close, copy_of, make_pipeline
+from tests.references.oracle import Oracle
+from tests.runs.launch import in_turn, run_ranks
+from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline
+from tests.samples.models import TASKS, WIDTH, Task, whole
+from tests.samples.odd_optimizers import CountsInGroup, Together
+from tests.samples.parameter_kinds import KINDS, draw, freeze, stack
 
 Named = list[tuple[str, nn.Parameter]]
 Make = Callable[[Named], list[torch.optim.Optimizer]]

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from tests.models import TASKS
-from tests.oracle import Oracle
-from tests.plans import plan_for
-from tests.trajectory import assert_close, sgd
-
-from .launch import run_ranks
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, sgd
+from tests.samples.models import TASKS
+from tests.samples.plans import plan_for
 
 TASK = TASKS["mlp"]
 M = 4

@@ -10,11 +10,11 @@ import torch
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.distributed.launch import run_ranks
-from tests.mixed_oracle import MixedOracle, half_away, lowered
-from tests.trajectory import copy_of, make_pipeline
-from tests.unit.test_loss_scale import SCALE
-from tests.unit.test_precision import DTYPES, SKIPS, sgd
+from tests.references.mixed_oracle import MixedOracle, half_away, lowered
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import copy_of, make_pipeline
+from tests.unit.optimizer.test_loss_scale import SCALE
+from tests.unit.training.test_precision import DTYPES, SKIPS, sgd
 
 NUM_BATCHES = 7
 

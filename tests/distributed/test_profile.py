@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from tests.distributed.launch import in_turn, run_ranks
+from tests.runs.launch import in_turn, run_ranks
 
 
 def build() -> dict[str, Any]:

@@ -10,11 +10,11 @@ import torch
 from torch.optim import SGD, RMSprop
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
-from tests.models import TASKS, whole
-from tests.oracle import Oracle
-from tests.remedies import Corrected, Discounted
-from tests.trajectory import assert_close, copy_of, make_pipeline
+from tests.references.oracle import Oracle
+from tests.references.remedies import Corrected, Discounted
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline
+from tests.samples.models import TASKS, whole
 
 NUM_BATCHES, WARMUP = 7, 2
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -12,12 +12,12 @@ import torch
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.distributed.launch import run_ranks
-from tests.models import whole
-from tests.oracle import Oracle
-from tests.tied_models import TIED, late_by_layer, summing, untied
-from tests.trajectory import assert_close, copy_of, make_pipeline
-from tests.unit.test_tied import SGD, ByWhole, sgd
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline
+from tests.samples.models import whole
+from tests.samples.tied_models import TIED, late_by_layer, summing, untied
+from tests.unit.training.test_tied import SGD, ByWhole, sgd
 
 NUM_BATCHES = 6
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from tests.distributed.launch import in_turn, run_ranks
 from tests.distributed.test_exactness import adamw, check, replicas_follow_the_mean, rmsprop
-from tests.models import TASKS
-from tests.trajectory import by_oracle, copy_of, make_pipeline, sgd
+from tests.runs.launch import in_turn, run_ranks
+from tests.runs.trajectory import by_oracle, copy_of, make_pipeline, sgd
+from tests.samples.models import TASKS
 
 SOON = 20.0
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
-from tests.distributed.launch import run_ranks
-from tests.flow_models import random_batch
-from tests.models import TASKS, Task
-from tests.oracle import Oracle
-from tests.trajectory import assert_close, copy_of, make_pipeline, sgd
-from tests.unit.test_checkpoint import SavingInside, SavingOutside
-from tests.unit.test_module_hooks import KINDS, NAMES, Layers, count_calls
-from tests.unit.test_profiler import assert_ranges_are_the_timelines_actions
+from tests.references.oracle import Oracle
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import assert_close, copy_of, make_pipeline, sgd
+from tests.samples.flow_models import random_batch
+from tests.samples.models import TASKS, Task
+from tests.unit.model.test_module_hooks import KINDS, NAMES, Layers, count_calls
+from tests.unit.runtime.test_profiler_ranges import assert_ranges_are_the_timelines_actions
+from tests.unit.training.test_checkpointed_models import SavingInside, SavingOutside
 
 NUM_BATCHES = 3
 

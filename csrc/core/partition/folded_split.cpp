@@ -1,0 +1,102 @@
+#include "core/partition/folded_split.h"
+
+#include "core/check.h"
+#include "core/partition/split_costs.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+// Limits on a rank's work closer than this, of it, are as good as equal.
+constexpr int kSteps = 4096;
+
+struct Run {
+  int first = 0;
+  int end = 0;
+  Cost cost = 0;
+  HeldBytes held;
+};
+
+class Folding {
+ public:
+  explicit Folding(const SplitCosts& costs) : costs_(costs) {}
+
+  // Of ranks that take at most `limit` each.
+  std::optional<std::vector<int>> with_limit(Cost limit) const {
+    const int d = costs_.num_stages();
+    std::vector<int> firsts(d);
+    int begin = 0;
+    int end = costs_.num_pieces();
+    for (int r = 0; r < d / 2; ++r) {
+      const int last = d - 1 - r;
+      const double memory = std::min(costs_.rule(r).limit, costs_.rule(last).limit);
+      Run front = run(r, begin, begin + 1);
+      Run back = run(last, end - 1, end);
+      const auto fits = [&](const Run& a, const Run& b) {
+        return a.cost + b.cost <= limit && (a.held + b.held).all() <= memory;
+      };
+      if (!fits(front, back)) return std::nullopt;
+      // The stages between need a piece each.
+      for (int left = end - begin - 2 - (d - 2 - 2 * r); left > 0; --left) {
+        const Run longer_front = run(r, begin, front.end + 1);
+        const Run longer_back = run(last, back.first - 1, end);
+        const bool may_front = fits(longer_front, back);
+        const bool may_back = fits(front, longer_back);
+        if (!may_front && !may_back) break;
+        if (may_front && (!may_back || longer_front.cost <= longer_back.cost)) {
+          front = longer_front;
+        } else {
+          back = longer_back;
+        }
+      }
+      firsts[r] = costs_.first_layer(begin);
+      firsts[last] = costs_.first_layer(back.first);
+      begin = front.end;
+      end = back.first;
+    }
+    if (begin != end) return std::nullopt;
+    return firsts;
+  }
+
+ private:
+  Run run(int stage, int first, int end) const {
+    const StageMemoryRule& rule = costs_.rule(stage);
+    const Received received =
+        costs_.counts_received(rule) ? costs_.messages(first, end).received : Received{};
+    return {first, end, costs_.compute(rule.slowness, first, end),
+            costs_.held(rule, first, end, received)};
+  }
+
+  const SplitCosts& costs_;
+};
+
+}  // namespace
+
+std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
+  const SplitCosts costs(problem);
+  const int d = costs.num_stages();
+  PD2_CHECK(d % 2 == 0, "stages: ", d,
+            ": two pipelines in opposite directions need an even number");
+  PD2_CHECK(d <= costs.num_pieces(), "stages: ", d, ", pieces: ", costs.num_pieces(),
+            ": every stage needs one");
+  const double slowest = *std::ranges::max_element(costs.slownesses());
+  const Folding folding(costs);
+  // Whatever a rank may take is enough for the last one.
+  Cost high = costs.compute(slowest, 0, costs.num_pieces());
+  std::optional<std::vector<int>> best = folding.with_limit(high);
+  Cost low = high / (d / 2 + 1);
+  for (const Cost close = high / kSteps / d; high - low > close;) {
+    const Cost middle = low + (high - low) / 2;
+    if (auto found = folding.with_limit(middle)) {
+      best = std::move(found);
+      high = middle;
+    } else {
+      low = middle;
+    }
+  }
+  return best;
+}
+
+}  // namespace pd2

@@ -1,0 +1,111 @@
+// Layers -> stages: contiguous cuts that make the slowest stage as fast as possible, within memory.
+//
+// The cuts are those of the given execution order. A graph with branches has other orders, some
+// with cheaper cuts, but the runtime executes the order that was captured: a cut costs what the
+// edges that cross it in that order carry.
+
+#pragma once
+
+#include "core/partition/layer_graph.h"
+
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace pd2 {
+
+// Of one layer and one microbatch, in seconds and bytes.
+struct LayerCost {
+  double forward = 0;
+  double input_grad = 0;  // a B takes input_grad + weight_grad
+  double weight_grad = 0;
+  double activation_bytes = 0;  // kept from F to the end of B
+  double parameter_bytes = 0;   // of one weight version, trained or not
+  double trained_bytes = 0;     // the part of parameter_bytes that is trained
+};
+
+// A value that one layer makes and later ones read, where a message costs what no rate tells: one
+// without a gradient, say. Or a tensor that several layers keep for their backward, or a parameter
+// that several use: it counts with the first of them (the producer here), and again on every later
+// stage that has one of the others.
+struct Value {
+  int producer = 0;
+  std::vector<int> consumers;
+  double bytes = 0;
+  double seconds = 0;  // paid by a stage that it leaves and by each stage that it enters
+  double kept_bytes = 0;
+  double trained_bytes = 0;
+  double frozen_bytes = 0;
+};
+
+// The memory of the k-th stage: factors on sums over its layers. They come from the schedule (1f1b
+// and 2bw keep min(d - k, m) microbatches), the optimizer and recompute.
+struct StageMemoryRule {
+  double trained = 0;      // times trained_bytes: versions, gradient, optimizer state
+  double frozen = 1;       // times parameter_bytes - trained_bytes
+  double activations = 0;  // times activation_bytes: microbatches in flight; with recompute 1
+  double inputs = 0;       // times the bytes of the values that enter the stage: with recompute the
+                           // microbatches in flight, else 0
+  double limit = std::numeric_limits<double>::infinity();  // bytes
+  double slowness = 1;  // multiplies the compute seconds: the stage's type of device
+};
+
+// A value that enters a stage is paid for by that stage once, and one that leaves it is paid for
+// once however many stages read it; one that only passes over it costs it nothing, since the
+// runtime sends values from the stage that makes them to those that read them.
+struct StageSplitProblem {
+  std::vector<LayerCost> layers;
+  std::vector<Edge> edges;    // of one producer: the same value, which takes the largest size that
+                              // the edges concerned state
+  std::vector<Value> values;  // further values
+  std::vector<bool> can_cut;  // layers - 1: may a stage end after layer i; empty: everywhere
+  std::vector<StageMemoryRule> stages;  // one per stage
+  // Of a message of `edges`. A stage pays 2 (bytes * seconds_per_byte + seconds_per_value) for each
+  // value that enters or leaves: the forward's message and the gradient's.
+  double seconds_per_byte = 0;
+  double seconds_per_value = 0;
+  bool recompute = false;  // every stage runs its forward once more
+};
+
+struct StageSplit {
+  std::vector<int> first_layers;  // of each stage, increasing, the first is 0
+  double slowest = 0;             // seconds per microbatch of the slowest stage
+};
+
+// The split whose slowest stage takes the least time of all that fit the memory; of these the one
+// with the smallest sum of message costs, of these the one with the earliest cuts. A stage takes
+// slowness * (forward [twice with recompute] + input_grad + weight_grad) + its messages. Exact, up
+// to rounding the costs to 2^-60 of their sum (which makes equal sums compare equal). nullopt:
+// nothing fits.
+//
+// Method: of a limit on the slowest stage it is known which stages [first, end) keep it, and
+// whether d of them cover the layers is a search from the back over sets of positions; the limit is
+// bisected among costs that stages really have. Of P stages whose compute is at most what a greedy
+// split achieves (about n^2 / d; n^2 / 2 where one layer is slower than all others together) it
+// looks at each once and takes O(d P / 64) steps for each of O(log P) limits. Ties take O(d P) at
+// worst, O(d P / 64) where bounds on 64 ends at a time decide.
+//
+// Throws ValueError for no stage or more than layers, fewer allowed cuts than stages - 1, sizes
+// that don't fit, edges as check_edges(), costs, bytes or factors that are negative or not finite,
+// trained_bytes > parameter_bytes, and a slowness that is not positive.
+std::optional<StageSplit> split_stages(const StageSplitProblem& problem);
+
+// The smallest limit, the same for all stages, with which split_stages() finds something (the
+// stages' own limits are not looked at). Throws as split_stages().
+double smallest_memory_limit(const StageSplitProblem& problem);
+
+// What a stage needs of one microbatch.
+struct StageUse {
+  double compute = 0;   // seconds, slowness included
+  double messages = 0;  // seconds
+  double bytes = 0;     // by its memory rule
+
+  double seconds() const { return compute + messages; }
+};
+
+// Of every stage of a given split. Throws ValueError for first layers that are no split of the
+// problem into its number of stages, and as split_stages().
+std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
+                                 const std::vector<int>& first_layers);
+
+}  // namespace pd2

@@ -1,0 +1,87 @@
+// What the planner chooses among, and how long each takes at the very least.
+
+#pragma once
+
+#include "core/plan/device_mapping.h"
+#include "core/plan/problem.h"
+
+#include <vector>
+
+namespace pd2 {
+
+struct Candidate {
+  PipelineShape shape;
+  int width = 1;
+  int size = 0;  // of microbatches, an index into the model's
+  int rows = 1;  // of a microbatch
+  Recompute recompute = Recompute::kNone;
+  int layout = 0;
+
+  int batch() const { return width * rows * shape.num_microbatches; }
+};
+
+// Of what the planner offers once: the best layout counts.
+bool same_but_layout(const Candidate& a, const Candidate& b);
+
+// "2bw, w = 2, d = 4, b = 8, m = 16, recompute none"
+std::string to_string(const Candidate& candidate);
+
+// Algorithm 1's space (arXiv 2006.09503, section 4): every width w and number of ranks p with w p
+// <= devices, every profiled microbatch size b, schedule and way to recompute, stages_per_rank
+// where the schedule has chunks, and layouts. m is the least number of microbatches that the
+// schedule allows with w b m >= batch; a candidate with w b m > largest_batch is none. With p = 1
+// (replicated and unpipelined) one drained schedule and one that is not are enough, as they are all
+// the same.
+std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& layouts);
+
+// Of the model, which it can be cut into.
+int most_stages(const ProfiledModel& model);
+
+// The bytes of a microbatch that a stage receives at least, but the first: what the layer reads
+// that it begins with.
+double least_received(const ProfiledModel& model, int size);
+
+// The bytes of a microbatch that a stage sends to the next one at least: what its last layer gives
+// to the one behind. What others read travels past it, beside.
+double least_sent(const ProfiledModel& model, int size);
+
+// Lower bounds on the seconds per batch, in closed form from sums over the layers. With totals over
+// the model F, I, W (R = F where stages are recomputed), of the slowest layer s, the shortest hop
+// c, S = sum over ranks of 1 / slowness (p on the profiled device), each of these is one:
+//
+//   all        m (F + I + W + R) / S: the ranks' work, however it is cut. Where batches drain their
+//              all-reduce comes on top; where not, it fits beside, but into no less than a batch
+//   all        m s, m s / 2 for chimera, whose stage is on two ranks
+//   2bw        m (F + I + W + 2 (p - 1) c) / p: the cycle over all stages (plan_schedules.h)
+//   1f1b       for each stage j, what comes before and after it, and m times its own. The weights
+//              lambda that make the mean of these d bounds the same for every cut give
+//              (F + I + W) / (1 - (1 - 1/m)^p), and 2 c for each stage before j on average
+//   draining   one microbatch's way through all stages and back, F + I + 2 (p - 1) c
+class Bounds {
+ public:
+  explicit Bounds(const PlanProblem& problem);
+
+  // `speed` is S, of Layouts::speed(): the same for many candidates.
+  double seconds(const Candidate& candidate, double speed) const;
+
+ private:
+  struct Totals {
+    double forward = 0;
+    double input_grad = 0;
+    double weight_grad = 0;
+    double slowest_layer = 0;       // F + I + W
+    double slowest_recomputed = 0;  // and F again
+    double hop = 0;
+  };
+
+  double by_way(const Candidate& candidate, const Totals& totals) const;
+
+  const PlanProblem& problem_;
+  std::vector<Totals> totals_;  // by size
+  double least_slowness_;
+  double most_slowness_;
+  double trained_bytes_ = 0;
+  Link best_link_;
+};
+
+}  // namespace pd2

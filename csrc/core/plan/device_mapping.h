@@ -1,0 +1,68 @@
+// Which device is which rank of which replica.
+
+#pragma once
+
+#include "core/plan/cluster.h"
+
+#include <functional>
+#include <vector>
+
+namespace pd2 {
+
+// Devices by rank and replica.
+class DeviceGrid {
+ public:
+  DeviceGrid(int ranks, int width) : width_(width), devices_(std::size_t(ranks) * width, 0) {}
+
+  int ranks() const { return static_cast<int>(devices_.size()) / width_; }
+  int width() const { return width_; }
+  int at(int rank, int replica) const { return devices_[std::size_t(rank) * width_ + replica]; }
+  int& at(int rank, int replica) { return devices_[std::size_t(rank) * width_ + replica]; }
+  std::span<const int> of_rank(int rank) const {
+    return std::span(devices_).subspan(std::size_t(rank) * width_, width_);
+  }
+  const std::vector<int>& devices() const { return devices_; }
+  std::vector<int>& devices() { return devices_; }
+
+  bool operator==(const DeviceGrid&) const = default;
+
+ private:
+  int width_;
+  std::vector<int> devices_;  // rank by rank
+};
+
+// The ways to lay a grid over a cluster that are tried: which type of device comes first (every
+// order of up to 4 types, else by slowness, up and down), and what is adjacent: the ranks of a
+// replica, as torchrun numbers them, or the replicas of a rank. On a mesh into which it fits: ranks
+// along a row and replicas along a column, or the other way round; devices of several types are
+// taken as they come there.
+class Layouts {
+ public:
+  explicit Layouts(const Cluster& cluster);
+
+  int count() const { return 2 * static_cast<int>(orders_.size()); }
+  // Of two layouts that are the same for these sizes, the second one is not worth a look.
+  bool is_repeated(int layout, int ranks, int width) const;
+  DeviceGrid grid(int layout, int ranks, int width) const;
+  // For a bound on time: sum over the ranks of 1 / slowness of the rank's slowest device.
+  double speed(int layout, int ranks, int width) const;
+
+ private:
+  const Cluster& cluster_;
+  std::vector<std::vector<int>> orders_;  // of devices
+};
+
+// Up to so many devices of a cluster, search_mapping() tries every mapping.
+inline constexpr int kMostEnumeratedDevices = 8;
+
+// The grid for which `seconds` is least, with devices put elsewhere, those not in the grid
+// included; a device takes the place of one of its type only. By enumeration, or by simulated
+// annealing with a fixed seed. Never worse than the given grid.
+DeviceGrid search_mapping(const Cluster& cluster, const DeviceGrid& grid,
+                          const std::function<double(const DeviceGrid&)>& seconds);
+
+// The same by annealing, whatever the number of devices.
+DeviceGrid anneal_mapping(const Cluster& cluster, const DeviceGrid& grid,
+                          const std::function<double(const DeviceGrid&)>& seconds);
+
+}  // namespace pd2

@@ -1,0 +1,45 @@
+// The planner: of all candidates the best, the next best, and why nothing is better.
+
+#pragma once
+
+#include "core/plan/evaluate.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// The best plans by score, the best first: 1 + options.num_alternatives of them at most, of each
+// (schedule, w, d, v, b, recompute) the best layout. Equal scores: in the candidates' order.
+//
+// Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
+// the worst score kept. So the result is that of evaluating all candidates, see
+// best_plans_exhaustively(). kMemory: of the plans that take at most 1 + slack of the least time,
+// those with the smallest peak; the best one's is at most a thousandth above the least memory with
+// which such a plan is found.
+//
+// Throws ValueError as check(), if no candidate's sizes fit the batch, and if none fits the memory:
+// then it tells the candidate that comes nearest, by how much, and which memory would do.
+std::vector<Evaluation> best_plans(const PlanProblem& problem);
+
+// The same without bounds, of kMemory the fastest ones: for tests.
+std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
+
+// The best plan, if its score is below `worth`; of kMemory the fastest one.
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
+
+struct Gain {
+  std::string what;  // "GiB of memory", "GB/s inside a server"
+  double saved = 0;  // seconds per batch; kCost: of its price
+};
+
+struct Explanation {
+  std::string bound_by;              // of the best plan, one sentence
+  std::vector<std::string> lost_by;  // of each other one
+  std::vector<Gain> gains;  // of one unit more of everything that is limited; kMemory: none
+};
+
+Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans);
+
+}  // namespace pd2

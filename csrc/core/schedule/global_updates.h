@@ -1,0 +1,22 @@
+// Updates for which several stages have to come together.
+#pragma once
+
+#include "core/schedule/schedule.h"
+
+#include <string_view>
+#include <vector>
+
+namespace pd2 {
+
+// Stages whose updates wait for each other: a forward of one of them that reads version v waits
+// until all of them have come to their update of batch v - 1.
+using JointUpdate = std::vector<int>;
+
+// Throws ValueError if with these the schedule ends in a deadlock; the text says `why` they wait.
+void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate>& joint,
+                         std::string_view why);
+
+// All stages wait for each other: clipping by the gradients' norm.
+void check_global_updates(const Schedule& schedule);
+
+}  // namespace pd2

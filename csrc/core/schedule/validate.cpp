@@ -1,0 +1,381 @@
+#include "core/schedule/validate.h"
+
+#include "core/check.h"
+#include "core/schedule/grid.h"
+#include "core/schedule/unroll.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+using enum ActionKind;
+
+// Batches first .. first + count - 1 and a drain.
+struct Run {
+  int first_batch;
+  int num_batches;
+};
+
+// A long run first: its errors are the easiest to read. The short ones meet what only a drain
+// before the pipeline is full, or just then, can break.
+std::vector<Run> runs(const Schedule& schedule) {
+  const int behind = std::max(most_batches_behind(schedule), 1);
+  std::vector<Run> runs = {{0, behind + 3}};
+  for (int num_batches = 1; num_batches <= behind + 1; ++num_batches) {
+    runs.push_back({runs.back().first_batch + runs.back().num_batches, num_batches});
+  }
+  return runs;
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(const Schedule& schedule, const std::vector<Mark>& marks,
+                       const Parts&... message) {
+  detail::throw_value_error(
+      detail::concat("schedule ", schedule.name, ": ", message..., "\n", grid(schedule, marks)));
+}
+
+void check_sizes(const Schedule& schedule) {
+  const int d = schedule.num_stages;
+  const auto num_ranks = static_cast<int>(schedule.ranks.size());
+  const auto check_size = [&](const char* what, std::size_t size, std::size_t expected) {
+    PD2_CHECK(size == expected, "schedule ", schedule.name, ": ", what, " needs one entry per ",
+              "stage: expected ", expected, ", found ", size);
+  };
+  const auto check_least = [&](const char* what, int value, int least) {
+    PD2_CHECK(value >= least, "schedule ", schedule.name, ": ", what, ": expected >= ", least,
+              ", found ", value);
+  };
+  PD2_CHECK(schedule.num_pipelines == 1 || schedule.num_pipelines == 2, "schedule ", schedule.name,
+            ": num_pipelines: expected 1 or 2, found ", schedule.num_pipelines);
+  check_least("num_stages", d, 1);
+  PD2_CHECK(d % schedule.num_pipelines == 0, "schedule ", schedule.name,
+            ": every pipeline has all stages: expected num_stages to be a multiple of ",
+            schedule.num_pipelines, ", found ", d);
+  check_least("num_microbatches", schedule.num_microbatches, 1);
+  check_size("placement", schedule.placement.size(), d);
+  check_size("delay", schedule.delay.size(), d);
+  for (const int delay : schedule.delay) check_least("delay", delay, 0);
+  check_size("num_versions", schedule.num_versions.size(), d);
+  for (const int versions : schedule.num_versions) check_least("num_versions", versions, 1);
+
+  for (int stage = 0; stage < d; ++stage) {
+    const int rank = schedule.placement[stage];
+    PD2_CHECK(rank >= 0 && rank < num_ranks, "schedule ", schedule.name, ": placement of stage ",
+              stage, ": expected a rank from 0 to ", num_ranks - 1, ", found ", rank);
+  }
+  for (int stage = 0; stage < d; ++stage) {
+    const int twin = schedule.twin(stage).value_or(stage);
+    if (twin <= stage) continue;
+    PD2_CHECK(schedule.placement[stage] != schedule.placement[twin], "schedule ", schedule.name,
+              ": the two copies of a stage are on two ranks: expected stages ", stage, " and ",
+              twin, " on different ranks, found both on rank ", schedule.placement[stage]);
+    PD2_CHECK(schedule.delay[stage] == schedule.delay[twin], "schedule ", schedule.name,
+              ": the two copies of a stage have one delay: expected ", schedule.delay[stage],
+              " of stage ", twin, " as of stage ", stage, ", found ", schedule.delay[twin]);
+  }
+  const std::set<int> used(schedule.placement.begin(), schedule.placement.end());
+  PD2_CHECK(static_cast<int>(used.size()) == num_ranks, "schedule ", schedule.name,
+            ": every rank needs a stage: expected ", num_ranks, " ranks in placement, found ",
+            used.size());
+
+  std::size_t num_actions = 0;
+  for (const RankActions& rank : schedule.ranks) {
+    num_actions += rank.prologue.size() + rank.epilogue.size();
+  }
+  // Before anything of size num_microbatches is made.
+  PD2_CHECK(num_actions >= static_cast<std::size_t>(schedule.num_microbatches), "schedule ",
+            schedule.name, ": num_microbatches: ", schedule.num_microbatches,
+            ", actions in prologue and epilogue: ", num_actions,
+            ": every microbatch needs its actions");
+}
+
+void check_cells(const Schedule& schedule) {
+  const int m = schedule.num_microbatches;
+  for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
+    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+      int index = 0;
+      for (const Action& action : actions(schedule.ranks[rank], list)) {
+        const std::vector<Mark> marks = {{{rank, list, index++}}};
+        if (action.stage < 0 || action.stage >= schedule.num_stages) {
+          fail(schedule, marks, "every action's stage exists: expected a stage from 0 to ",
+               schedule.num_stages - 1, ", found ", to_string(action));
+        }
+        if (schedule.placement[action.stage] != rank) {
+          fail(schedule, marks, "a stage's actions are on its rank: expected ", to_string(action),
+               " on rank ", schedule.placement[action.stage], ", found on rank ", rank);
+        }
+        const int lowest = list == ListKind::kPrologue ? 0 : -m * schedule.num_stages;
+        if (action.microbatch < lowest || action.microbatch >= m) {
+          fail(schedule, marks, "microbatch numbers in the ", to_string(list), ": expected ",
+               lowest, " to ", m - 1, ", found ", to_string(action));
+        }
+      }
+    }
+  }
+}
+
+// Whatever the lists are: a batch's forwards come before its own update (rule 7), so the newest
+// version is the batch's number at most, and is that after a drain.
+void check_versions(const Schedule& schedule) {
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    const std::int64_t delay = schedule.delay[stage];
+    const int kept = schedule.num_versions[stage];
+    PD2_CHECK(kept > delay, "schedule ", schedule.name,
+              ": versions alive never above num_versions: expected at most ", kept, " on stage ",
+              stage, ", found ", delay + 1, ": after a drain batch t reads version t - ", delay,
+              " when version t is made");
+  }
+}
+
+// Checks one run, which begins and ends with an empty pipeline.
+class RunCheck {
+ public:
+  RunCheck(const Schedule& schedule, Run run)
+      : schedule_(schedule),
+        run_(run),
+        m_(schedule.num_microbatches),
+        first_microbatch_(std::int64_t{run.first_batch} * m_),
+        end_microbatch_(first_microbatch_ + std::int64_t{run.num_batches} * m_),
+        by_stage_(schedule.num_stages) {
+    for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
+      by_rank_.push_back(unroll(schedule, rank, run.first_batch, run.num_batches));
+      for (const Step& step : by_rank_.back()) by_stage_[step.stage].push_back(step);
+    }
+  }
+
+  void check() const {
+    for (int stage = 0; stage < schedule_.num_stages; ++stage) check_exactly_once(stage);
+    for (int stage = 0; stage < schedule_.num_stages; ++stage) check_order(stage);
+    check_deadlock();
+  }
+
+ private:
+  int batch(std::int64_t microbatch) const { return batch_of(microbatch, m_); }
+  int version_read(int stage, int batch) const {
+    return std::max(batch - schedule_.delay[stage], 0);
+  }
+
+  std::string place(std::int64_t microbatch) const { return pd2::place(microbatch, m_); }
+  std::string describe(const Step& step) const { return pd2::describe(schedule_, step); }
+
+  [[noreturn]] void fail_missing(int stage, ActionKind kind, std::int64_t microbatch) const {
+    const bool is_first = batch(microbatch) == run_.first_batch;
+    const Action missing = {
+        .stage = stage, .kind = kind, .microbatch = static_cast<int>(microbatch % m_)};
+    const Mark mark = {.cell = {.rank = schedule_.placement[stage],
+                                .list = is_first ? ListKind::kPrologue : ListKind::kSteady},
+                       .missing = detail::concat(to_string(missing), "?")};
+    fail(schedule_, {mark}, "every action exactly once: expected one ", to_string(missing),
+         " for batch ", batch(microbatch), " in a run of ", run_.num_batches,
+         " batches and a drain, found none");
+  }
+
+  void check_exactly_once(int stage) const {
+    std::map<std::pair<ActionKind, std::int64_t>, const Step*> seen;
+    for (const Step& step : by_stage_[stage]) {
+      const std::int64_t number = step.kind == kUpdate ? batch(step.microbatch) : step.microbatch;
+      const auto [other, is_new] = seen.emplace(std::pair(step.kind, number), &step);
+      if (is_new) continue;
+      fail(schedule_, {{other->second->cell}, {step.cell}}, "every action exactly once: expected ",
+           describe(*other->second), " only, found ", describe(step), " too");
+    }
+    for (std::int64_t n = first_microbatch_; n < end_microbatch_; ++n) {
+      if (!seen.contains({kForward, n})) fail_missing(stage, kForward, n);
+      const auto whole = seen.find({kBackward, n});
+      if (whole == seen.end()) {
+        const bool has_input = seen.contains({kInputGrad, n});
+        const bool has_weight = seen.contains({kWeightGrad, n});
+        if (!has_input && !has_weight) fail_missing(stage, kBackward, n);
+        if (!has_input) fail_missing(stage, kInputGrad, n);
+        if (!has_weight) fail_missing(stage, kWeightGrad, n);
+        continue;
+      }
+      for (const ActionKind half : {kInputGrad, kWeightGrad}) {
+        const auto extra = seen.find({half, n});
+        if (extra == seen.end()) continue;
+        fail(schedule_, {{whole->second->cell}, {extra->second->cell}},
+             "every action exactly once: expected either B, or I and W, found ",
+             describe(*whole->second), " and ", describe(*extra->second));
+      }
+    }
+    for (int t = run_.first_batch; t < run_.first_batch + run_.num_batches; ++t) {
+      if (!seen.contains({kUpdate, t})) {
+        fail_missing(stage, kUpdate, std::int64_t{t + 1} * m_ - 1);
+      }
+    }
+  }
+
+  // What a stage has done so far. All of a kind happen in microbatch order, so a count says which.
+  struct Progress {
+    std::int64_t forwards = 0;
+    std::int64_t input_grads = 0;
+    std::int64_t weight_grads = 0;
+    int newest_version = 0;
+    int updates_reached = 0;  // batches whose U the rank has come to
+  };
+
+  Progress at_start() const {
+    // After a drain all earlier batches have been updated with.
+    return {first_microbatch_, first_microbatch_, first_microbatch_, run_.first_batch,
+            run_.first_batch};
+  }
+
+  void check_next(const Step& step, std::int64_t next, const char* rule) const {
+    if (step.microbatch == next) return;
+    fail(schedule_, {{step.cell}}, rule, ": expected ", place(next), ", found ", describe(step));
+  }
+
+  void check_forward(const Step& step, const Progress& progress) const {
+    check_next(step, progress.forwards, "a stage's forwards are in microbatch order");
+    const int version = version_read(step.stage, batch(step.microbatch));
+    const int newest = progress.newest_version;
+    if (newest >= version) return;
+    fail(schedule_, {{step.cell}}, "an update comes before the first forward that reads the ",
+         "version it makes: expected the update of batch ", version - 1, " before ", describe(step),
+         " reads version ", version, ", found version ", newest, " as the newest");
+  }
+
+  void check_gradient_buffer(const Step& step, const Progress& progress) const {
+    const int t = batch(step.microbatch);
+    if (t == progress.newest_version) return;
+    fail(schedule_, {{step.cell}}, "an update comes before the first backward of the next batch, ",
+         "there is one gradient buffer: expected the update of batch ", t - 1, " before ",
+         describe(step), ", found ", progress.newest_version - run_.first_batch,
+         " updates in this run");
+  }
+
+  void check_after_forward(const Step& step, const Progress& progress) const {
+    if (step.microbatch < progress.forwards) return;
+    fail(schedule_, {{step.cell}}, "a backward comes after its forward: expected ", step.stage,
+         "F of ", place(step.microbatch), " before ", describe(step), ", found ",
+         progress.forwards - first_microbatch_, " forwards done");
+  }
+
+  void check_update(const Step& step, const Progress& progress) const {
+    const int t = batch(step.microbatch);
+    const std::int64_t needed = std::int64_t{t + 1} * m_ - first_microbatch_;
+    const std::int64_t done = progress.weight_grads - first_microbatch_;
+    if (done >= needed) return;
+    fail(schedule_, {{step.cell}}, "an update comes after its batch's last backward: expected ",
+         needed, " backwards of this run before ", describe(step), ", found ", done);
+  }
+
+  void check_order(int stage) const {
+    Progress progress = at_start();
+    for (const Step& step : by_stage_[stage]) {
+      const bool gives_input_grad = step.kind == kBackward || step.kind == kInputGrad;
+      const bool gives_weight_grad = step.kind == kBackward || step.kind == kWeightGrad;
+      if (step.kind == kForward) {
+        check_forward(step, progress);
+        ++progress.forwards;
+      }
+      if (gives_input_grad) {
+        check_after_forward(step, progress);
+        check_next(step, progress.input_grads, "a stage's backwards are in microbatch order");
+        ++progress.input_grads;
+      }
+      if (gives_weight_grad) {
+        if (step.microbatch >= progress.input_grads) {
+          fail(schedule_, {{step.cell}}, "W comes after its I: expected ", step.stage, "I of ",
+               place(step.microbatch), " before ", describe(step), ", found ",
+               progress.input_grads - first_microbatch_, " input gradients done");
+        }
+        check_next(step, progress.weight_grads,
+                   "the gradients of a batch add up in microbatch order");
+        check_gradient_buffer(step, progress);
+        ++progress.weight_grads;
+      }
+      if (step.kind == kUpdate) {
+        check_update(step, progress);
+        ++progress.newest_version;
+      }
+    }
+  }
+
+  // Events across ranks: which stage must be ahead before the step can run, if any is not.
+  std::optional<int> waits_for(const Step& step, const std::vector<Progress>& progress) const {
+    const int before = step.stage - 1;
+    const int after = step.stage + 1;
+    if (step.kind == kForward && !schedule_.is_first(step.stage) &&
+        progress[before].forwards <= step.microbatch) {
+      return before;
+    }
+    const bool needs_gradient = step.kind == kBackward || step.kind == kInputGrad;
+    if (needs_gradient && !schedule_.is_last(step.stage) &&
+        progress[after].input_grads <= step.microbatch) {
+      return after;
+    }
+    const std::optional<int> twin = schedule_.twin(step.stage);
+    if (step.kind == kUpdate && twin && progress[*twin].updates_reached <= batch(step.microbatch)) {
+      return twin;
+    }
+    return std::nullopt;
+  }
+
+  void check_deadlock() const {
+    std::vector<Progress> progress(schedule_.num_stages, at_start());
+    std::vector<std::size_t> next(by_rank_.size(), 0);
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
+        for (; next[rank] < by_rank_[rank].size(); ++next[rank]) {
+          const Step& step = by_rank_[rank][next[rank]];
+          int& reached = progress[step.stage].updates_reached;
+          if (step.kind == kUpdate && reached <= batch(step.microbatch)) {
+            reached = batch(step.microbatch) + 1;
+            moved = true;
+          }
+          if (waits_for(step, progress)) break;
+          if (step.kind == kForward) ++progress[step.stage].forwards;
+          if (step.kind == kBackward || step.kind == kInputGrad) {
+            ++progress[step.stage].input_grads;
+          }
+          moved = true;
+        }
+      }
+    }
+
+    std::vector<Mark> marks;
+    std::string stuck;
+    for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
+      if (next[rank] == by_rank_[rank].size()) continue;
+      const Step& step = by_rank_[rank][next[rank]];
+      marks.push_back({step.cell});
+      stuck += detail::concat("\n  rank ", rank, " waits in ", describe(step), " for stage ",
+                              waits_for(step, progress).value());
+    }
+    if (!marks.empty()) {
+      fail(schedule_, marks, "deadlock: expected every rank to finish, found ", marks.size(),
+           " of ", by_rank_.size(), " waiting for each other:", stuck);
+    }
+  }
+
+  const Schedule& schedule_;
+  const Run run_;
+  const int m_;
+  const std::int64_t first_microbatch_;
+  const std::int64_t end_microbatch_;
+  std::vector<std::vector<Step>> by_rank_;
+  std::vector<std::vector<Step>> by_stage_;
+};
+
+}  // namespace
+
+void check_form(const Schedule& schedule) {
+  check_sizes(schedule);
+  check_cells(schedule);
+}
+
+void validate(const Schedule& schedule) {
+  check_form(schedule);
+  check_versions(schedule);
+  for (const Run& run : runs(schedule)) RunCheck(schedule, run).check();
+}
+
+}  // namespace pd2

@@ -1,0 +1,470 @@
+#include "core/simulate/simulate.h"
+
+#include "core/check.h"
+#include "core/schedule/grid.h"
+#include "core/schedule/unroll.h"
+#include "core/schedule/validate.h"
+#include "core/simulate/channels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+using enum ActionKind;
+
+using Timeline = std::vector<std::vector<SimulatedAction>>;
+
+void check_cost(const char* what, std::size_t index, double value) {
+  PD2_CHECK(std::isfinite(value) && value >= 0, what, "[", index, "]: ", value,
+            ": a cost must be finite and >= 0");
+}
+
+void check_edge(const std::string& of, std::size_t index, const EdgeCosts& edge) {
+  check_cost((of + "latency").c_str(), index, edge.latency);
+  check_cost((of + "message_bytes").c_str(), index, edge.message_bytes);
+  PD2_CHECK(edge.bandwidth >= 0, of, "bandwidth[", index, "]: ", edge.bandwidth,
+            ": a bandwidth must be >= 0 (0: unlimited)");
+}
+
+void check_costs(const Schedule& schedule, const Costs& costs) {
+  const int d = schedule.depth();
+  PD2_CHECK(costs.stages.size() == static_cast<std::size_t>(d),
+            "costs of stages: ", costs.stages.size(), ", num_stages: ", d, ": one for each stage");
+  PD2_CHECK(costs.edges.empty() || costs.edges.size() == static_cast<std::size_t>(d - 1),
+            "costs of edges: ", costs.edges.size(), ", num_stages: ", d,
+            ": one for each two neighbours, num_stages - 1, or none");
+  for (std::size_t i = 0; i < costs.stages.size(); ++i) {
+    const StageCosts& stage = costs.stages[i];
+    check_cost("forward", i, stage.forward);
+    check_cost("input_grad", i, stage.input_grad);
+    check_cost("weight_grad", i, stage.weight_grad);
+    check_cost("recompute", i, stage.recompute);
+    check_cost("all_reduce", i, stage.all_reduce);
+    check_cost("update", i, stage.update);
+    check_cost("activation_bytes", i, stage.activation_bytes);
+    check_cost("input_bytes", i, stage.input_bytes);
+    check_cost("weight_bytes", i, stage.weight_bytes);
+    check_cost("gradient_bytes", i, stage.gradient_bytes);
+    check_cost("state_bytes", i, stage.state_bytes);
+  }
+  for (std::size_t i = 0; i < costs.edges.size(); ++i) check_edge("", i, costs.edges[i]);
+  std::set<std::pair<int, int>> pairs;
+  for (std::size_t i = 0; i < costs.skips.size(); ++i) {
+    const auto& [from, to, edge] = costs.skips[i];
+    PD2_CHECK(from >= 0 && from + 1 < to && to < d, "skips[", i, "]: from stage ", from, " to ", to,
+              ", num_stages: ", d, ": from >= 0, to >= from + 2 and to < num_stages are needed");
+    PD2_CHECK(pairs.emplace(from, to).second, "skips[", i, "]: from stage ", from, " to ", to,
+              ": two stages have one skip at most");
+    check_edge("skips' ", i, edge);
+  }
+}
+
+double seconds(const StageCosts& stage, ActionKind kind) {
+  switch (kind) {
+    case kForward:
+      return stage.forward;
+    case kBackward:
+      return stage.input_grad + stage.weight_grad;
+    case kInputGrad:
+      return stage.input_grad;
+    case kWeightGrad:
+      return stage.weight_grad;
+    case kUpdate:
+      return stage.all_reduce + stage.update;
+    case kRecompute:
+      return stage.recompute;
+  }
+  return 0;
+}
+
+// The copies of a stage cost the same.
+const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.stages[stage % schedule.depth()];
+}
+
+// With one version the next forward waits for the update in any case.
+bool updates_beside(const Schedule& schedule, int stage) {
+  return schedule.num_versions[stage] > 1;
+}
+
+bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
+
+// One run. A rank advances until it waits for messages that have not been sent yet (or, with
+// rendezvous, for somebody to receive its own); whoever makes the last one's time of arrival known
+// wakes it. Times depend on nothing but other times, so the order in which ranks advance is free,
+// and no queue by time is needed.
+class Execution {
+ public:
+  Execution(const Schedule& schedule, const Costs& costs, int num_batches)
+      : schedule_(schedule),
+        costs_(costs),
+        channels_(schedule, costs),
+        num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
+        arrival_((channels_.count() + schedule.num_stages) * num_microbatches_, kUnknown),
+        link_free_(channels_.count(), 0),
+        num_batches_(num_batches),
+        update_end_(std::size_t(schedule.num_stages) * num_batches, 0),
+        ranks_(schedule.ranks.size()),
+        timeline_(schedule.ranks.size()) {
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+      ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
+      timeline_[rank].reserve(ranks_[rank].steps.size());
+      ready_.push_back(rank);
+    }
+  }
+
+  Timeline run() && {
+    while (!ready_.empty()) {
+      const int rank = ready_.back();
+      ready_.pop_back();
+      advance(rank);
+    }
+    check_deadlock();
+    return std::move(timeline_);
+  }
+
+ private:
+  static constexpr double kUnknown = -1;
+  static constexpr double kAwaited = -2;  // unknown, too, and a rank is stuck for it
+
+  struct Rank {
+    std::vector<Step> steps;
+    std::size_t next = 0;
+    double free_at = 0;
+    bool has_recomputed = false;  // for the next step
+    int num_missing = 0;          // of what it is stuck for
+    std::size_t num_sent = 0;     // of the messages of the step before
+    bool offers = false;          // it is stuck with the next of them until somebody receives it
+  };
+
+  const std::vector<int>& inputs(const Step& step) const {
+    return channels_.inputs(step.stage, step.kind);
+  }
+  const std::vector<int>& outputs(const Step& step) const {
+    return channels_.outputs(step.stage, step.kind);
+  }
+
+  std::int64_t index(int channel, std::int64_t microbatch) const {
+    return channel * num_microbatches_ + microbatch;
+  }
+
+  // Where arrival_ keeps the time at which the stage comes to the update of the microbatch's batch.
+  std::int64_t update_index(int stage, std::int64_t microbatch) const {
+    const int m = schedule_.num_microbatches;
+    return (channels_.count() + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
+  }
+
+  int rank_of(int stage) const { return schedule_.placement[stage]; }
+
+  double& update_end(int stage, int batch) {
+    return update_end_[std::size_t(stage) * num_batches_ + batch];
+  }
+
+  void advance(int number) {
+    Rank& rank = ranks_[number];
+    while (send_all(rank) && rank.next < rank.steps.size()) {
+      const Step& step = rank.steps[rank.next];
+      recompute(number, step);
+      double start = rank.free_at;
+      for (const int channel : inputs(step)) {
+        take_offer(channel, step.microbatch);
+        start = std::max(start, arrival(rank, index(channel, step.microbatch)));
+      }
+      if (const std::optional<int> twin = schedule_.twin(step.stage);
+          twin && step.kind == kUpdate) {
+        arrive(update_index(step.stage, step.microbatch), rank_of(*twin), rank.free_at);
+        start = std::max(start, arrival(rank, update_index(*twin, step.microbatch)));
+      }
+      if (rank.num_missing > 0) return;
+      const double takes = seconds(cost_of(schedule_, costs_, step.stage), step.kind);
+      const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
+      const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, step.stage);
+      if (is_beside && batch > 0) {
+        start = std::max(start, update_end(step.stage, batch - 1));
+      }
+      if (const int read = batch - schedule_.delay[step.stage]; step.kind == kForward && read > 0) {
+        start = std::max(start, update_end(step.stage, read - 1));
+      }
+      record(number, step, start, start + takes);
+      rank.free_at = is_beside ? start : start + takes;
+      if (step.kind == kUpdate) {
+        update_end(step.stage, batch) = start + takes;
+      }
+      ++rank.next;
+      rank.has_recomputed = false;
+      rank.num_sent = 0;
+    }
+  }
+
+  // Makes the time of arrival known to the rank that may be stuck for it.
+  void arrive(std::int64_t slot, int receiver, double time) {
+    const bool is_awaited = arrival_[slot] == kAwaited;
+    arrival_[slot] = time;
+    if (is_awaited && --ranks_[receiver].num_missing == 0) ready_.push_back(receiver);
+  }
+
+  // Or what is less than any time: the rank is stuck.
+  double arrival(Rank& rank, std::int64_t slot) {
+    if (arrival_[slot] == kUnknown) {
+      arrival_[slot] = kAwaited;
+      ++rank.num_missing;
+    }
+    return arrival_[slot];
+  }
+
+  void recompute(int number, const Step& step) {
+    Rank& rank = ranks_[number];
+    const double takes = cost_of(schedule_, costs_, step.stage).recompute;
+    if (takes == 0 || !begins_backward(step.kind) || rank.has_recomputed) return;
+    rank.has_recomputed = true;
+    Step again = step;
+    again.kind = kRecompute;
+    record(number, again, rank.free_at, rank.free_at + takes);
+    rank.free_at += takes;
+  }
+
+  // Called by the receiver's rank when it has come to the action that needs the message.
+  void take_offer(int channel, std::int64_t microbatch) {
+    const int number = rank_of(channels_[channel].sender);
+    Rank& sender = ranks_[number];
+    if (!sender.offers || offered(sender) != index(channel, microbatch)) return;
+    transfer(channel, microbatch);
+    sender.offers = false;
+    ++sender.num_sent;
+    ready_.push_back(number);
+  }
+
+  std::int64_t offered(const Rank& sender) const {
+    const Step& step = sender.steps[sender.next - 1];
+    return index(outputs(step)[sender.num_sent], step.microbatch);
+  }
+
+  // The messages of the step before; false if the rank is stuck until one is received.
+  bool send_all(Rank& sender) {
+    if (sender.next == 0) return true;
+    const Step& step = sender.steps[sender.next - 1];
+    const std::vector<int>& channels = outputs(step);
+    for (; sender.num_sent < channels.size(); ++sender.num_sent) {
+      const int channel = channels[sender.num_sent];
+      const std::int64_t slot = index(channel, step.microbatch);
+      if (&sender == &ranks_[rank_of(channels_[channel].receiver)]) {
+        arrival_[slot] = sender.free_at;
+      } else if (costs_.sends == Sends::kRendezvous && arrival_[slot] != kAwaited) {
+        sender.offers = true;
+        return false;
+      } else {
+        transfer(channel, step.microbatch);
+      }
+    }
+    return true;
+  }
+
+  void transfer(int number, std::int64_t microbatch) {
+    const Channel& channel = channels_[number];
+    const EdgeCosts& edge = channel.edge;
+    Rank& sender = ranks_[rank_of(channel.sender)];
+    const int receiver = rank_of(channel.receiver);
+    double leaves = std::max(sender.free_at, link_free_[number]);
+    if (costs_.sends == Sends::kRendezvous) leaves = std::max(leaves, ranks_[receiver].free_at);
+    link_free_[number] = leaves + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+    const double arrives = link_free_[number] + edge.latency;
+    if (costs_.sends != Sends::kAsynchronous) sender.free_at = arrives;
+    arrive(index(number, microbatch), receiver, arrives);
+  }
+
+  void record(int rank, const Step& step, double start, double end) {
+    const int m = schedule_.num_microbatches;
+    const int batch = batch_of(step.microbatch, m);
+    const bool is_update = step.kind == kUpdate;
+    timeline_[rank].push_back(
+        {.stage = step.stage,
+         .kind = step.kind,
+         .batch = batch,
+         .microbatch = is_update ? m - 1 : static_cast<int>(step.microbatch % m),
+         .version = is_update ? batch + 1 : std::max(batch - schedule_.delay[step.stage], 0),
+         .start = start,
+         .end = end});
+  }
+
+  int missing_sender(const Step& step) const {
+    const auto missing = std::ranges::find_if(inputs(step), [&](int channel) {
+      return arrival_[index(channel, step.microbatch)] == kAwaited;
+    });
+    return channels_[*missing].sender;
+  }
+
+  void check_deadlock() const {
+    std::vector<Mark> marks;
+    std::string stuck;
+    for (std::size_t number = 0; number < ranks_.size(); ++number) {
+      const Rank& rank = ranks_[number];
+      if (!rank.offers && rank.next == rank.steps.size()) continue;
+      const Step& step = rank.steps[rank.offers ? rank.next - 1 : rank.next];
+      marks.push_back({step.cell});
+      stuck += detail::concat("\n  rank ", number, rank.offers ? " waits after " : " waits in ",
+                              describe(schedule_, step));
+      stuck += rank.offers
+                   ? detail::concat(" until stage ",
+                                    channels_[outputs(step)[rank.num_sent]].receiver, " receives")
+               : step.kind == kUpdate
+                   ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
+                   : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
+                                    " of stage ", missing_sender(step));
+    }
+    PD2_CHECK(marks.empty(), "schedule ", schedule_.name, ": deadlock with ",
+              to_string(costs_.sends), " sends: expected every rank to finish, found ",
+              marks.size(), " of ", ranks_.size(), " waiting:", stuck, "\n",
+              grid(schedule_, marks));
+  }
+
+  const Schedule& schedule_;
+  const Costs& costs_;
+  const Channels channels_;
+  const std::int64_t num_microbatches_;  // of the run
+  // By channel and microbatch; then by stage and microbatch: at updates.
+  std::vector<double> arrival_;
+  std::vector<double> link_free_;  // by channel
+  const int num_batches_;
+  std::vector<double> update_end_;  // by stage and batch
+  std::vector<Rank> ranks_;
+  std::vector<int> ready_;
+  Timeline timeline_;
+};
+
+// The two batches whose ends are compared, in a run of num_batches.
+struct Window {
+  int first;
+  int last;
+};
+
+Window steady_window(int num_batches, int batches_behind) {
+  const int last = num_batches - 1 - batches_behind;
+  return {last / 2, last};
+}
+
+// The shortest run whose window begins after all stages are filled. Where messages take time, the
+// steady state may repeat only every so many microbatches as there are in flight, hence a window of
+// many times that.
+int least_batches_to_measure(const Schedule& schedule, int batches_behind) {
+  const auto num_ranks = static_cast<int>(schedule.ranks.size());
+  const int many = 16 * num_ranks / schedule.num_microbatches;
+  const int window = std::max({2, batches_behind + 2, many});
+  return 2 * window + batches_behind;
+}
+
+double measure_period(const Timeline& timeline, Window window) {
+  double slowest = 0;
+  for (const std::vector<SimulatedAction>& actions : timeline) {
+    double first_end = 0;
+    double last_end = 0;
+    for (const SimulatedAction& action : actions) {
+      if (action.batch == window.first) first_end = action.end;
+      if (action.batch == window.last) last_end = action.end;
+    }
+    slowest = std::max(slowest, (last_end - first_end) / (window.last - window.first));
+  }
+  return slowest;
+}
+
+double busy_seconds_of_batch(const Schedule& schedule, const Costs& costs, int rank) {
+  double sum = 0;
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    if (schedule.placement[stage] != rank) continue;
+    const StageCosts& cost = cost_of(schedule, costs, stage);
+    sum += schedule.num_microbatches *
+           (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward));
+    if (!updates_beside(schedule, stage)) sum += seconds(cost, kUpdate);
+  }
+  return sum;
+}
+
+std::vector<int> count_in_flight(int num_stages, const Timeline& timeline) {
+  std::vector<int> in_flight(num_stages, 0);
+  std::vector<int> most(num_stages, 0);
+  for (const std::vector<SimulatedAction>& actions : timeline) {
+    for (const SimulatedAction& action : actions) {
+      int& count = in_flight[action.stage];
+      count += (action.kind == kForward) - ends_flight(action.kind);
+      most[action.stage] = std::max(most[action.stage], count);
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+const char* to_string(Sends sends) {
+  constexpr const char* kNames[] = {"asynchronous", "blocking", "rendezvous"};
+  return kNames[static_cast<int>(sends)];
+}
+
+std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
+                                         const std::vector<SimulatedAction>& actions, int rank) {
+  MemoryStep now;
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    if (schedule.placement[stage] != rank) continue;
+    const StageCosts& cost = cost_of(schedule, costs, stage);
+    now.bytes +=
+        schedule.num_versions[stage] * cost.weight_bytes + cost.gradient_bytes + cost.state_bytes;
+  }
+  std::vector<MemoryStep> steps = {now};
+  for (const SimulatedAction& action : actions) {
+    const StageCosts& cost = cost_of(schedule, costs, action.stage);
+    const bool recomputes = cost.recompute > 0;
+    if (action.kind == kForward) {
+      now = {action.start, now.bytes + (recomputes ? cost.input_bytes : cost.activation_bytes)};
+    } else if (action.kind == kRecompute) {
+      now = {action.start, now.bytes + cost.activation_bytes};
+    } else if (ends_flight(action.kind)) {
+      now = {action.end, now.bytes - cost.activation_bytes - (recomputes ? cost.input_bytes : 0)};
+    } else {
+      continue;
+    }
+    steps.push_back(now);
+  }
+  return steps;
+}
+
+double second_batch(const Schedule& schedule, const Costs& costs) {
+  return measure_period(Execution(schedule, costs, 2).run(), {.first = 0, .last = 1});
+}
+
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
+  check_form(schedule);
+  check_costs(schedule, costs);
+  PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
+
+  Simulation result;
+  result.timeline = Execution(schedule, costs, num_batches).run();
+  for (const std::vector<SimulatedAction>& actions : result.timeline) {
+    for (const SimulatedAction& action : actions) {
+      result.makespan = std::max(result.makespan, action.end);
+    }
+  }
+  const int behind = most_batches_behind(schedule);
+  const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
+  const Window window = steady_window(enough, behind);
+  result.period = enough == num_batches
+                      ? measure_period(result.timeline, window)
+                      : measure_period(Execution(schedule, costs, enough).run(), window);
+  for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
+    const double work = busy_seconds_of_batch(schedule, costs, rank);
+    result.bubbles.push_back(result.period > 0 ? 1 - work / result.period : 0);
+    double peak = 0;
+    for (const MemoryStep& step : memory_over_time(schedule, costs, result.timeline[rank], rank)) {
+      peak = std::max(peak, step.bytes);
+    }
+    result.peak_bytes.push_back(peak);
+  }
+  result.most_in_flight = count_in_flight(schedule.num_stages, result.timeline);
+  return result;
+}
+
+}  // namespace pd2

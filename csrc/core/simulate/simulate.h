@@ -1,0 +1,114 @@
+// Time and memory of a schedule: its actions with their costs, as discrete events.
+
+#pragma once
+
+#include "core/schedule/schedule.h"
+
+#include <vector>
+
+namespace pd2 {
+
+// Of one microbatch in seconds and bytes, updates and weights of one batch and version.
+struct StageCosts {
+  double forward = 0;
+  double input_grad = 0;   // I; a B takes I + W
+  double weight_grad = 0;  // W
+  // Of running a forward again before each B or I, while its message may be under way. 0: the
+  // activations are kept.
+  double recompute = 0;
+  double all_reduce = 0;  // of the gradients over replicas and copies, before each update
+  double update = 0;
+  double activation_bytes = 0;  // kept from the start of a microbatch's F to the end of its B or W,
+                                // with recompute from that on
+  double input_bytes = 0;       // with recompute: kept from the start of F
+  double weight_bytes = 0;      // of one version
+  double gradient_bytes = 0;
+  double state_bytes = 0;  // the optimizer's
+};
+
+// From stage i to stage i + 1, and the same back for the gradients. Of two stages on one rank:
+// free.
+struct EdgeCosts {
+  double latency = 0;    // seconds
+  double bandwidth = 0;  // bytes per second in each direction; 0 or infinite: no time for the bytes
+  double message_bytes = 0;
+};
+
+// The same between two stages that are not neighbours: what stage `to` reads of stage `from`, and
+// its gradient.
+struct SkipCosts {
+  int from = 0;
+  int to = 0;  // from + 2 or more
+  EdgeCosts edge;
+};
+
+enum class Sends {
+  kAsynchronous,  // the sender goes on at once
+  kBlocking,      // the sender is occupied until the message has arrived; the receiver may be busy
+  kRendezvous,    // as kBlocking, and the message leaves only when its receiver waits for it
+};
+
+const char* to_string(Sends sends);
+
+struct Costs {
+  std::vector<StageCosts> stages;  // one per stage of the model; its copies cost the same
+  std::vector<EdgeCosts> edges;    // one fewer than stages; empty: free
+  std::vector<SkipCosts> skips;    // no two stages twice
+  Sends sends = Sends::kAsynchronous;
+};
+
+struct SimulatedAction {
+  int stage = 0;
+  ActionKind kind = ActionKind::kForward;
+  int batch = 0;
+  int microbatch = 0;  // of the batch; of an update its last
+  int version = 0;     // weights read, or made by an update
+  double start = 0;    // seconds from the run's start
+  double end = 0;      // of the work; with kBlocking and kRendezvous sending follows
+};
+
+struct Simulation {
+  std::vector<std::vector<SimulatedAction>> timeline;  // per rank, in order
+  double makespan = 0;                                 // end of the last action
+  // Seconds per batch in the steady state at the slowest rank: the time between the ends of a
+  // rank's last actions of two batches, divided by the number of batches between them. The later
+  // one is the last whose actions all come before the drain, the earlier one is half as far from
+  // the start. If the run is too short for them to be clear of filling and far apart, a longer one
+  // is measured, so the period does not depend on num_batches (to about one percent where hops
+  // are exposed).
+  double period = 0;
+  // Per rank: share of the period in which it does no action; updates beside others don't count.
+  std::vector<double> bubbles;
+  std::vector<int> most_in_flight;  // per stage: microbatches between F and the end of B or W
+  std::vector<double> peak_bytes;   // per rank: the largest of memory_over_time()
+};
+
+// Runs batches 0 .. num_batches - 1 and a drain. Every rank executes its unrolled lists strictly in
+// order. An action begins when its rank is free and its message has arrived: F of stage s needs
+// that of F of stage s - 1, B and I of stage s need that of B or I of stage s + 1, of the same
+// pipeline. U of a stage with two copies begins when both have come to it. U of a stage that keeps
+// several versions goes on beside the rank's next actions, but for the first F that reads what it
+// makes and the stage's next U; other Us occupy their rank. Messages of one edge or skip
+// and direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
+// arrive latency seconds later. Takes time linear in the number of actions.
+//
+// The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
+// ValueError for those, for sizes that don't fit, costs that are negative or not finite, and for a
+// deadlock: the text then says what each stuck rank waits for and shows the grid, cells marked.
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches);
+
+// About the period of a schedule that flushes, from its second batch alone and without checking
+// anything, as simulate() would: where very many are compared.
+double second_batch(const Schedule& schedule, const Costs& costs);
+
+struct MemoryStep {
+  double time = 0;   // from here on
+  double bytes = 0;  // this much is held
+};
+
+// What a rank holds: of its stages all weight versions, gradients and optimizer state, and the
+// activations of the microbatches in flight.
+std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
+                                         const std::vector<SimulatedAction>& actions, int rank);
+
+}  // namespace pd2

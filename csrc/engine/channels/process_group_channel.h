@@ -1,0 +1,106 @@
+// Messages between two processes, over a two-rank torch.distributed group.
+#pragma once
+
+#include "engine/channels/channel.h"
+#include "transport/shared_ring.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// What both ends know of a layout once its first message has passed: enough to allocate a receive
+// buffer, so that later messages need no header and can be received ahead.
+struct MessageHeader {
+  struct Entry {
+    bool defined = false;
+    bool requires_grad = false;
+    at::ScalarType dtype = at::kFloat;
+    std::vector<std::int64_t> sizes;
+    std::vector<std::int64_t> strides;  // of a dense tensor: it travels in storage order
+  };
+  std::string structure;
+  std::vector<Entry> entries;
+
+  std::size_t bytes() const;  // of all tensors
+
+  static MessageHeader of(const Message& message);
+  at::Tensor pack() const;  // int64, one dimension
+  static MessageHeader unpack(const at::Tensor& packed);
+};
+
+// One group per edge and direction, so a forward message never waits behind a backward one. The
+// first message of a layout is preceded by its header; the tensors follow in storage order, keeping
+// their strides, because the next stage's kernels (and so their bits) may depend on them.
+//
+// Between processes of one machine there may be a ring, which messages go through that fit in.
+class ProcessGroupSender : public Sender {
+ public:
+  // At most `max_unawaited` messages are on their way before send() waits for the oldest.
+  ProcessGroupSender(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer, c10::Device device,
+                     std::size_t max_unawaited, std::shared_ptr<SharedRing> ring);
+  void send(LayoutId layout, Message message) override;
+  void abort() override;
+  std::int64_t buffer_bytes() const override;
+
+ private:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  void post(std::vector<Work>& works, at::Tensor flat);
+  void await_oldest(std::vector<Work> newest);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const int peer_;
+  const c10::Device device_;
+  const std::size_t max_unawaited_;
+  const std::shared_ptr<SharedRing> ring_;
+  int tag_ = 0;
+  std::map<LayoutId, MessageHeader> headers_;
+  std::mutex mutex_;                         // guards what abort() touches
+  std::deque<std::vector<Work>> unawaited_;  // a Work keeps its tensor alive
+  bool aborted_ = false;
+};
+
+class ProcessGroupReceiver : public Receiver {
+ public:
+  // `posted_ahead`: how many messages may have a buffer waiting for them.
+  ProcessGroupReceiver(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer, c10::Device device,
+                       std::size_t posted_ahead, std::shared_ptr<SharedRing> ring);
+  void expect(LayoutId layout) override;
+  Message receive() override;
+  void abort() override;
+  std::int64_t buffer_bytes() const override;
+
+ private:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  struct Posted {
+    Message message;
+    std::size_t ring_bytes = 0;  // what comes through the ring
+    std::vector<Work> works;
+  };
+  Work post(at::Tensor flat);
+  void post_known_layouts();  // holds mutex_
+  MessageHeader receive_header();
+  void wait(const Work& work);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const int peer_;
+  const c10::Device device_;
+  const std::size_t posted_ahead_;
+  const std::shared_ptr<SharedRing> ring_;
+  int tag_ = 0;
+  std::map<LayoutId, MessageHeader> headers_;
+  mutable std::mutex mutex_;
+  std::deque<LayoutId> expected_;  // not posted yet
+  std::deque<Posted> posted_;
+  std::vector<Work> waiting_;  // what receive() waits for outside posted_
+  bool aborted_ = false;
+};
+
+}  // namespace pd2

@@ -1,0 +1,43 @@
+// Waiting for a collective that cannot be aborted.
+#pragma once
+
+#include "engine/channels/channel.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <exception>
+#include <functional>
+
+namespace pd2 {
+
+// Looks now and then whether the pipeline has failed meanwhile, and throws ChannelAborted if so.
+// For works of the host, which stay as they are when a wait for them has run out of time.
+inline void wait_for_work(c10d::Work& work, const std::function<bool()>& is_stopped) {
+  while (true) {
+    // Asked before: a work that completes between a slice's end and the question has not failed.
+    const bool was_completed = work.isCompleted();
+    try {
+      work.wait(std::chrono::milliseconds(100));
+      return;
+    } catch (const std::exception&) {
+      if (was_completed) {
+        throw;
+      }
+      if (is_stopped()) {
+        throw ChannelAborted();
+      }
+    }
+  }
+}
+
+// For works of the host or of a device. That one waits itself, in its stream.
+inline void wait_for_work(c10d::Work& work, bool on_host, const std::function<bool()>& is_stopped) {
+  if (on_host) {
+    wait_for_work(work, is_stopped);
+  } else {
+    work.wait();
+  }
+}
+
+}  // namespace pd2

@@ -1,0 +1,113 @@
+// The gradients of a batch's microbatches, added up in a flat buffer.
+#pragma once
+
+#include "engine/weights/flat_buffer.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+
+class GradAccumulator;
+
+// A gradient that is to be added later.
+struct HeldGradient {
+  GradAccumulator* accumulator = nullptr;
+  std::size_t parameter = 0;
+  at::Tensor gradient;
+};
+
+// Takes every gradient out of autograd by a post-accumulate hook as soon as it exists: the batch's
+// first microbatch writes it into the flat buffer, the later ones add, so the buffer is never
+// zero-filled and no `.grad` outlives the hook. Microbatches add up in the order of their
+// backwards, which is the order in which stock gradient accumulation adds them.
+//
+// Batches may take turns between several buffers: one batch's gradients are complete and being used
+// while the next one's come.
+//
+// Hooks sit on the parameters of every weight slot and point to this object, which must outlive
+// them; they run on the thread that runs the backward, one backward at a time.
+class GradAccumulator {
+ public:
+  // Elements that a buffer has beyond the layout's: one per parameter, if replicas and copies have
+  // to tell each other which gradients exist.
+  static std::int64_t num_flags(const FlatLayout& layout, bool has_flags) {
+    return has_flags ? static_cast<std::int64_t>(layout.views().size()) : 0;
+  }
+  // Half-precision gradients of many microbatches would lose their low bits: added in float32.
+  static at::ScalarType dtype(at::ScalarType weights);
+
+  // `buffers`: flat, of the layout and dtype(), with the flags.
+  GradAccumulator(const FlatLayout& layout, std::vector<std::string> names,
+                  std::vector<at::Tensor> buffers);
+
+  // Hooks parameter i of one weight slot.
+  void attach(std::size_t parameter, const at::Tensor& slot_parameter);
+  // Whether the autograd node is the one through which a hooked parameter gets its gradient.
+  static bool takes_from(const torch::autograd::Node& node);
+
+  // From now on gradients are put there in place of being added; null: no longer.
+  void hold(std::vector<HeldGradient>* where) { held_ = where; }
+  void add(std::size_t parameter, const at::Tensor& gradient);
+
+  const FlatLayout& layout() const { return layout_; }
+  // Called with the parameter whenever a gradient has been added.
+  void on_added(std::function<void(std::size_t parameter)> then) { on_added_ = std::move(then); }
+
+  // From now on gradients go to this buffer.
+  void begin_batch(std::size_t buffer);
+
+  // The following are of one buffer. They may be called while gradients go to another one.
+
+  // Which parameters have received a gradient since the buffer's begin_batch().
+  const std::vector<bool>& has_gradient(std::size_t buffer) const {
+    return buffers_[buffer].has_gradient;
+  }
+  // The sum with other stages' gradients has one if any of them has.
+  void set_has_gradient(std::size_t buffer, std::size_t parameter, bool has_gradient) {
+    buffers_[buffer].has_gradient[parameter] = has_gradient;
+  }
+  // Before and after the sum over replicas and copies: a parameter that got no gradient here counts
+  // as zero if another one's got one.
+  void fill_missing(std::size_t buffer);
+  void read_flags(std::size_t buffer);
+
+  const at::Tensor& flat(std::size_t buffer) const { return buffers_[buffer].flat; }  // with flags
+  at::Tensor gradients(std::size_t buffer) const;  // without the flags
+  at::Tensor view(std::size_t buffer, std::size_t parameter) const {
+    return buffers_[buffer].views[parameter];
+  }
+  // Moves what has been added to another buffer, where later gradients will go, too.
+  void move(std::size_t from, std::size_t to);
+  std::size_t num_buffers() const { return buffers_.size(); }
+  // One more like the others, after them; and without the last.
+  void add_buffer();
+  void drop_last_buffer() { buffers_.pop_back(); }
+
+ private:
+  class Hook;
+  struct Buffer {
+    at::Tensor flat;
+    std::vector<at::Tensor> views;   // by parameter
+    std::vector<bool> has_gradient;  // by parameter
+  };
+  void append(at::Tensor flat);
+  void take(std::size_t parameter, const at::Tensor& variable);
+  at::Tensor flags(std::size_t buffer) const;
+
+  const FlatLayout& layout_;
+  std::vector<std::string> names_;
+  std::vector<Buffer> buffers_;
+  std::size_t current_ = 0;
+  std::vector<HeldGradient>* held_ = nullptr;
+  std::function<void(std::size_t parameter)> on_added_;
+};
+
+}  // namespace pd2

@@ -1,0 +1,43 @@
+#include "engine/loss/batch_loss.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+
+#include <numeric>
+#include <utility>
+
+namespace pd2 {
+
+at::Tensor BatchLoss::weighted(const at::Tensor& value, std::size_t microbatch) const {
+  if (rows.empty()) {
+    return value;
+  }
+  if (rows.front() == rows.back()) {  // only the last microbatches may be smaller
+    return value / static_cast<std::int64_t>(rows.size());
+  }
+  const auto all = std::accumulate(rows.begin(), rows.end(), 0.0);
+  return value * (static_cast<double>(rows.at(first + microbatch)) / all);
+}
+
+at::Tensor BatchLoss::sum(at::Tensor before) const {
+  at::Tensor sum = std::move(before);
+  for (std::size_t microbatch = 0; microbatch < losses.size(); ++microbatch) {
+    const at::Tensor loss = weighted(losses[microbatch], microbatch);
+    sum = sum.defined() ? sum.to(loss.options()).reshape(loss.sizes()) + loss : loss;
+  }
+  return sum;
+}
+
+at::Tensor BatchLoss::numbers(const at::Tensor& before) const {
+  const auto doubles = [](const at::Tensor& tensor) {
+    return tensor.to(at::kCPU, at::kDouble).reshape({-1}).contiguous();
+  };
+  const at::Tensor loss = doubles(sum(before.defined() ? before.slice(0, 0, 1) : at::Tensor()));
+  if (!metrics.defined()) {
+    return loss;
+  }
+  const at::Tensor mine = doubles(metrics);
+  return at::cat({loss, before.defined() ? before.slice(0, 1) + mine : mine});
+}
+
+}  // namespace pd2

@@ -1,0 +1,261 @@
+#include "engine/loss/loss_board.h"
+
+#include "core/check.h"
+#include "engine/this_thread.h"
+
+#include <ATen/ops/empty.h>
+
+#include <set>
+
+namespace pd2 {
+namespace {
+
+constexpr int kTag = 7;
+
+}  // namespace
+
+LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                     std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
+                     int replica, int num_replicas, int num_pipelines, int num_numbers)
+    : fault_(std::move(fault)),
+      group_(std::move(group)),
+      shared_(std::move(shared)),
+      num_numbers_(num_numbers),
+      published_(num_pipelines) {
+  const int depth = static_cast<int>(ranks.size()) / num_pipelines;
+  for (int pipeline = 0; pipeline < num_pipelines; ++pipeline) {
+    last_stages_.push_back(ranks[(pipeline + 1) * depth - 1]);
+  }
+  last_stage_ = stage_name(depth - 1, replica, num_replicas);
+  std::set<int> readers(ranks.begin(), ranks.end());
+  readers.erase(last_stages_.back());
+  readers_.assign(readers.begin(), readers.end());
+  thread_ = std::thread([this, sends = is_here(num_pipelines - 1)] {
+    name_this_thread("pd2 losses");
+    // Nobody waits for a loss as urgently as the next stage waits for this one's executor, which
+    // may share its core. But a sender must not be kept waiting while it has the lock of a
+    // connection: gloo's thread would ask for that over and over.
+    if (!sends) {
+      lower_priority_of_this_thread();
+    }
+    sends ? send_losses() : receive_losses();
+  });
+}
+
+LossBoard::~LossBoard() { close(); }
+
+std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t batch) {
+  auto slot = std::make_shared<LossSlot>();
+  {
+    const std::lock_guard lock(mutex_);
+    expected_.emplace_back(batch, slot);
+  }
+  changed_.notify_all();
+  return slot;
+}
+
+void LossBoard::publish(std::int64_t batch, BatchLoss loss, int pipeline) {
+  {
+    const std::lock_guard lock(mutex_);
+    published_[pipeline].push_back({batch, std::move(loss)});
+  }
+  changed_.notify_all();
+}
+
+bool LossBoard::done(const LossSlot& slot) const {
+  const std::lock_guard lock(mutex_);
+  return slot.there();
+}
+
+bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
+  std::unique_lock lock(mutex_);
+  const bool there =
+      changed_.wait_for(lock, timeout, [&] { return slot.there() || fault_->raised(); });
+  if (there && !slot.there()) {
+    fault_->rethrow_if_raised();
+  }
+  return there;
+}
+
+std::optional<LossBoard::Next> LossBoard::wait_for_next() {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [this] {
+    for (std::size_t pipeline = 0; pipeline < published_.size(); ++pipeline) {
+      if (is_here(static_cast<int>(pipeline)) && published_[pipeline].empty()) {
+        return false;
+      }
+    }
+    return !expected_.empty();
+  };
+  changed_.wait(lock, [&] { return closed_ || is_ready(); });
+  if (!is_ready()) {
+    return std::nullopt;
+  }
+  Next next{expected_.front().first, {}};
+  for (std::deque<Part>& parts : published_) {
+    next.parts.emplace_back();
+    if (parts.empty()) {
+      continue;
+    }
+    PD2_ASSERT(parts.front().batch == next.batch, "loss of batch ", parts.front().batch,
+               " out of order");
+    next.parts.back() = std::move(parts.front().loss);
+    parts.pop_front();
+  }
+  return next;
+}
+
+void LossBoard::send_losses() {
+  while (std::optional<Next> next = wait_for_next()) {
+    try {
+      at::Tensor sum;
+      for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
+        if (next->parts[pipeline]) {
+          sum = next->parts[pipeline]->numbers(sum);
+          continue;
+        }
+        sum = at::empty({num_numbers_}, at::kDouble);
+        if (!receive(sum, last_stages_[pipeline])) {
+          return;
+        }
+      }
+      PD2_ASSERT(sum.numel() == num_numbers_, "a loss and ", sum.numel() - 1, " metrics");
+      {
+        const std::lock_guard lock(mutex_);
+        deliver(sum);
+      }
+      changed_.notify_all();
+      send(sum, readers_);
+    } catch (const std::exception& error) {
+      fail(next->batch, std::string("sending it failed: ") + error.what());
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    expected_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+void LossBoard::receive_losses() {
+  while (std::optional<Next> next = wait_for_next()) {
+    const int sender = last_stages_.back();
+    const at::Tensor value = at::empty({num_numbers_}, at::kDouble);
+    try {
+      for (const std::optional<BatchLoss>& part : next->parts) {
+        if (part) {
+          send(part->numbers(), {sender});
+        }
+      }
+      if (!receive(value, sender)) {
+        return;
+      }
+    } catch (const std::exception& error) {
+      fail(next->batch,
+           "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    deliver(value);
+    expected_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+void LossBoard::deliver(const at::Tensor& numbers) {
+  const double* data = numbers.const_data_ptr<double>();
+  expected_.front().second->numbers.assign(data, data + numbers.numel());
+}
+
+void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {
+  if (shared_) {
+    for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+      shared_->send(numbers.const_data_ptr<double>()[i], ranks);
+    }
+    return;
+  }
+  std::vector<at::Tensor> tensors{numbers};
+  transfer([&] {
+    std::vector<Work> works;
+    for (int rank : ranks) {
+      works.push_back(group_->send(tensors, rank, kTag));
+    }
+    return works;
+  });
+}
+
+bool LossBoard::receive(const at::Tensor& numbers, int rank) {
+  if (shared_) {
+    for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+      const std::optional<double> number = shared_->receive(rank);
+      if (!number) {
+        return false;
+      }
+      numbers.mutable_data_ptr<double>()[i] = *number;
+    }
+    return true;
+  }
+  std::vector<at::Tensor> tensors{numbers};
+  transfer([&] { return std::vector<Work>{group_->recv(tensors, rank, kTag)}; });
+  const std::lock_guard lock(mutex_);
+  return !closed_;
+}
+
+template <typename Post>
+void LossBoard::transfer(Post post) {
+  std::vector<Work> works;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
+    works = under_way_ = post();
+  }
+  for (const Work& work : works) {
+    work->wait();
+  }
+  const std::lock_guard lock(mutex_);
+  under_way_.clear();
+}
+
+void LossBoard::fail(std::int64_t batch, const std::string& what) {
+  {
+    const std::lock_guard lock(mutex_);
+    under_way_.clear();
+    if (closed_) {
+      return;
+    }
+  }
+  fault_->raise(last_stage_ + ", batch " + std::to_string(batch) + ", loss: " + what);
+  changed_.notify_all();
+}
+
+bool LossBoard::finish_for(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  const bool there =
+      changed_.wait_for(lock, timeout, [&] { return expected_.empty() || fault_->raised(); });
+  if (there && !expected_.empty()) {
+    fault_->rethrow_if_raised();
+  }
+  return there;
+}
+
+void LossBoard::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (Work& work : under_way_) {
+      work->abort();
+    }
+  }
+  if (shared_) {
+    shared_->leave();
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  // Without Python's lock, if this is the last owner: the group's threads may need it to end.
+  group_.reset();
+}
+
+}  // namespace pd2

@@ -1,0 +1,335 @@
+#include "engine/run/executor.h"
+
+#include "core/check.h"
+#include "engine/this_thread.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace pd2 {
+
+Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWorker>> workers,
+                   std::shared_ptr<Fault> fault)
+    : options_(std::move(options)), workers_(std::move(workers)), fault_(std::move(fault)) {
+  for (const auto* list :
+       {&options_.actions.prologue, &options_.actions.steady, &options_.actions.epilogue}) {
+    for (const Action& action : *list) {
+      worker(action.stage);
+      most_runs_before_ = std::max(most_runs_before_, runs_before(action));
+    }
+  }
+  for (const auto& worker : workers_) {
+    worker->set_surroundings(
+        {[this](const ExecutedAction& action) { log(action); },
+         [this] {
+           const std::lock_guard lock(mutex_);
+           return closed_ || fault_->raised();
+         },
+         [this] { begin_thread(); },
+         [this, stage = worker->stage()](std::int64_t run) {
+           fail({stage, ActionKind::kUpdate, run, options_.num_microbatches - 1, false});
+         }});
+  }
+  fault_->on_raise(this, [this] {
+    abort_channels();
+    const std::lock_guard lock(mutex_);
+    submitted_.notify_all();
+    executed_.notify_all();
+  });
+  thread_ = std::thread([this] {
+    if (options_.run_thread) {
+      options_.run_thread([this] { loop(); });
+    } else {
+      loop();
+    }
+  });
+  // The loop begins by setting its thread's intra-op threads, which also sets the process's
+  // default: the caller may set that back once the constructor has returned.
+  std::unique_lock lock(mutex_);
+  executed_.wait(lock, [this] { return looping_; });
+}
+
+Executor::~Executor() {
+  fault_->forget(this);
+  close();
+}
+
+StageWorker& Executor::worker(int stage) const {
+  for (const auto& worker : workers_) {
+    if (worker->stage() == stage) {
+      return *worker;
+    }
+  }
+  detail::throw_value_error(
+      detail::concat("stage: ", stage, ", rank: ", options_.rank, ": the rank does not run it"));
+}
+
+void Executor::drop_connections() {
+  for (const auto& worker : workers_) {
+    worker->drop_connections();
+  }
+}
+
+Executor::Ticket Executor::submit(std::function<void()> command) {
+  fault_->rethrow_if_raised();
+  Ticket ticket;
+  {
+    const std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+    ticket = ++last_ticket_;
+  }
+  submitted_.notify_one();
+  return ticket;
+}
+
+Executor::Ticket Executor::submit_batch(Run run) {
+  const auto m = static_cast<std::size_t>(options_.num_pipelines * options_.num_microbatches);
+  PD2_ASSERT(run.layouts.size() == m, run.layouts.size(), " microbatches");
+  PD2_ASSERT(run.rows.empty() || run.rows.size() == m, run.rows.size(), " numbers of rows");
+  for (const auto& worker : workers_) {
+    worker->expect_values(run, options_.num_microbatches);
+  }
+  return submit([this, run = std::move(run)] { begin_run(run); });
+}
+
+Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
+                                         std::function<void(Stage&)> apply) {
+  return submit([this, &worker = worker(stage), run, apply = std::move(apply)] {
+    doing_ = {worker.stage(), ActionKind::kUpdate, run, options_.num_microbatches - 1, false};
+    worker.updates().submit(run, apply);
+    const auto is_due = [](const auto& each) { return each->updates().is_due(); };
+    if (runs_.empty() && std::ranges::none_of(workers_, is_due)) {  // drained: weights may be read
+      finish_updates();  // when all have begun, as some may wait for others of this rank
+    }
+  });
+}
+
+Executor::Ticket Executor::submit_drain() {
+  return submit([this] { drain(); });
+}
+
+Executor::Ticket Executor::submit_evaluation(Run run) {
+  for (StageWorker* worker : evaluating()) {
+    worker->expect_values(run, static_cast<int>(run.layouts.size()));
+  }
+  return submit([this, run = std::move(run)] { evaluate(run); });
+}
+
+bool Executor::wait_for(Ticket ticket, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  executed_.wait_for(lock, timeout, [&] { return last_executed_ >= ticket || fault_->raised(); });
+  if (last_executed_ >= ticket) {
+    return true;
+  }
+  lock.unlock();
+  fault_->rethrow_if_raised();
+  return false;
+}
+
+Executor::Ticket Executor::last_ticket() const {
+  const std::lock_guard lock(mutex_);
+  return last_ticket_;
+}
+
+void Executor::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  submitted_.notify_all();
+  abort_channels();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void Executor::abort_channels() {
+  for (const auto& worker : workers_) {
+    worker->abort_channels();
+  }
+}
+
+bool Executor::is_empty() const {
+  for (const auto& worker : workers_) {
+    if (!worker->is_empty()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Executor::begin_thread() const {
+  if (options_.num_threads > 0) {
+    at::get_num_threads();  // the first call in a thread takes the process's default: make it now
+    at::set_num_threads(options_.num_threads);
+  }
+}
+
+void Executor::fail(const Doing& doing) {
+  fault_->raise(where(doing) + ": " + options_.describe(std::current_exception()));
+}
+
+void Executor::loop() {
+  name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));
+  begin_thread();
+  doing_.stage = workers_.front()->stage();
+  {
+    const std::lock_guard lock(mutex_);
+    looping_ = true;
+  }
+  executed_.notify_all();
+  try {
+    while (true) {
+      std::function<void()> command;
+      {
+        std::unique_lock lock(mutex_);
+        submitted_.wait(lock, [&] { return closed_ || fault_->raised() || !commands_.empty(); });
+        if (closed_ || fault_->raised()) {
+          break;
+        }
+        command = std::move(commands_.front());
+        commands_.pop_front();
+      }
+      command();
+      command = nullptr;
+      {
+        const std::lock_guard lock(mutex_);
+        ++last_executed_;
+      }
+      executed_.notify_all();
+    }
+  } catch (const ChannelAborted&) {
+    // Somebody else's failure, or close().
+  } catch (...) {
+    fail(doing_);
+  }
+  for (const auto& worker : workers_) {
+    worker->clear();
+  }
+}
+
+std::string Executor::where(const Doing& doing) const {
+  const char* action = doing.kind == ActionKind::kForward      ? "forward"
+                       : doing.kind == ActionKind::kUpdate     ? "update"
+                       : doing.kind == ActionKind::kWeightGrad ? "backward of the weights"
+                                                               : "backward";
+  const int depth = options_.num_pipelines > 1 ? options_.depth : doing.stage + 1;
+  const int pipeline = doing.stage / depth;
+  return pd2::detail::concat(
+      stage_name(doing.stage % depth, options_.replica, options_.num_replicas),
+      options_.num_pipelines > 1 ? " in pipeline " + std::to_string(pipeline) : "",
+      doing.evaluating ? ", evaluation" : ", batch ",
+      doing.evaluating ? "" : std::to_string(doing.run), ", microbatch ",
+      pipeline * options_.num_microbatches + doing.microbatch, ", ", action);
+}
+
+std::vector<StageWorker*> Executor::evaluating() const {
+  std::vector<StageWorker*> workers;
+  for (const auto& worker : workers_) {
+    if (worker->first_microbatch() == 0) {
+      workers.push_back(worker.get());
+    }
+  }
+  return workers;
+}
+
+int Executor::runs_before(const Action& action) const {
+  // Microbatch numbers count from this run's first; negative ones are the previous runs'.
+  const int m = options_.num_microbatches;
+  return action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
+}
+
+void Executor::begin_run(const Run& run) {
+  if (run.batch < options_.warmup_batches) {
+    drain();
+  }
+  const bool continues = !runs_.empty() && runs_.rbegin()->second.wiring == run.wiring;
+  PD2_ASSERT(continues || is_empty(), "the wiring changed with microbatches in flight");
+  if (!continues) {
+    runs_.clear();
+  }
+  runs_.emplace(run.id, run);
+  runs_.erase(runs_.begin(), runs_.lower_bound(run.id - most_runs_before_));
+  run_actions(continues ? options_.actions.steady : options_.actions.prologue, run.id);
+}
+
+void Executor::run_actions(const std::vector<Action>& actions, std::int64_t last) {
+  for (const Action& action : actions) {
+    const int before = runs_before(action);
+    const auto place = runs_.find(last - before);
+    if (place == runs_.end()) {
+      continue;
+    }
+    const Run& run = place->second;
+    const int microbatch = action.microbatch + before * options_.num_microbatches;
+    doing_ = {action.stage, action.kind, run.id, microbatch, false};
+    StageWorker& worker = this->worker(action.stage);
+    switch (action.kind) {
+      case ActionKind::kForward:
+        worker.forward(run, microbatch);
+        break;
+      case ActionKind::kBackward:
+        worker.backward(run, microbatch);
+        break;
+      case ActionKind::kUpdate:
+        if (run.ends_batch) {
+          worker.updates().reach(run.id, run.batch);
+        }
+        break;
+      case ActionKind::kInputGrad:
+        worker.input_grad(run, microbatch);
+        break;
+      case ActionKind::kWeightGrad:
+        worker.weight_grad(run, microbatch);
+        break;
+      case ActionKind::kRecompute:
+        PD2_ASSERT(false, "no schedule has ", to_string(action));
+    }
+  }
+}
+
+void Executor::drain() {
+  if (runs_.empty()) {
+    return;
+  }
+  run_actions(options_.actions.epilogue, runs_.rbegin()->first);
+  PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
+  finish_updates();
+  runs_.clear();
+}
+
+void Executor::finish_updates() {
+  for (const auto& worker : workers_) {
+    worker->updates().finish();
+  }
+}
+
+void Executor::evaluate(const Run& run) {
+  PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
+  // Microbatch by microbatch: a channel holds only so many messages that nobody has received.
+  for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
+    for (StageWorker* worker : evaluating()) {
+      doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
+      worker->evaluate(run, microbatch);
+    }
+  }
+}
+
+void Executor::log(const ExecutedAction& action) {
+  if (recording_.load(std::memory_order_relaxed)) {
+    const std::lock_guard lock(mutex_);
+    record_.push_back(action);
+  }
+}
+
+void Executor::record(bool on) { recording_ = on; }
+
+std::vector<ExecutedAction> Executor::take_record() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(record_, {});
+}
+
+}  // namespace pd2

@@ -1,0 +1,208 @@
+// The trainable state of one stage: weight slots, gradients, optimizer state.
+#pragma once
+
+#include "engine/gradients/copy_sum.h"
+#include "engine/gradients/grad_accumulator.h"
+#include "engine/gradients/replica_sum.h"
+#include "engine/gradients/tied_sum.h"
+#include "engine/weights/flat_buffer.h"
+#include "engine/weights/fused_optimizer.h"
+#include "engine/weights/weight_store.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace pd2 {
+
+// Bytes that belong to parameters; padding to 64-byte boundaries apart.
+struct StageBytes {
+  std::int64_t weights = 0;
+  std::int64_t masters = 0;
+  std::int64_t gradients = 0;
+  std::int64_t optimizer_state = 0;
+  std::int64_t padding = 0;
+};
+
+// Which parameters a fused optimizer steps: the group of each in step()'s list, -1: not this one's.
+struct OptimizerGroups {
+  OptimizerKind kind;
+  std::vector<int> of_parameter;
+};
+
+// How a stage computes with its parameters.
+struct StagePrecision {
+  // By parameter. Where it differs from the parameter's own, float32, that one is the master: it is
+  // kept once, stepped in place, and every version is a rounding of it. Empty: their own.
+  std::vector<at::ScalarType> dtypes{};
+  // Masters of bfloat16 weights are kept as what the rounding of the newest version took off.
+  bool split = false;
+};
+
+// Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizers'
+// state per dtype. With several versions, and gradients of the weights' dtype, all K + 1 buffers
+// take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
+// line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
+//
+// Used by the stage's executor thread; by other threads only while that executor is drained. What
+// an update does between begin_update() and publish() may be in a thread of its own, as is said
+// there.
+class Stage {
+ public:
+  // Copies the values of `parameters` (trainable, one device). Gradients are summed once per batch:
+  // over the `replicas` group of the processes that hold the stage, in buckets of so many bytes, or
+  // with the stage's copy in this process.
+  Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
+        c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
+        CopySumEnd copies = {}, const StagePrecision& precision = {});
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+  bool on_cuda() const { return !slots_.front().empty() && slots_.front().front().is_cuda(); }
+  std::size_t num_parameters() const { return places_.size(); }
+  int num_versions() const { return num_versions_; }
+  // Slots that may hold weights.
+  int num_slots() const { return static_cast<int>(slots_.size()); }
+  at::Tensor weight(int slot, std::size_t parameter) const;
+  // Whole buffers of a slot, one per dtype.
+  const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
+
+  // What a step changes: the master, or without one the weight in that slot. Of a split master it
+  // is a copy that was put together from the newest version.
+  at::Tensor master(int slot, std::size_t parameter) const;
+  bool has_split_master(std::size_t parameter) const;
+  // Whole buffers of the masters (or remainders), one for each dtype that has them.
+  std::vector<at::Tensor> master_buffers() const;
+  // The masters were changed: the weights of `slot` are rounded anew.
+  void round_masters(int slot);
+  // Sets the newest weight and its remainder.
+  void set_split_master(std::size_t parameter, const at::Tensor& value);
+
+  // `slot_parameter` is the leaf tensor over weight(slot, parameter) that the stage's module uses.
+  void attach(std::size_t parameter, const at::Tensor& slot_parameter);
+
+  WeightStore& versions() { return versions_; }
+  const WeightStore& versions() const { return versions_; }
+
+  // Other stages hold these parameters, too: with the stage's gradients theirs are added up. `copy`
+  // is the stage's number among those of `sum`. Before the first batch.
+  void tie(std::shared_ptr<TiedSum> sum, std::size_t copy, std::vector<std::size_t> parameters);
+  bool is_tied() const { return !ties_.empty(); }
+
+  // The first gradients of the batch are about to come.
+  void begin_batch(std::int64_t batch);
+  // Those of any of its microbatches are, the first one's too.
+  void begin_microbatch(std::int64_t batch, bool is_last);
+  // See GradAccumulator.
+  void hold_gradients(std::vector<HeldGradient>* where);
+
+  // Whether there is time for an update: the version that it makes is not what the next forward
+  // reads.
+  bool has_slack() const { return num_versions_ > 1; }
+  // Whether all buffers take turns.
+  bool rotates() const { return versions_.num_slots() > num_versions_; }
+  // Whether the next batch's gradients may come meanwhile.
+  bool overlaps() const { return rotates() || has_two_gradients_; }
+  // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
+  // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
+  // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
+  // where the buffers cannot take turns. Those of a tied stage always do. Gradients that wait for
+  // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
+  void arrange(
+      bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
+
+  // The batch's gradients are complete: the version that it makes comes next.
+  void begin_update(std::int64_t batch);
+
+  // Of the update that has begun. Until publish() another thread may call what follows.
+
+  at::Tensor gradient(std::size_t parameter) const;
+  bool has_gradient(std::size_t parameter) const;
+  void scale_gradients(const at::Tensor& factor);  // [], on any device
+  // The sums over replicas, which have begun, or over copies, which this begins; none without any.
+  // The gradients are theirs from the time all works have completed and finish_reduction() has been
+  // called.
+  std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
+  void finish_reduction();
+  // Whether the host has to wait for the works, not the device: a thread adds them up.
+  bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
+  // After that, with the other stages that hold a parameter: waits for all of them.
+  void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
+  // Lets go of the connections to replicas and other stages, which ends their waiting for this one.
+  void drop_connections();
+
+  // W(t+1) is begun in the slot which is returned: the fused optimizers' parameters are stepped,
+  // the others copied, which whoever calls this steps.
+  int write_next(std::span<const GroupOptions> groups);
+  // In place of it: W(t+1) is W(t), nothing is stepped.
+  void repeat_newest();
+
+  // Ends the update: its version can be read.
+  void publish() { versions_.publish(); }
+
+  // A parameter is in one of them at most.
+  void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
+  // State of one parameter of a fused optimizer, as a view of the flat state; undefined where there
+  // is none.
+  at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
+  std::int64_t step_count(std::size_t parameter) const;
+  void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
+  void set_step_count(std::size_t parameter, std::int64_t count);
+
+  // After weights were loaded into the newest slot: the delay starts anew.
+  void restart_delay() { versions_.reset(); }
+
+  StageBytes bytes() const;
+
+ private:
+  struct Place {
+    std::size_t buffer;  // which dtype's (or pair of dtypes', with a master)
+    std::size_t index;   // position in that buffer's layout
+  };
+  // Where an update reads and writes: weight slots, and a gradient buffer.
+  struct Update {
+    int from = 0, to = 0;
+    std::size_t gradients = 0;
+    ReplicaSum::UnderWay sum = {};
+  };
+  std::size_t gradient_buffer(std::int64_t batch) const;
+  // A fused optimizer's part of one dtype's parameters.
+  struct Fused {
+    std::size_t buffer;
+    std::vector<std::size_t> members;  // positions in that buffer's layout
+    std::unique_ptr<FusedOptimizer> optimizer;
+  };
+  // Where a parameter is among the fused optimizers.
+  struct Stepped {
+    FusedOptimizer* by = nullptr;
+    std::size_t index = 0;
+  };
+
+  const int num_versions_;
+  bool reads_first_ = true;
+  bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
+  std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
+  std::vector<Place> places_;                         // by parameter
+  std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
+  std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
+  std::vector<std::unique_ptr<GradAccumulator>> gradients_;
+  std::vector<Fused> optimizers_;
+  std::vector<Stepped> stepped_;  // by parameter
+  WeightStore versions_;
+  Update update_;
+  std::unique_ptr<ReplicaSum> replicas_;  // if there are any
+  CopySumEnd copies_;
+  struct Tie {
+    std::shared_ptr<TiedSum> sum;
+    std::size_t copy;
+    std::vector<std::size_t> parameters;
+  };
+  std::vector<Tie> ties_;
+};
+
+}  // namespace pd2

@@ -1,0 +1,108 @@
+#include "engine/update/stage_updates.h"
+
+#include "engine/channels/channel.h"
+#include "engine/channels/wait_for_work.h"
+
+#include <ATen/ops/scalar_tensor.h>
+
+#include <chrono>
+#include <utility>
+
+namespace pd2 {
+
+StageUpdates::StageUpdates(Stage& stage, UpdateSurroundings surroundings)
+    : stage_(stage),
+      around_(std::move(surroundings)),
+      background_(std::make_unique<Background>(around_.begin_thread)) {}
+
+void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
+  const Complete gradients{run, batch};
+  const auto submitted = submitted_.find(run);
+  if (submitted == submitted_.end()) {
+    complete_ = gradients;
+    return;
+  }
+  Apply apply = std::move(submitted->second);
+  submitted_.erase(submitted);
+  const auto scaled = loss_scales_.find(run);
+  const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
+  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
+  finish();
+  stage_.begin_update(batch);
+  // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
+  if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
+    this->apply(gradients, apply, loss_scale);
+    stage_.publish();
+    return;
+  }
+  is_under_way_ = true;
+  background_->start([this, gradients, apply = std::move(apply), loss_scale] {
+    try {
+      this->apply(gradients, apply, loss_scale);
+    } catch (const ChannelAborted&) {
+      // Somebody else's failure, or the end.
+    } catch (...) {
+      around_.failed(gradients.run);
+    }
+  });
+}
+
+void StageUpdates::submit(std::int64_t run, Apply apply) {
+  submitted_.emplace(run, std::move(apply));
+  if (complete_ && complete_->run == run) {
+    reach(run, std::exchange(complete_, std::nullopt)->batch);
+  }
+}
+
+void StageUpdates::finish() {
+  if (!is_under_way_) {
+    return;
+  }
+  do {
+    if (around_.is_stopped()) {
+      throw ChannelAborted();
+    }
+  } while (!background_->wait_for(std::chrono::milliseconds(100)));
+  if (around_.is_stopped()) {  // it may have failed
+    throw ChannelAborted();
+  }
+  is_under_way_ = false;
+  stage_.publish();
+}
+
+void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
+  around_.record(gradients.run, gradients.batch + 1, [&] {
+    for (const auto& work : stage_.start_reduction()) {
+      wait_for_work(*work, stage_.reduces_on_host(), around_.is_stopped);
+    }
+    stage_.finish_reduction();
+    stage_.sum_ties(gradients.batch, around_.is_stopped);
+    if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
+      stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
+    }
+    if (!clipping_ || clipping_->apply(stage_, gradients.run, around_.is_stopped)) {
+      apply(stage_);
+    } else {
+      stage_.repeat_newest();
+    }
+  });
+}
+
+float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64_t version) {
+  const float of_run_before = loss_scales_.empty() ? 1.0F : loss_scales_.rbegin()->second;
+  const auto [place, is_first] = loss_scales_.try_emplace(run, 1.0F);
+  if (is_first && !begins_batch) {
+    place->second = of_run_before;  // also where the scale was changed meanwhile
+  } else if (is_first && clipping_ && clipping_->loss_scale) {
+    place->second = clipping_->loss_scale->of_version(version);
+  }
+  return place->second;
+}
+
+void StageUpdates::drop_connections() {
+  if (clipping_ && clipping_->norm) {
+    clipping_->norm->drop_connections();
+  }
+}
+
+}  // namespace pd2

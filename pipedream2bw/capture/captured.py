@@ -1,0 +1,310 @@
+"""A captured model: one graph whose computing nodes are the layers, and what they use and cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .arguments import CallLayout
+from .attribute import Attribute
+from .chain import call_chained
+from .costs import LayerCosts, dry_run
+from .reorder import gather_lookups
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One computing node of the captured graph.
+
+    Costs are nominal seconds for the example's rows; they are the same on every machine.
+    """
+
+    name: str
+    forward_cost: float
+    backward_cost: float
+    parameter_bytes: int
+
+
+@dataclasses.dataclass
+class Captured:
+    """A captured model.
+
+    Attributes:
+        how: "list", "sequential", "fx" or "export".
+        notes: why the earlier ways were not taken, and which modules are called as a whole.
+        layers: the computing nodes in execution order.
+        edges: (producer layer, consumer layer, bytes) of every value between two layers; a model
+            input counts as produced by layer 0.
+        model_inputs: the names of the tensors that the model takes, in the order in which
+            ``split_model_args`` gives them.
+        device: where the model's parameters were.
+        graph, layer_nodes: the graph, and the node of each layer.
+        layer_parameters, layer_buffers: what each layer uses, by qualified name.
+        parameter_names, buffer_names: all of the model's, in its order.
+        costs: the dry run's findings.
+        attribute_of: what a get_attr or call_module node of the graph refers to.
+        layout: how a call is taken apart; ``input_positions[i]`` is the position of
+            ``model_inputs[i]`` among its tensors.
+    """
+
+    how: str
+    notes: tuple[str, ...]
+    layers: list[Layer]
+    edges: list[tuple[int, int, int]]
+    model_inputs: tuple[str, ...]
+    device: torch.device
+    graph: fx.Graph = dataclasses.field(repr=False)
+    layer_nodes: list[fx.Node] = dataclasses.field(repr=False)
+    layer_parameters: list[tuple[str, ...]] = dataclasses.field(repr=False)
+    layer_buffers: list[tuple[str, ...]] = dataclasses.field(repr=False)
+    parameter_names: tuple[str, ...] = dataclasses.field(repr=False)
+    buffer_names: tuple[str, ...] = dataclasses.field(repr=False)
+    costs: LayerCosts = dataclasses.field(repr=False)
+    attribute_of: Callable[[fx.Node], Attribute] = dataclasses.field(repr=False)
+    layout: CallLayout = dataclasses.field(repr=False)
+    input_positions: tuple[int, ...] = dataclasses.field(repr=False)
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a node of a captured graph computes (and so can stand on either side of a cut)."""
+    return node.op in ("call_module", "call_function", "call_method")
+
+
+def first_layers(captured: Captured) -> dict[str, int]:
+    """Every name that a stage may begin at (modules and layers), and the first layer under it."""
+    first: dict[str, int] = {}
+    for index, (layer, node) in enumerate(zip(captured.layers, captured.layer_nodes, strict=True)):
+        for name in (*_modules_around(node), layer.name):
+            first.setdefault(name, index)
+        if first[layer.name] != index:  # the module's second call
+            first.setdefault(node.name, index)
+    return first
+
+
+def blocks_of_layers(
+    captured: Captured, root: nn.Module, names: Sequence[str], *, training: bool
+) -> dict[fx.Node, str]:
+    """The layers that are in the named modules, and in which; of nested ones the outermost.
+
+    Raises:
+        ValueError: there is no such module, or in training no layer that can be told to be in it.
+    """
+    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
+    for name in names:
+        if name not in known or not name:
+            raise ValueError(f"recompute: {name!r} is no module of the model")
+    blocks: dict[fx.Node, str] = {}
+    for node in captured.layer_nodes:
+        places = [*_modules_around(node), layer_name(node)]
+        for name in sorted(names, key=len):
+            if any(place == name or place.startswith(f"{name}.") for place in places):
+                blocks[node] = name
+                break
+    found = set(blocks.values())
+    for name in names if training else ():
+        if not any(name == block or name.startswith(f"{block}.") for block in found):
+            raise ValueError(
+                f"recompute: no layer of the captured model is in {name!r}: it computes nothing, "
+                "or a module around it is called as a whole"
+            )
+    return blocks
+
+
+def describe_layer(captured: Captured, index: int) -> str:
+    """A layer for a message: its name and the module that it is in."""
+    name = captured.layers[index].name
+    around = _modules_around(captured.layer_nodes[index])
+    return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
+
+
+def _modules_around(node: fx.Node) -> list[str]:
+    """Qualified names of the modules that a node was traced in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = (str(name).removeprefix("L['self']").lstrip(".") for name, _ in stack.values())
+    return [name for name in names if name]
+
+
+def build_captured(
+    root: nn.Module,
+    how: str,
+    graph: fx.Graph,
+    layout: CallLayout,
+    notes: Sequence[str],
+    traced: nn.Module | None = None,
+) -> Captured:
+    """Finds out what the layers of ``graph`` use and cost.
+
+    Args:
+        root: the model.
+        how, notes: as in :class:`Captured`.
+        graph: its placeholders are ``layout``'s tensors in order; call_module and get_attr nodes
+            name modules, parameters and buffers as ``root`` does.
+        layout: how a call is taken apart.
+        traced: where the graph's other names lead; ``root`` if there are none.
+    """
+    holders = _Holders(root, _constants(root, graph, traced or root))
+    gather_lookups(graph, holders.module_of, lambda node: holders.used_by(node)[0])
+    layer_nodes = [node for node in graph.nodes if is_layer(node)]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    positions = tuple(i for i, node in enumerate(placeholders) if node.users)
+    uses = [holders.used_by(node) for node in layer_nodes]
+    sizes = {
+        name: parameter.numel() * parameter.element_size()
+        for name, parameter in root.named_parameters()
+    }
+    costs = dry_run(root, graph, holders.attribute_of, [leaf.example for leaf in layout.tensors])
+    layers = [
+        Layer(
+            layer_name(node),
+            costs.forward[index],
+            costs.backward[index],
+            sum(sizes[name] for name in uses[index][0]),
+        )
+        for index, node in enumerate(layer_nodes)
+    ]
+    return Captured(
+        how=how,
+        notes=tuple(notes),
+        layers=layers,
+        edges=edges_between(layer_nodes, costs.value_bytes),
+        model_inputs=tuple(placeholders[i].name for i in positions),
+        device=_device_of(root, layout),
+        graph=graph,
+        layer_nodes=layer_nodes,
+        layer_parameters=[parameters for parameters, _ in uses],
+        layer_buffers=[buffers for _, buffers in uses],
+        parameter_names=tuple(sizes),
+        buffer_names=tuple(name for name, _ in root.named_buffers()),
+        costs=costs,
+        attribute_of=holders.attribute_of,
+        layout=layout,
+        input_positions=positions,
+    )
+
+
+def _device_of(root: nn.Module, layout: CallLayout) -> torch.device:
+    tensors = [*root.parameters(), *(leaf.example for leaf in layout.tensors)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:
+    """What the graph takes from the traced module that is no state of the model."""
+    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
+    known.update(name for name, _ in root.named_parameters(remove_duplicate=False))
+    known.update(name for name, _ in root.named_buffers(remove_duplicate=False))
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - known
+    constants = {target: operator.attrgetter(target)(traced) for target in targets}
+    for target, value in constants.items():
+        if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
+            raise ValueError(
+                f"{target}: a tensor of shape {tuple(value.shape)} without values would be a "
+                "constant: the forward refers to it in another way than as an attribute of its "
+                "module (a closure, or an object or nested container that holds it)"
+            )
+    refuse_views(
+        constants.values(),
+        {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()},
+    )
+    return constants
+
+
+def refuse_views(constants: Iterable[Any], owner: Mapping[int, str]) -> None:
+    """Raises ValueError if one is over memory of which ``owner`` tells the parameter."""
+    for value in constants:
+        if isinstance(value, torch.Tensor) and value.numel():
+            name = owner.get(value.untyped_storage().data_ptr())
+            if name is not None:
+                raise ValueError(
+                    f"parameter {name} would be a constant: the forward refers to it in another "
+                    "way than as an attribute of its module (a closure, or an object or nested "
+                    "container that holds it)"
+                )
+
+
+def constants_of(captured: Captured) -> list[Any]:
+    """What the graph takes from the traced module that is no state of the model."""
+    nodes = (node for node in captured.graph.nodes if node.op == "get_attr")
+    attributes = map(captured.attribute_of, nodes)
+    return [attribute.value for attribute in attributes if attribute.kind == "constant"]
+
+
+def layer_name(node: fx.Node) -> str:
+    """What a layer is called in messages and in ``split=``: the module's name or the node's."""
+    if node.op == "call_module":
+        return str(node.target)
+    if node.target is call_chained:
+        return str(node.args[0].target)  # type: ignore[union-attr]
+    return node.name
+
+
+def edges_between(
+    layer_nodes: Sequence[fx.Node], value_bytes: Mapping[str, int]
+) -> list[tuple[int, int, int]]:
+    """(producer, consumer, bytes) of the values between layers, see :class:`Captured`."""
+    index_of = {node: index for index, node in enumerate(layer_nodes)}
+    edges = []
+    for consumer, node in enumerate(layer_nodes):
+        for value in node.all_input_nodes:
+            if value.op == "get_attr":
+                continue
+            producer = index_of.get(value, 0)
+            if producer < consumer:
+                edges.append((producer, consumer, value_bytes.get(value.name, 0)))
+    return edges
+
+
+class _Holders:
+    """Where the names in the graph lead: parameters and buffers under their canonical names."""
+
+    def __init__(self, root: nn.Module, constants: Mapping[str, Any]) -> None:
+        self._root = root
+        self._constants = constants
+        self._parameters = {id(item): name for name, item in root.named_parameters()}
+        self._buffers = {id(item): name for name, item in root.named_buffers()}
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+
+    def attribute_of(self, node: fx.Node) -> Attribute:
+        """What a get_attr or call_module node takes from the module that the stage is bound to."""
+        target = str(node.target)
+        if target in self._constants:
+            return Attribute("constant", target, self._constants[target])
+        if target in self._modules:
+            return Attribute("module", target)
+        owner, _, name = target.rpartition(".")
+        module = self._modules[owner]
+        if name in module._parameters:
+            return Attribute("parameter", target)
+        assert name in module._buffers, target
+        return Attribute("buffer", target)
+
+    def module_of(self, node: fx.Node) -> nn.Module | None:
+        """The module that a call_module node calls, if it is one of the model's."""
+        return self._modules.get(str(node.target)) if node.op == "call_module" else None
+
+    def used_by(self, layer: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Canonical names of the parameters and of the buffers that a layer uses."""
+        parameters: dict[str, None] = {}
+        buffers: dict[str, None] = {}
+        holders = [layer] if layer.op == "call_module" else []
+        holders += [node for node in layer.all_input_nodes if node.op == "get_attr"]
+        for node in holders:
+            attribute = self.attribute_of(node)
+            owner, _, name = attribute.target.rpartition(".")
+            if attribute.kind == "module":
+                module = self._modules[attribute.target]
+                for parameter in module.parameters():
+                    parameters[self._parameters[id(parameter)]] = None
+                for buffer in module.buffers():
+                    buffers[self._buffers[id(buffer)]] = None
+            elif attribute.kind == "parameter":
+                parameter = self._modules[owner]._parameters[name]
+                parameters[self._parameters[id(parameter)]] = None
+            elif attribute.kind == "buffer":
+                buffers[self._buffers[id(self._modules[owner]._buffers[name])]] = None
+        return tuple(parameters), tuple(buffers)

@@ -1,0 +1,93 @@
+"""Capturing without tracing: lists of modules and nn.Sequential are already sequences of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from .arguments import CallLayout
+
+
+class ModuleChain(nn.Module):
+    """A list of modules called one after another.
+
+    The first gets the arguments of the call. A tuple is passed on as positional arguments, anything
+    else as one argument. The children are named "0", "1", ....
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(index), module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the first module with the arguments and each other one with the result so far."""
+        first, *rest = self.children_in_order()
+        value = first(*args, **kwargs)
+        for module in rest:
+            value = call_chained(module, value)
+        return value
+
+    def children_in_order(self) -> list[nn.Module]:
+        """The modules of the list; a module listed twice appears twice."""
+        return [module for module in self._modules.values() if module is not None]
+
+
+def call_chained(module: nn.Module, value: Any) -> Any:
+    """Calls a module of a list with what the one before it returned."""
+    return module(*value) if type(value) is tuple else module(value)
+
+
+def chain_graph(root: ModuleChain, layout: CallLayout) -> fx.Graph:
+    """The graph of a list of modules: one node a module."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(leaf.name) for leaf in layout.tensors]
+    args, kwargs = layout.rebuild(inputs)
+    names = list(root._modules)
+    value = graph.call_module(names[0], args, kwargs)
+    for name in names[1:]:
+        value = graph.call_function(call_chained, (graph.get_attr(name), value))
+    graph.output(value)
+    return graph
+
+
+def sequential_graph(root: nn.Sequential, layout: CallLayout) -> fx.Graph:
+    """The graph of an nn.Sequential: one node a child, called as nn.Sequential calls it."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(leaf.name) for leaf in layout.tensors]
+    args, kwargs = layout.rebuild(inputs)
+    (value,) = (*args, *kwargs.values())
+    for name in root._modules:
+        value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph
+
+
+def is_plain_sequential(root: nn.Module) -> bool:
+    """Whether calling ``root`` is calling its children in order, one value each."""
+    return (
+        isinstance(root, nn.Sequential)
+        and type(root).forward is nn.Sequential.forward
+        and "forward" not in root.__dict__
+    )
+
+
+def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The module to capture and clone: the model itself, or one module around a list of them.
+
+    Raises:
+        TypeError: neither a module nor a list of modules.
+        ValueError: an empty list.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    modules = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else None
+    if modules is None or not all(isinstance(module, nn.Module) for module in modules):
+        raise TypeError(
+            f"model: {type(model).__name__} given; it must be an nn.Module or a list of nn.Modules"
+        )
+    if not modules:
+        raise ValueError("model: a list of 0 modules given; a pipeline needs at least 1")
+    return ModuleChain(modules)

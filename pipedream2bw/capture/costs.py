@@ -1,0 +1,350 @@
+"""Costs of the layers without running them: the captured graph is run once on fake tensors.
+
+Deterministic on every rank, since every rank has to find the same stages. A nominal machine turns
+counts of operations and bytes into seconds; only their ratios matter. The same run shows which
+values share memory and which layers write in place, which decides where the graph may be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from ..model.clone import structural_clone
+from ..model.surroundings import torch_reports_silenced
+from .attribute import Attribute
+from .device_figures import NOMINAL, DeviceFigures, Work
+from .operator_counts import OperatorCounter, bytes_of, described, is_tensor, storage_of
+from .saved_bytes import SavedCounter
+
+# A link between stages.
+_LINK_BYTES_PER_SECOND = 2e9
+
+
+_SECONDS_PER_TENSOR = 20e-6
+
+
+# What fake tensors cannot do although the model may be right.
+_FAKE_LIMITS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
+@dataclasses.dataclass
+class LayerCosts:
+    """What the dry run found out, by layer (in execution order) and by value (node name).
+
+    Attributes:
+        forward, backward: nominal seconds; weight_grad: the part of backward for parameters.
+        saved_bytes: what autograd keeps of each layer, 0 if not asked for; a storage counts with
+            the first layer that saves it, parameters, buffers and the graph's inputs with none.
+        kept: bytes of what several layers save, with these layers.
+        described: of each value, structure, shapes, dtypes and strides.
+        value_bytes: bytes of each value's tensors.
+        crossing: nominal seconds that each value takes over a link between stages, its gradient
+            included.
+        written_buffers: names of the buffers that some layer writes.
+        written_values: (first layer, last layer, value) where a value is read after a write in
+            place; these layers have to see one tensor.
+        sizes: the values that are integers or tuples of them: on fake tensors these can only come
+            from shapes.
+        storages: the memory behind each value, as opaque numbers.
+        writes: for each layer, the memory of values that it writes in place.
+        unknown: names of the layers that could not be run on fake tensors.
+        error: the first failure that may be the model refusing its arguments.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    weight_grad: list[float]
+    saved_bytes: list[int]
+    kept: list[tuple[int, tuple[int, ...]]]
+    described: dict[str, str]
+    value_bytes: dict[str, int]
+    crossing: dict[str, float]
+    written_buffers: set[str]
+    written_values: list[tuple[int, int, str]]
+    sizes: set[str]
+    storages: dict[str, frozenset[int]]
+    writes: list[frozenset[int]]
+    unknown: list[str]
+    error: Exception | None
+
+
+def dry_run(
+    root: nn.Module,
+    graph: fx.Graph,
+    attribute_of: Callable[[fx.Node], Attribute],
+    examples: Sequence[torch.Tensor],
+    figures: DeviceFigures = NOMINAL,
+    *,
+    count_saved: bool = False,
+) -> LayerCosts:
+    """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
+
+    Computes nothing and leaves the model, its buffers and the random state as they are. A layer
+    that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
+    operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; there are fewer
+    operators then, autograd making no views.
+    """
+    with torch_reports_silenced():
+        return _DryRun(root, attribute_of, examples, figures, count_saved).run(graph)
+
+
+class _DryRun:
+    def __init__(
+        self,
+        root: nn.Module,
+        attribute_of: Callable[[fx.Node], Attribute],
+        examples: Sequence[torch.Tensor],
+        figures: DeviceFigures,
+        count_saved: bool,
+    ) -> None:
+        self._figures = figures
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._attribute_of = attribute_of
+        self._fake_root, self._buffer_names = self._fake_copy(root)
+        self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
+        # As many positions as the largest input has, for layers that cannot be counted.
+        self._positions = max((_positions(item) for item in self._examples), default=1)
+        self._values: dict[fx.Node, Any] = {}
+        self._missing: set[fx.Node] = set()
+        self._kept_alive: list[Any] = []
+        self._result = LayerCosts(
+            *([], [], [], [], [], {}, {}, {}, set(), [], set(), {}, [], []), error=None
+        )
+        state = (*self._fake_root.parameters(), *self._fake_root.buffers())
+        self._saved = SavedCounter([*state, *self._examples])
+        self._hooks = self._saved.hooks if count_saved else contextlib.nullcontext()
+
+    def run(self, graph: fx.Graph) -> LayerCosts:
+        examples = iter(self._examples)
+        layers: list[fx.Node] = []
+        with self._mode:
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    self._record(node, next(examples))
+                elif node.op.startswith("call_"):
+                    layers.append(node)
+                    self._layer(node)
+        self._result.written_values = list(_stale_reads(layers, self._result))
+        self._result.kept = self._saved.saved_by_several()
+        return self._result
+
+    def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:
+        fakes = {
+            parameter: nn.Parameter(
+                self._mode.from_tensor(parameter.detach()), parameter.requires_grad
+            )
+            for parameter in root.parameters()
+        }
+        copy = structural_clone(root, fakes)
+        buffers = {id(buffer): self._mode.from_tensor(buffer.detach()) for buffer in root.buffers()}
+        names = {id(buffers[id(buffer)]): name for name, buffer in root.named_buffers()}
+        for module in copy.modules():
+            module._buffers = {
+                name: None if buffer is None else buffers[id(buffer)]
+                for name, buffer in module._buffers.items()
+            }
+        return copy, names
+
+    def _layer(self, node: fx.Node) -> None:
+        parameters, buffers = self._held_by(node)
+        if any(value in self._missing for value in node.all_input_nodes):
+            self._unknown(node, parameters, buffers)
+            return
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if is_tensor(item)]
+        versions = [item._version for item in inputs]
+        buffer_versions = [item._version for item in buffers]
+        counter = OperatorCounter(free_ones_too=self._figures.free_ones_too)
+        try:
+            with counter, self._hooks:
+                value = self._call(node, args, kwargs)
+        except _FAKE_LIMITS:
+            self._unknown(node, parameters, buffers)
+            return
+        except Exception as error:
+            self._result.error = self._result.error or error
+            self._unknown(node, parameters, buffers)
+            return
+        self._record(node, value)
+        written = [item for item, old in zip(inputs, versions, strict=True) if item._version != old]
+        self._result.writes.append(
+            frozenset(storage_of(item) for item in written if id(item) not in self._buffer_names)
+        )
+        statistics = self._statistics(node)
+        for item, old in zip(buffers, buffer_versions, strict=True):
+            if item._version != old or id(item) in statistics:
+                self._result.written_buffers.add(self._buffer_names[id(item)])
+        self._cost(counter, parameters, inputs, value)
+
+    def _statistics(self, node: fx.Node) -> set[int]:
+        """Running statistics that a layer writes; batch norm does not count it as a version."""
+        written: list[Any] = []
+        if node.op == "call_module":
+            for module in self._resolve(node).modules():
+                if isinstance(module, _NormBase) and module.training:
+                    written.extend(module.buffers(recurse=False))
+        elif "batch_norm" in str(node.target) and _argument(node, 5, "training"):
+            holders = (item for item in node.all_input_nodes if item.op == "get_attr")
+            written.extend(map(self._resolve, holders))
+        return set(map(id, written))
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self._resolve(node)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _cost(
+        self,
+        counter: OperatorCounter,
+        parameters: list[nn.Parameter],
+        inputs: list[Any],
+        value: Any,
+    ) -> None:
+        result, seconds = self._result, self._figures.seconds
+        result.saved_bytes.append(self._saved.take())
+        result.forward.append(seconds(counter.work))
+        if not _requires_grad(value):
+            result.backward.append(0.0)
+            result.weight_grad.append(0.0)
+            return
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        held = {id(parameter) for parameter in parameters}
+        upstream = any(item.requires_grad for item in inputs if id(item) not in held)
+        backward = seconds(
+            counter.work,
+            arithmetic=bool(trainable) + upstream,
+            traffic=2,
+            more_bytes=bytes_of(trainable),
+            operators=2,
+        )
+        result.backward.append(backward)
+        input_grad = seconds(counter.work) if upstream else 0.0
+        result.weight_grad.append(max(0.0, backward - input_grad) if trainable else 0.0)
+
+    def _unknown(
+        self, node: fx.Node, parameters: list[nn.Parameter], buffers: list[torch.Tensor]
+    ) -> None:
+        self._missing.add(node)
+        result = self._result
+        result.unknown.append(node.name)
+        result.writes.append(frozenset())
+        result.written_buffers.update(self._buffer_names[id(item)] for item in buffers)
+        flops = 2 * self._positions * sum(parameter.numel() for parameter in parameters)
+        dtype = parameters[0].dtype if parameters else torch.float32
+        forward = self._figures.seconds([Work(flops, dtype, 0)])
+        result.forward.append(forward)
+        result.backward.append(2 * forward)
+        result.weight_grad.append(forward if parameters else 0.0)
+        self._saved.take()
+        result.saved_bytes.append(0)
+
+    def _record(self, node: fx.Node, value: Any) -> None:
+        self._values[node] = value
+        self._kept_alive.append(value)  # a storage's number is only unique while it lives
+        leaves = pytree.tree_leaves(value)
+        tensors = [item for item in leaves if is_tensor(item)]
+        if leaves and all(type(item) is int for item in leaves):
+            self._result.sizes.add(node.name)
+        self._result.storages[node.name] = frozenset(map(storage_of, tensors))
+        self._result.described[node.name] = described(value)
+        self._result.value_bytes[node.name] = bytes_of(tensors)
+        self._result.crossing[node.name] = sum(map(_crossing, tensors))
+
+    def _value(self, node: fx.Node) -> Any:
+        return self._resolve(node) if node.op == "get_attr" else self._values[node]
+
+    def _resolve(self, node: fx.Node) -> Any:
+        attribute = self._attribute_of(node)
+        if attribute.kind == "constant":
+            return attribute.value
+        owner, _, name = attribute.target.rpartition(".")
+        if attribute.kind == "module":
+            return self._fake_root.get_submodule(attribute.target)
+        module = self._fake_root.get_submodule(owner)
+        return (module._parameters if attribute.kind == "parameter" else module._buffers)[name]
+
+    def _held_by(self, node: fx.Node) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """The fake parameters and buffers that a layer uses."""
+        holders = [node] if node.op == "call_module" else []
+        holders += [item for item in node.all_input_nodes if item.op == "get_attr"]
+        parameters: list[nn.Parameter] = []
+        buffers: list[torch.Tensor] = []
+        for holder in holders:
+            item = self._resolve(holder)
+            if isinstance(item, nn.Parameter):
+                parameters.append(item)
+            elif isinstance(item, nn.Module):
+                parameters.extend(item.parameters())
+                buffers.extend(item.buffers())
+            elif id(item) in self._buffer_names:
+                buffers.append(item)
+        return parameters, [item for item in buffers if id(item) in self._buffer_names]
+
+
+def _stale_reads(layers: list[fx.Node], costs: LayerCosts) -> Iterable[tuple[int, int, str]]:
+    """Where a value is read, under a name older than the write, after memory of it was written."""
+    index_of = {node: index for index, node in enumerate(layers)}
+    for writer, storages in enumerate(costs.writes):
+        for storage in storages:
+            # Every value of that memory which is older than the write, with its producer.
+            older = {
+                node: index_of.get(node, 0)
+                for layer in layers
+                for node in layer.all_input_nodes
+                if storage in costs.storages.get(node.name, ()) and index_of.get(node, 0) < writer
+            }
+            if not older:
+                continue
+            first = min(older.values())
+            readers = [
+                index
+                for index in range(writer + 1, len(layers))
+                if any(node in older for node in layers[index].all_input_nodes)
+            ]
+            taken = sum(node in older for node in layers[writer].all_input_nodes)
+            if readers or taken > 1:
+                yield first, max([writer, *readers]), next(iter(older)).name
+
+
+def _argument(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def _positions(item: torch.Tensor) -> int:
+    features = item.shape[-1] if item.is_floating_point() and item.dim() > 1 else 1
+    return item.numel() // max(features, 1)
+
+
+def _crossing(item: torch.Tensor) -> float:
+    directions = 2 if item.requires_grad else 1
+    # A tensor that is not contiguous is copied before it is sent.
+    copies = 1 if item.is_contiguous() else 2
+    seconds = bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
+    return directions * (seconds + copies * _SECONDS_PER_TENSOR)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(item.requires_grad for item in pytree.tree_leaves(value) if is_tensor(item))

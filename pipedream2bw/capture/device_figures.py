@@ -1,0 +1,155 @@
+"""A device's peak figures, by which counts of operations and bytes become seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Work(NamedTuple):
+    """What one operator does."""
+
+    flops: int
+    dtype: torch.dtype  # of its first tensor, if it has flops
+    moved: int  # bytes read and written
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFigures:
+    """What a device can do at most, and how much of that kernels reach.
+
+    An operator takes the longer of its arithmetic and its memory traffic (the roofline model,
+    Williams, Waterman and Patterson, CACM 52(4), 2009), and ``seconds_per_operator``.
+
+    Attributes:
+        name, type: as in a profile; the type is "cuda" or "cpu".
+        flops_per_second: peak, by dtype; dtypes that are not there have float32's.
+        bytes_per_second: of its memory, peak.
+        memory_bytes: of its memory.
+        efficiency, memory_efficiency: the part of the peaks that kernels reach.
+        seconds_per_operator: that every operator takes beside its work.
+        overlapped: False: arithmetic and traffic are added.
+        free_ones_too: also operators that compute nothing take ``seconds_per_operator``, and those
+            of them that are no views their tensors' traffic.
+
+    Raises:
+        ValueError: a figure that is not positive and finite; float32 is missing.
+    """
+
+    name: str
+    type: str
+    flops_per_second: Mapping[torch.dtype, float]
+    bytes_per_second: float
+    memory_bytes: int
+    efficiency: float = 0.5
+    memory_efficiency: float = 0.8
+    seconds_per_operator: float = 5e-6
+    overlapped: bool = True
+    free_ones_too: bool = False
+
+    def __post_init__(self) -> None:
+        if torch.float32 not in self.flops_per_second:
+            known = ", ".join(map(str, self.flops_per_second)) or "none"
+            raise ValueError(f"flops_per_second: torch.float32 is missing, given: {known}")
+        for dtype, rate in self.flops_per_second.items():
+            _check_positive(f"flops_per_second[{dtype}]", rate)
+        for name in ("bytes_per_second", "memory_bytes", "efficiency", "memory_efficiency"):
+            _check_positive(name, getattr(self, name))
+        for name in ("efficiency", "memory_efficiency"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}: {getattr(self, name)}, it must be at most 1")
+        if not 0 <= self.seconds_per_operator < math.inf:
+            raise ValueError(
+                f"seconds_per_operator: {self.seconds_per_operator}, it must be >= 0 and finite"
+            )
+
+    def seconds(
+        self,
+        work: Sequence[Work],
+        *,
+        arithmetic: int = 1,
+        traffic: int = 1,
+        more_bytes: int = 0,
+        operators: int = 1,
+    ) -> float:
+        """How long operators take whose flops, bytes and number are multiples of ``work``'s.
+
+        ``more_bytes`` are moved besides.
+        """
+        bandwidth = self.bytes_per_second * self.memory_efficiency
+        if self.overlapped:
+            busy = sum(
+                max(arithmetic * flops / self._rate(dtype), traffic * moved / bandwidth)
+                for flops, dtype, moved in work
+            )
+        else:
+            flops_at: dict[float, int] = {}
+            for flops, dtype, _ in work:
+                rate = self._rate(dtype)
+                flops_at[rate] = flops_at.get(rate, 0) + flops
+            computing = sum(flops / rate for rate, flops in flops_at.items())
+            moving = sum(moved for _, _, moved in work) / bandwidth
+            busy = computing * arithmetic + traffic * moving
+        return busy + more_bytes / bandwidth + operators * (len(work) * self.seconds_per_operator)
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        peaks = self.flops_per_second
+        return peaks.get(dtype, peaks[torch.float32]) * self.efficiency
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: {value}, it must be > 0 and finite")
+
+
+NOMINAL = DeviceFigures(
+    name="one core of a nominal machine",
+    type="cpu",
+    flops_per_second={torch.float32: 50e9},
+    bytes_per_second=10e9,
+    memory_bytes=2**33,
+    efficiency=1.0,
+    memory_efficiency=1.0,
+    seconds_per_operator=2e-6,
+    overlapped=False,
+    free_ones_too=True,
+)
+"""By which models are cut where nothing is measured; only ratios of its seconds matter."""
+
+
+# Without sparsity, from NVIDIA's data sheets; of several memory sizes the one named.
+KNOWN_DEVICES = {
+    "v100": DeviceFigures(
+        name="V100 SXM2 16GB",
+        type="cuda",
+        flops_per_second={torch.float32: 15.7e12, torch.float16: 125e12},
+        bytes_per_second=900e9,
+        memory_bytes=16 * 2**30,
+    ),
+    "a100": DeviceFigures(
+        name="A100 SXM4 80GB",
+        type="cuda",
+        flops_per_second={
+            torch.float32: 19.5e12,
+            torch.float16: 312e12,
+            torch.bfloat16: 312e12,
+        },
+        bytes_per_second=2039e9,
+        memory_bytes=80 * 2**30,
+    ),
+    "h100": DeviceFigures(
+        name="H100 SXM5 80GB",
+        type="cuda",
+        flops_per_second={
+            torch.float32: 67e12,
+            torch.float16: 989e12,
+            torch.bfloat16: 989e12,
+        },
+        bytes_per_second=3350e9,
+        memory_bytes=80 * 2**30,
+    ),
+}

@@ -1,0 +1,193 @@
+"""Capturing by torch.export, for models whose own forward cannot be traced symbolically.
+
+The number of rows (dimension 0 of every tensor that carries the batch) stays symbolic, since
+microbatches and evaluation batches have other numbers of rows than the example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..model.added_loss import restore_added_losses
+from ..model.hooks import why_not_exported
+from ..model.surroundings import (
+    random_state_kept,
+    random_states,
+    refuse_random_numbers,
+    torch_reports_silenced,
+)
+from .arguments import CallLayout, TensorLeaf
+
+
+class HookedError(Exception):
+    """The exported program would leave hooks out."""
+
+
+class SpecializedError(Exception):
+    """The exported program only holds for some numbers of rows."""
+
+
+def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[fx.Graph, nn.Module]:
+    """Exports ``root`` called as in the example.
+
+    ``root`` must be a structural clone that nobody else uses. Returns the graph, whose get_attr
+    nodes name parameters and buffers as ``root`` does, and the module that its other names
+    (constants, regions) refer to. The output node's ``meta["out_spec"]`` restores the type of the
+    model's output.
+
+    Raises:
+        Exception: whatever torch.export raised, a :class:`HookedError` or
+            :class:`SpecializedError`.
+    """
+    examples = [_example(leaf, replicated) for leaf in layout.tensors]
+    args, kwargs = layout.rebuild(examples)
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf, example in zip(layout.tensors, examples, strict=True):
+        dimensions: dict[int, Any] = dict.fromkeys(range(example.dim()))
+        if carries_batch(leaf, replicated):
+            dimensions[0] = torch.export.Dim.DYNAMIC
+        shapes[example] = dimensions
+    reason = why_not_exported(root)
+    if reason is not None:
+        raise HookedError(reason)
+    before = random_states()
+    with random_state_kept(), torch_reports_silenced():
+        dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
+        program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
+        refuse_random_numbers(before)
+    _check_rows(program, layout, replicated)
+    module = program.module(check_guards=False)
+    graph = module.graph
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    output.meta["out_spec"] = program.call_spec.out_spec
+    _keep_tensor_inputs(graph, layout)
+    _drop_checks(graph)
+    _call_regions_directly(graph)
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            restore_added_losses(part)
+    graph.set_codegen(fx.graph.CodeGen())
+    graph.lint()
+    return graph, module
+
+
+def carries_batch(leaf: TensorLeaf, replicated: set[str]) -> bool:
+    """Whether dimension 0 of an argument is the batch's rows."""
+    return replicated.isdisjoint(leaf.keys)
+
+
+def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
+    example = leaf.example.detach()
+    # torch.export takes a dimension of size 0 or 1 for a constant.
+    if carries_batch(leaf, replicated) and example.shape[0] == 1:
+        example = example.expand(2, *example.shape[1:])
+    # Distinct tensors, so that none is taken for another's alias.
+    return example.clone()
+
+
+def _check_rows(program: Any, layout: CallLayout, replicated: set[str]) -> None:
+    values = [
+        node.meta.get("val")
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
+    ]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) != len(layout.tensors):
+        raise SpecializedError(
+            f"{len(tensors)} tensor arguments in the exported program, {len(layout.tensors)} in "
+            "the example call"
+        )
+    for leaf, value in zip(layout.tensors, tensors, strict=True):
+        if tuple(value.shape[1:]) != tuple(leaf.example.shape[1:]):
+            raise SpecializedError(
+                f"argument {leaf.path}: shape {tuple(value.shape)} in the exported program, "
+                f"{tuple(leaf.example.shape)} in the example call"
+            )
+        if not carries_batch(leaf, replicated):
+            continue
+        rows: Any = value.shape[0]
+        if not isinstance(rows, torch.SymInt):
+            raise SpecializedError(f"the rows of {leaf.path} were fixed to {rows}")
+        symbol = rows.node.expr
+        if not symbol.is_Symbol:
+            raise SpecializedError(f"the rows of {leaf.path} have to be of the form {symbol}")
+        limits = program.range_constraints.get(symbol)
+        if limits is not None and (limits.lower > 2 or limits.upper < 2**31):
+            raise SpecializedError(
+                f"the rows of {leaf.path} have to be between {limits.lower} and {limits.upper}"
+            )
+
+
+def _keep_tensor_inputs(graph: fx.Graph, layout: CallLayout) -> None:
+    """Leaves one placeholder per tensor of the call, in its order."""
+    tensors = 0
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            tensors += 1
+        else:
+            assert not node.users, f"the constant argument {node.name} is used as a value"
+            graph.erase_node(node)
+    assert tensors == len(layout.tensors)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Removes run-time checks of what the example call fixed, and what only fed them."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op not in ("call_function", "call_module", "get_attr"):
+            continue
+        if node.op == "get_attr" or _is_check(node) or _is_pure(node):
+            graph.erase_node(node)
+
+
+def _is_check(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.startswith(("_assert_", "_guards", "sym_constrain_range", "_check"))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema, tags = node.target._schema, node.target.tags
+        # Batch norms update their statistics though their schemas do not say so.
+        if any(argument.name == "running_mean" for argument in schema.arguments):
+            return False
+        return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
+    return getattr(node.target, "__module__", "") in ("_operator", "math")
+
+
+def _call_regions_directly(graph: fx.Graph) -> None:
+    """Replaces the operators for no_grad and autocast regions by the context managers."""
+    for node in graph.nodes:
+        replacement = _REGIONS.get(getattr(node.target, "__name__", ""))
+        if node.op == "call_function" and replacement is not None:
+            node.target = replacement
+
+
+def with_grad_enabled(enabled: bool, region: Any, *args: Any) -> Any:
+    """Runs a region of an exported program with gradient recording on or off."""
+    with torch.set_grad_enabled(enabled):
+        return region(*args)
+
+
+def with_autocast(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    region: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs a region of an exported program under autocast."""
+    with torch.autocast(device_type, dtype, enabled, cache_enabled):
+        return region(*args, **kwargs)
+
+
+_REGIONS = {
+    "wrap_with_set_grad_enabled": with_grad_enabled,
+    "wrap_with_autocast": with_autocast,
+}

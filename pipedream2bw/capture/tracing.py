@@ -1,0 +1,257 @@
+"""Capturing by torch.fx symbolic tracing.
+
+A module whose forward cannot be traced becomes one node that calls it as it is, and everything
+around it is still traced. Tracing must not change what the program means: what fx would silently
+drop or freeze (no_grad and autocast regions, custom autograd functions, random numbers drawn while
+tracing, in-place writes to tensors made while tracing) makes the module around it untraceable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import ParameterProxy
+from torch.utils import _pytree as pytree
+
+from ..model.hooks import has_hooks
+from ..model.surroundings import (
+    random_state_kept,
+    random_states,
+    refuse_random_numbers,
+    restore_random_states,
+)
+from .arguments import CallLayout
+
+# Modules of torch.nn that are only containers of layers.
+_OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+class UntraceableError(Exception):
+    """Symbolic tracing would change the meaning of the code it reached."""
+
+
+def trace(root: nn.Module, layout: CallLayout) -> tuple[fx.Graph, dict[str, str]]:
+    """Traces ``root`` called with the example's structure; tensors are the graph's placeholders.
+
+    ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
+    Returns the graph and, for every module that became a leaf by itself, its name and the reason.
+    The output node's ``meta["out_spec"]`` restores the type of the model's output.
+
+    Raises:
+        Exception: whatever the root's own forward raised.
+    """
+    tracer = _Tracer(layout)
+    with random_state_kept(), _autograd_functions_traced():
+        graph = tracer.trace(root)
+    _refuse_writes_to_constants(graph, {name for name, _ in root.named_buffers()})
+    graph.lint()
+    return graph, tracer.leaves
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, layout: CallLayout) -> None:
+        super().__init__()
+        self._layout = layout
+        self._modes = _ambient_modes()
+        self._thread = threading.get_ident()
+        self._tensor_names: dict[int, str] = {}
+        self._out_spec: pytree.TreeSpec | None = None
+        self.leaves: dict[str, str] = {}
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        values = [
+            self.create_proxy("placeholder", leaf.name, (), {}) for leaf in self._layout.tensors
+        ]
+        args, kwargs = self._layout.rebuild(values)
+        root = self.root
+        tensors = (*root.named_parameters(), *root.named_buffers())
+        self._tensor_names = {id(tensor): name for name, tensor in tensors}
+
+        def call_root() -> Any:
+            before = random_states()
+            leaves, self._out_spec = pytree.tree_flatten(root.forward(*args, **kwargs))
+            refuse_random_numbers(before)
+            return tuple(leaves)
+
+        return call_root, []
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        # Parameters and buffers are read when the stage runs. Without a cache, since a cached proxy
+        # could belong to a node that was erased with a failed module.
+        name = self._tensor_names.get(id(attr_val))
+        if name is None:
+            return attr_val
+        if isinstance(attr_val, nn.Parameter):
+            # Its shape is known: code that branches on it can be traced.
+            return self.create_proxy(
+                "get_attr",
+                name,
+                (),
+                {},
+                proxy_factory_fn=lambda node: ParameterProxy(self, node, name, attr_val),
+            )
+        return self.create_proxy("get_attr", name, (), {})
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind not in ("placeholder", "output", "get_attr"):
+            self._refuse_other_modes()
+        node = super().create_node(kind, *args, **kwargs)
+        if kind == "output":
+            node.meta["out_spec"] = self._out_spec
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if has_hooks(m):  # those of a traced module would run once, on proxies, and never again
+            return True
+        return not isinstance(m, _OPENED) and super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)  # torch.fx replaces nn.Module's call for all threads
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return super().call_module(m, forward, args, kwargs)
+        last = next(iter(reversed(self.graph.nodes)), None)
+        scopes = self.module_stack.copy()
+        calls = self.num_calls.copy()
+        before = random_states()
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            refuse_random_numbers(before)
+            return result
+        except Exception as error:
+            restore_random_states(before)
+            self.module_stack.clear()
+            self.module_stack.update(scopes)
+            self.num_calls = calls
+            self._erase_after(last)
+            self.leaves[path] = reason_of(error)
+            return super().call_module(m, forward=_LeafCall(self, path), args=args, kwargs=kwargs)
+
+    def _erase_after(self, last: fx.Node | None) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                return
+            self.graph.erase_node(node)
+
+    def _refuse_other_modes(self) -> None:
+        for name, now in _ambient_modes().items():
+            if now != self._modes[name]:
+                raise UntraceableError(f"{name} is changed inside the forward")
+
+
+class _LeafCall:
+    """Stands in for the forward of a module that could not be traced."""
+
+    def __init__(self, tracer: fx.Tracer, path: str) -> None:
+        self._tracer = tracer
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tracer.create_proxy("call_module", self._path, args, kwargs)
+
+
+def reason_of(error: BaseException, limit: int = 300) -> str:
+    """One line for a message: the error's type and the beginning of its text."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _ambient_modes() -> dict[str, Any]:
+    modes: dict[str, Any] = {
+        "gradient recording (no_grad, inference_mode)": torch.is_grad_enabled(),
+        "autocast": [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ],
+    }
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top_hooks is not None:
+        modes["the saving of activations (checkpoint, saved_tensors_hooks)"] = (
+            top_hooks(True) is not None
+        )
+    return modes
+
+
+@contextlib.contextmanager
+def _autograd_functions_traced() -> Iterator[None]:
+    """Records calls of custom autograd functions as nodes instead of tracing their forward."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call = plain.__get__(None, cls)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, fx.Proxy):
+                return value.tracer.create_proxy("call_function", call, args, kwargs)
+        return call(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        module = getattr(node.target, "__module__", "")
+        if module in ("_operator", "operator"):
+            return name == "setitem" or (name.startswith("i") and name[1:] in _OPERATORS)
+        return name.endswith("_") or bool(node.kwargs.get("inplace") or "out" in node.kwargs)
+    return False
+
+
+_OPERATORS = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "matmul",
+        "concat",
+    }
+)
+
+
+def _refuse_writes_to_constants(graph: fx.Graph, buffers: set[str]) -> None:
+    for node in graph.nodes:
+        if not _writes_in_place(node) or not node.args:
+            continue
+        target = node.args[0]
+        if (
+            isinstance(target, fx.Node)
+            and target.op == "get_attr"
+            and target.target not in buffers
+            and "_tensor_constant" in str(target.target)
+        ):
+            raise UntraceableError(
+                f"{node.name} writes in place to a tensor that was made while tracing"
+            )

@@ -1,0 +1,1 @@
+"""A user's module: cloned, converted, refused, loaded."""

@@ -1,0 +1,31 @@
+"""What tells one model's parameters from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+
+def fingerprint_of(parameters: Sequence[str], layers: Sequence[str]) -> str:
+    """Of a model with these parameters (see :func:`describe_parameters`) and layers."""
+    text = json.dumps([parameters, layers])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_parameters(
+    root: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype] | None = None
+) -> tuple[str, ...]:
+    """A line for each parameter: name, shape, dtype, and whether it is frozen.
+
+    ``dtype_of`` gives the dtypes that the parameters will have, if they will have others.
+    """
+    return tuple(
+        f"{name} {list(parameter.shape)} "
+        f"{parameter.dtype if dtype_of is None else dtype_of(name, parameter)}"
+        + ("" if parameter.requires_grad else " frozen")
+        for name, parameter in root.named_parameters()
+    )

@@ -1,0 +1,87 @@
+"""Hooks of the user's modules: which ones the stages can run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx, nn
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs hooks."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def why_not_exported(root: nn.Module) -> str | None:
+    """Names a module whose hooks an exported graph would not run: it calls no modules.
+
+    Those of torch.nn.utils compute weights, which the graph then does.
+    """
+    for name, module in root.named_modules():
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
+            for hook in hooks.values():
+                if not type(hook).__module__.startswith("torch.nn.utils."):
+                    return f"{name} has hooks, which an exported graph would not run"
+    return None
+
+
+class LateHooks:
+    """Sees to hooks that are registered after the pipeline was made.
+
+    Args:
+        root: the model.
+        clones: those of this process, whose modules share their originals' hooks.
+        graph: the captured model's.
+        compiled: the stages are compiled with the hooks that there are now, and look for no others.
+    """
+
+    def __init__(
+        self, root: nn.Module, clones: Iterable[nn.Module], graph: fx.Graph, *, compiled: bool
+    ) -> None:
+        inside = {id(module) for called in _called(root, graph) for module in called.modules()}
+        copies = [dict(clone.named_modules()) for clone in clones]
+        self._parted: list[tuple[str, nn.Module]] = []
+        self._called: list[tuple[nn.Module, Sequence[nn.Module]]] = []
+        for name, module in root.named_modules():
+            if id(module) in inside and not (compiled and not has_hooks(module)):
+                self._called.append((module, [copy[name] for copy in copies]))
+            elif type(module).forward is not nn.Module.forward:  # else nobody can call it
+                self._parted.append((name, module))
+
+    def check(self) -> None:
+        """Before each batch.
+
+        Raises:
+            ValueError: hooks were registered on a module that the stages do not call.
+        """
+        for name, module in self._parted:
+            if has_hooks(module):
+                raise ValueError(
+                    f"module {name!r}: hooks were registered on it after the pipeline was made, "
+                    "which calls its parts and not itself, or has compiled it: register them "
+                    "before"
+                )
+        for module, copies in self._called:
+            # Which kind the backward hooks are is no part of the dictionary that clones share.
+            if module._backward_hooks:
+                for copy in copies:
+                    copy._is_full_backward_hook = module._is_full_backward_hook
+
+
+def _called(root: nn.Module, graph: fx.Graph) -> Iterator[nn.Module]:
+    """The modules that the stages call, and those that they give to a function."""
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            with contextlib.suppress(AttributeError):  # a parameter's name
+                yield root.get_submodule(str(node.target))

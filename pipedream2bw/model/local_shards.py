@@ -1,0 +1,69 @@
+"""Tensor-parallel modules whose parameters are DTensors, held as local shards."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _AsDTensor(nn.Module):
+    """The DTensor of which this process has a shard; its gradient is the shard's."""
+
+    def __init__(self, like: DTensor) -> None:
+        super().__init__()
+        self._from_local = type(like).from_local
+        self._mesh, self._placements = like.device_mesh, like.placements
+        self._shape, self._stride = like.shape, like.stride()
+
+    def forward(self, shard: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._from_local(
+            shard,
+            self._mesh,
+            self._placements,
+            run_check=False,
+            shape=self._shape,
+            stride=self._stride,
+        )
+        return made
+
+    def extra_repr(self) -> str:
+        return f"shape={tuple(self._shape)}, placements={self._placements}"
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Does not load their modules, which takes a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def use_local_shards(model: _Module) -> _Module:
+    """Replaces parameters that are DTensors by this process's shards, and returns the model.
+
+    A pipeline's buffers hold plain tensors. The module makes the DTensor again in each forward, by
+    a parametrization (``torch.nn.utils.parametrize``), so that what
+    ``torch.distributed.tensor.parallel.parallelize_module`` has made of it works as before::
+
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        pipe = pd2.PipelineModule(pd2.use_local_shards(model), loss_fn, mesh=mesh, ...)
+
+    Optimizer and ``state_dict`` see ``weight``'s shard as ``parametrizations.weight.original``.
+    """
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_dtensor(parameter):
+                shard = parameter.to_local().detach()
+                module._parameters[name] = nn.Parameter(shard, parameter.requires_grad)
+                # unsafe: no check whether the DTensor may take the shard's place.
+                as_dtensor = _AsDTensor(parameter)
+                parametrize.register_parametrization(module, name, as_dtensor, unsafe=True)
+    return model

@@ -1,0 +1,76 @@
+"""Numbers beside the loss, computed where the loss is and read with it."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Metric = Callable[[Any, Any], torch.Tensor | float]
+
+
+def check_metrics(metrics: object) -> dict[str, Metric]:
+    """The metrics in the order given.
+
+    Raises:
+        TypeError: it is no mapping from names to functions; says what is.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics: {type(metrics).__name__} given, it must be a dict of names and functions"
+        )
+    for name, function in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"metrics: name {name!r} given, it must be a string")
+        if not callable(function):
+            raise TypeError(
+                f"metrics[{name!r}]: {type(function).__name__} given, it must be callable"
+            )
+    return dict(metrics)
+
+
+@torch.no_grad()
+def measure(
+    metrics: Mapping[str, Metric], output: Any, target: Any, share: float, device: torch.device
+) -> torch.Tensor | None:
+    """A microbatch's part of the batch's metrics, ``share`` being its share of the rows.
+
+    Raises:
+        TypeError, ValueError: a metric is no number.
+    """
+    if not metrics:
+        return None
+    values = []
+    for name, function in metrics.items():
+        value: Any = function(output, target)
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise ValueError(
+                    f"metrics[{name!r}] returned shape {list(value.shape)} and dtype "
+                    f"{value.dtype}: it must return one real number, the mean over the microbatch"
+                )
+            values.append(value.detach().to(device, torch.double).reshape(()))
+        elif isinstance(value, numbers.Real):
+            values.append(torch.tensor(float(value), dtype=torch.double, device=device))
+        else:
+            raise TypeError(
+                f"metrics[{name!r}] returned {type(value).__name__}, it must return a number or a "
+                "tensor of one"
+            )
+    return torch.stack(values) * share
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """Raises TypeError or ValueError unless a loss function may return this."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
+            "one floating-point number, the mean (or sum) over the microbatch"
+        )
+    return loss

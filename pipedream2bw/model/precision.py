@@ -1,0 +1,194 @@
+"""The dtypes that stages compute in, and those in which parameters are kept and stepped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Precision:
+    """What ``precision=``, ``split_master=`` and ``autocast=`` of a pipeline mean for its model.
+
+    Args:
+        root: the model.
+        precision: see :class:`PipelineModule`.
+        split_master: likewise.
+        autocast: likewise.
+        device_type: of the model's device.
+
+    Raises:
+        ValueError, TypeError: naming the setting, the rule and the value.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        precision: object,
+        split_master: object,
+        autocast: object,
+        device_type: str,
+    ) -> None:
+        _check_precision(precision, split_master)
+        _check_autocast(autocast, device_type)
+        self.dtype = None if precision is None else _DTYPES[str(precision)]
+        if self.dtype is not None:
+            _check_device(str(precision), self.dtype, device_type)
+        self.split_master = bool(split_master)
+        self._autocast = autocast if isinstance(autocast, torch.dtype) else None
+        self._root = root
+        self._parameters = {
+            name: dtype
+            for name, tensor, dtype in self._tensors()
+            if isinstance(tensor, nn.Parameter)
+        }
+        self._before: dict[str, torch.dtype] = {}
+        for name, tensor, _ in self._tensors():
+            if tensor.requires_grad and tensor.dtype not in _DTYPES.values():
+                raise ValueError(
+                    f"parameter {name}: {tensor.dtype}, precision: {precision!r}: what is trained "
+                    "must be float32, bfloat16 or float16, as its master is float32"
+                )
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+        return [] if self.dtype is None else list(_dtypes(self._root, self.dtype))
+
+    def of_parameter(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which stages compute with a parameter of the model."""
+        return self._parameters.get(name, parameter.dtype)
+
+    def of_converted(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter of ``model.to(dtype)``, which converts norms too."""
+        if self.dtype is None or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.dtype
+
+    def of_master(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter is kept, whatever its handle shows."""
+        is_master = self.dtype is not None and parameter.requires_grad
+        return torch.float32 if is_master else parameter.dtype
+
+    def cast(self, values: Any) -> Any:
+        """The same with floating-point tensors in the dtype of the precision."""
+        if self.dtype is None:
+            return values
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, values
+        )
+
+    def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """Around a stage's forward and the loss function."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        # The cache of cast weights is one for all threads, and any thread that leaves autocast
+        # empties it: with it, bits would depend on timing.
+        return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
+
+    @contextlib.contextmanager
+    def as_in_stages(self) -> Iterator[dict[int, str]]:
+        """The model with the dtypes that its stages will have, for a capture.
+
+        Gives the storages that its parameters have otherwise, with their names.
+        """
+        tensors = self._tensors()
+        storages = {
+            tensor.untyped_storage().data_ptr(): name
+            for name, tensor, _ in tensors
+            if isinstance(tensor, nn.Parameter)
+        }
+        before = [
+            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
+            for _, tensor, _ in tensors
+        ]
+        try:
+            for _, tensor, dtype in tensors:
+                if tensor.is_leaf:
+                    tensor.grad = None  # a fake tensor would get one of the other dtype
+                tensor.data = tensor.data.to(dtype)
+            yield storages
+        finally:
+            for tensor, data, gradient in before:
+                tensor.data = data
+                if tensor.is_leaf:
+                    tensor.grad = gradient
+
+    def take_over(self) -> None:
+        """Converts in place: what stages share with the model, and to float32 what is trained."""
+        for name, tensor, dtype in self._tensors():
+            if not tensor.requires_grad:
+                self._before[name] = tensor.dtype
+            tensor.data = tensor.data.to(torch.float32 if tensor.requires_grad else dtype)
+
+    def give_back(self) -> None:
+        """Gives what is not trained the dtypes that it had before."""
+        for name, tensor in _named(self._root):
+            if name in self._before:
+                tensor.data = tensor.data.to(self._before[name])
+
+
+def _named(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from root.named_parameters()
+    yield from root.named_buffers()
+
+
+def _dtypes(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+    """Names, floating-point parameters and buffers (each once), and what stages compute in."""
+    full = {
+        id(tensor)
+        for module in root.modules()
+        if isinstance(module, _NormBase)
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    }
+    for name, tensor in _named(root):
+        if tensor.is_floating_point():
+            yield name, tensor, torch.float32 if id(tensor) in full else dtype
+
+
+def _check_precision(precision: object, split_master: object) -> None:
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(f"precision: {precision!r} given, it must be a str or None")
+    if precision is not None and precision not in _DTYPES:
+        known = ", ".join(map(repr, _DTYPES))
+        raise ValueError(f"precision: {precision!r}, known: {known}")
+    if not isinstance(split_master, bool):
+        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
+    if split_master and precision != "bf16":
+        raise ValueError(
+            f"split_master: True, precision: {precision!r}: it must be 'bf16', whose 16 bits are "
+            "the upper half of float32"
+        )
+
+
+def _check_device(precision: str, dtype: torch.dtype, device_type: str) -> None:
+    """Tries what every model needs; which other operators there are torch does not tell."""
+    try:
+        with torch.enable_grad():
+            matrix = torch.ones(2, 2, dtype=dtype, device=device_type, requires_grad=True)
+            (matrix @ matrix).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ValueError(
+            f"precision: {precision!r}, device: {device_type}: torch cannot multiply matrices of "
+            f"{dtype} there: {error}"
+        ) from error
+
+
+def _check_autocast(autocast: object, device_type: str) -> None:
+    if autocast is None:
+        return
+    if not isinstance(autocast, torch.dtype):
+        raise TypeError(f"autocast: {autocast!r} given, it must be a torch.dtype or None")
+    if autocast not in _AUTOCAST_DTYPES:
+        known = " and ".join(map(str, _AUTOCAST_DTYPES))
+        raise ValueError(f"autocast: {autocast}, known: {known}")
+    if not torch.amp.is_autocast_available(device_type):
+        raise ValueError(f"autocast: {autocast}, device: {device_type}: torch has none there")

@@ -1,0 +1,165 @@
+"""Whether optimizers fit a pipeline; every rank raises what one of them finds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..pipeline.module import PipelineModule, open_pipelines
+from ..ranks.agreement import Announcement, Operation
+from .clipping import Clipping
+from .fused import fused_kind
+from .staleness import Remedies
+
+
+def agreed_pipeline_of(
+    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping, remedies: Remedies
+) -> PipelineModule:
+    """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
+    error: Exception | None = None
+    pipe: PipelineModule | None = None
+    try:
+        _check_kinds(optimizers)
+        pipe = _pipeline_of(optimizers)
+        _check_parameters(pipe, optimizers)
+        _check_masters(pipe, optimizers)
+        clipping.check(pipe)
+        remedies.check(pipe, optimizers, scales_loss=clipping.loss_scale is not None)
+    except (ValueError, TypeError) as raised:
+        error = raised
+        candidates = open_pipelines() if pipe is None else [pipe]
+        if len(candidates) != 1:  # nobody can tell whom to warn
+            raise
+        (pipe,) = candidates
+
+    def announce() -> Announcement:
+        if error is not None:
+            raise error
+        return Announcement()
+
+    with pipe._ending.failing_closes():
+        pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}
+        pipe._control.agree_on_objects(None, settings)
+    return pipe
+
+
+def _check_kinds(optimizers: Sequence[object]) -> None:
+    if not optimizers:
+        raise TypeError("PipelineOptimizer(): 0 optimizers given, it needs at least 1")
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer: {name} given, it must be a torch.optim.Optimizer; several are given "
+                "one after the other: PipelineOptimizer(first, second)"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                f"optimizer: {name} evaluates the loss several times per step through a closure; a "
+                "pipeline computes each batch's gradient once"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise TypeError(
+                f"optimizer: {name} takes sparse gradients only, a pipeline's are dense: use Adam"
+            )
+        missing = _required_arguments(optimizer)
+        if missing:
+            raise TypeError(
+                f"optimizer: {name}.step() needs {', '.join(missing)}, a pipeline calls it without "
+                "arguments: each batch's gradient is computed once, in train_step()"
+            )
+
+
+def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of what the optimizer's step() cannot do without."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        argument.name
+        for argument in arguments
+        if argument.default is inspect.Parameter.empty and argument.kind not in variadic
+    ]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _pipeline_of(optimizers: Sequence[torch.optim.Optimizer]) -> PipelineModule:
+    given = {id(parameter) for each in optimizers for parameter in _parameters_of(each)}
+    found = [
+        pipe
+        for pipe in open_pipelines()
+        # Without parameters at all: a process whose stages have none to train.
+        if any(id(p) in given for p in pipe.parameters())
+        or (not given and not pipe._part.has_trainable)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer's parameters belong to {len(found)} open pipelines, they must be "
+            "those of exactly one: build it over pipe.parameters()"
+        )
+    return found[0]
+
+
+def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    names = {id(parameter): name for name, parameter in pipe._part.named_parameters()}
+    holder: dict[int, str] = {}  # by parameter
+    for number, optimizer in enumerate(optimizers):
+        here = _called(number, optimizers)
+        given = _parameters_of(optimizer)
+        given = [parameter for parameter in given if parameter is not pipe._placeholder]
+        foreign = [i for i, parameter in enumerate(given) if id(parameter) not in names]
+        if foreign:
+            what = _foreign(pipe, given[foreign[0]])
+            raise ValueError(
+                f"parameters of {here}: {len(given)}, of them not the pipeline's: {len(foreign)} "
+                f"(the first is number {foreign[0]}, {what}): build it over pipe.parameters()"
+            )
+        for parameter in given:
+            if id(parameter) in holder:
+                both = f"{holder[id(parameter)]} and in {here}"
+                raise ValueError(
+                    f"parameter {names[id(parameter)]} is in {both}: it must be in exactly one "
+                    "group of one optimizer"
+                )
+            holder[id(parameter)] = here
+    if not any(parameter.requires_grad for parameter in pipe._held[1].parameters()):
+        raise ValueError("trainable parameters of the pipeline: 0, there must be at least 1")
+    trainable = [(name, p) for name, p in pipe._part.named_parameters() if p.requires_grad]
+    missing = [name for name, parameter in trainable if id(parameter) not in holder]
+    if missing:
+        everyone = " and ".join(_called(number, optimizers) for number in range(len(optimizers)))
+        raise ValueError(
+            f"trainable parameters of the pipeline: {len(trainable)}, missing in {everyone}: "
+            f"{len(missing)} ({', '.join(missing[:5])}): set requires_grad=False before building "
+            "the pipeline to train without them"
+        )
+
+
+def _check_masters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if pipe._precision.split_master and fused_kind(optimizer, ()) is None:
+            raise TypeError(
+                f"split_master: True, optimizer: {type(optimizer).__name__}, whose step() needs "
+                "whole masters: it must be SGD, Adam or AdamW, neither capturable nor "
+                "differentiable, with betas and eps that are numbers"
+            )
+
+
+def _called(number: int, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    if len(optimizers) == 1:
+        return "the optimizer"
+    return f"optimizer {number} ({type(optimizers[number]).__name__})"
+
+
+def _foreign(pipe: PipelineModule, parameter: nn.Parameter) -> str:
+    for name, other in pipe._held[1].named_parameters():
+        if other is parameter:
+            return f"{name} of a stage that another rank runs"
+    return f"of shape {list(parameter.shape)}"

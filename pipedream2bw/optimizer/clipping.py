@@ -1,0 +1,132 @@
+"""Bounds on a batch's gradients, before the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _C
+from ..checks import check_number
+from ..ranks.agreement import make_board
+from ..runtime.lazy_numbers import LazyNumber
+from .loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from ..pipeline.module import PipelineModule
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """What :class:`PipelineOptimizer` was asked for."""
+
+    max_grad_norm: float | None = None
+    norm_type: float = 2.0
+    clip_grad_value: float | None = None
+    loss_scale: LossScale | None = None
+
+    def check(self, pipe: PipelineModule) -> None:
+        """Raises ValueError or TypeError, naming the rule and the value."""
+        for name in ("max_grad_norm", "norm_type", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is not None or name == "norm_type":
+                check_number(name, value)
+        if self.max_grad_norm is not None and self.clip_grad_value is not None:
+            raise ValueError(
+                f"max_grad_norm: {self.max_grad_norm}, clip_grad_value: {self.clip_grad_value}: "
+                "gradients are clipped by their norm or by value, not both"
+            )
+        scale: object = self.loss_scale
+        if scale is not None and not isinstance(scale, LossScale):
+            kind = type(scale).__name__
+            raise TypeError(f"loss_scale: {kind} given, it must be a LossScale or None")
+        delays = pipe._schedule.delay
+        if self.loss_scale is not None and len(set(delays)) > 1:
+            raise ValueError(
+                f"loss_scale: schedule {pipe.schedule!r} reads versions that are {delays} behind: "
+                "all stages must read one, whose scale the loss is multiplied by"
+            )
+        if self._needs_norm:
+            pipe._schedule.check_global_updates()
+            if pipe._grid.num_shards > 1:
+                raise ValueError(
+                    f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "
+                    f"{pipe._grid.num_shards}, it must be 1: nothing tells which parameters are "
+                    "shards of one and which are equal on all; clip_grad_value works"
+                )
+
+    @property
+    def _needs_norm(self) -> bool:
+        # It tells whether any gradient anywhere has overflowed.
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank."""
+        return dataclasses.asdict(self)
+
+    def install(self, pipe: PipelineModule) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
+        """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
+        newest = pipe._accumulation.num_updates
+        scale = None if self.loss_scale is None else self.loss_scale.install(newest)
+        norm = self._norm(pipe, scale) if self._needs_norm else None
+        number_of = _numbers(pipe)
+        for stage in pipe._stages:
+            stage.executor.set_clipping(
+                stage=stage.index,
+                norm=norm,
+                max_norm=math.inf if self.max_grad_norm is None else self.max_grad_norm,
+                parameters=[
+                    number_of[name] if stage.state.counts(name) else -1
+                    for name in stage.state.trainable
+                ],
+                gives_norms=pipe._grid.pipeline(stage.index) == 0,
+                max_value=self.clip_grad_value,
+                loss_scale=scale,
+            )
+        return norm, scale
+
+    def _norm(self, pipe: PipelineModule, scale: _C.LossScale | None) -> _C.GradientNorm:
+        group = pipe._grid.group_of_replica()
+        num_parameters = len(_numbers(pipe))
+        dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
+        return _C.GradientNorm(
+            fault=pipe._fault,
+            num_parameters=num_parameters,
+            num_stages=len(pipe._stages.of_first_pipeline()),
+            num_readers=len(list(pipe._stages)),
+            norm_type=self.norm_type,
+            is_double=dtypes == {torch.float64},
+            group="" if group is None else group.group_name,
+            shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
+            loss_scale=scale,
+        )
+
+
+def _numbers(pipe: PipelineModule) -> dict[str, int]:
+    """The trainable parameters of the whole model, in its order."""
+    named = pipe._held[1].named_parameters()
+    return {name: i for i, (name, _) in enumerate(p for p in named if p[1].requires_grad)}
+
+
+class GradNorm(LazyNumber):
+    """The norm of a batch's gradients before clipping, read when it is wanted."""
+
+    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
+        super().__init__(pipeline, batch)
+        self.norm = norm
+        self.slot = norm.expect(batch)
+
+    def done(self) -> bool:
+        """Whether every stage has come to the batch's update."""
+        return self.norm.done(self.slot)
+
+    def item(self) -> float:
+        """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
+
+        Raises:
+            RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
+                during which the norm comes has not been called.
+        """
+        return self._wait_for_update(lambda: self.norm.wait(self.slot))

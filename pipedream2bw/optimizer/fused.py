@@ -1,0 +1,88 @@
+"""Which optimizers the engine's fused pass computes, with which options, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..runtime.stage_weights import StageState
+
+_STATE_NAMES = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+
+
+_STATE_SWITCH = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad"}
+"""The option without which a parameter has no such state."""
+
+
+def fused_kind(optimizer: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> str | None:
+    """Which fused pass computes what this optimizer computes, if one does.
+
+    Args:
+        dtypes: of the parameters that it steps here.
+    """
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+    kind = kinds.get(type(optimizer))
+    if kind is None:
+        return None
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("differentiable"):
+            return None
+        if any(isinstance(group.get(key), torch.Tensor) for key in ("betas", "eps")):
+            return None
+    return kind if set(dtypes) <= {torch.float32, torch.float64} else None
+
+
+def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as they are now, by the engine's names."""
+    options: dict[str, Any] = {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": bool(group["maximize"]),
+    }
+    if "betas" in group:
+        options["beta1"], options["beta2"] = (float(beta) for beta in group["betas"])
+        options["eps"] = float(group["eps"])
+        options["amsgrad"] = bool(group["amsgrad"])
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        options["decoupled_weight_decay"] = bool(decoupled)
+    else:
+        options["momentum"] = float(group["momentum"])
+        options["dampening"] = float(group["dampening"])
+        options["nesterov"] = bool(group["nesterov"])
+    return options
+
+
+def read_state(
+    kind: str, state: StageState, parameter: int, group: dict[str, Any]
+) -> dict[str, Any]:
+    """A parameter's state as the stock optimizer would have it; its tensors are the live ones."""
+    count = state.engine.step_count(parameter)
+    read: dict[str, Any] = {}
+    if kind == "adam" and count:
+        read["step"] = torch.tensor(float(count))
+    for name in _STATE_NAMES[kind]:
+        # A flat state buffer covers all groups as soon as one of them needs it.
+        if name in _STATE_SWITCH and not group[_STATE_SWITCH[name]]:
+            continue
+        value = state.engine.optimizer_state(name, parameter)
+        if value is not None and count:
+            read[name] = value
+    return read
+
+
+def write_state(kind: str, state: StageState, parameter: int, values: dict[str, Any]) -> None:
+    """Sets a parameter's state to what a stock optimizer has."""
+    for name in _STATE_NAMES[kind]:
+        value, old = values.get(name), state.engine.optimizer_state(name, parameter)
+        if value is None and old is not None:
+            value = torch.zeros_like(old)
+        if value is not None:
+            state.engine.set_optimizer_state(name, parameter, value)
+    # SGD has no count of its own; the engine needs to know that the buffer is there.
+    default = 1 if values.get("momentum_buffer") is not None else 0
+    state.engine.set_step_count(parameter, int(values.get("step", default)))

@@ -1,0 +1,94 @@
+"""Dynamic loss scaling, for gradients that float16 would round to zero."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from .. import _C
+from ..checks import check_number, check_whole_number
+from ..runtime.lazy_numbers import LazyNumber
+
+if TYPE_CHECKING:
+    from ..pipeline.module import PipelineModule
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """By which losses are multiplied before their backward (Micikevicius et al., arXiv 1710.03740).
+
+    The rule is ``torch.amp.GradScaler``'s. A scale belongs to a weight version: a batch's loss is
+    multiplied by the scale of the version that it reads, and its update, which divides the gradient
+    by the same, decides the scale of the version that it makes. If a gradient of any parameter, on
+    any stage, is infinite or NaN, there is no step: weights, moments and step counts stay, the
+    version is a copy of the one before, and its scale is the former one times ``backoff_factor``.
+    After ``growth_interval`` updates without such a one it grows by ``growth_factor``. Under
+    ``"2bw"`` the batch after one that overflows reads the same version, and may overflow, too.
+
+    Attributes:
+        init_scale: of W(0), > 0.
+        growth_factor: > 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: at least 1.
+
+    Raises:
+        ValueError, TypeError: naming the value.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        check_number("LossScale: init_scale", self.init_scale, below=math.inf)
+        check_number("LossScale: growth_factor", self.growth_factor, above=1.0, below=math.inf)
+        check_number("LossScale: backoff_factor", self.backoff_factor, below=1.0)
+        check_whole_number("LossScale: growth_interval", self.growth_interval)
+
+    def install(self, version: int) -> _C.LossScale:
+        """The scale of W(version), the newest there is, and of those that will follow."""
+        return _C.LossScale(**dataclasses.asdict(self), version=version)
+
+
+class NewestScale(LazyNumber):
+    """The scale of the version that an update makes, read when it is wanted."""
+
+    def __init__(
+        self,
+        pipeline: PipelineModule,
+        scale: _C.LossScale,
+        version: int,
+        update: tuple[_C.GradientNorm, _C.NormSlot] | None,
+    ) -> None:
+        super().__init__(pipeline, pipeline._batch - 1)
+        self._scale = scale
+        self._version = version
+        self._update = update
+
+    def done(self) -> bool:
+        """Whether every stage has come to the update."""
+        return self._update is None or self._update[0].done(self._update[1])
+
+    def item(self) -> float:
+        """The scale. Waits until the batch's last backward; under "2bw" that is during the next.
+
+        Raises:
+            RuntimeError: the pipeline failed before. Or the ``train_step`` during which it comes
+                has not been called.
+        """
+        if self._update is not None:
+            norm, slot = self._update
+            self._wait_for_update(lambda: norm.wait(slot))
+        return self._scale.of_version(self._version)
+
+
+def state_of(scale: _C.LossScale, version: int) -> dict[str, Any]:
+    """What ``GradScaler.state_dict`` has of what changes."""
+    return {"scale": scale.of_version(version), "_growth_tracker": scale.growth_tracker}
+
+
+def load_state(scale: _C.LossScale, version: int, state: dict[str, Any]) -> None:
+    """Goes on from ``version``, the newest, with what :func:`state_of` gave."""
+    scale.set(version, float(state["scale"]), int(state["_growth_tracker"]))

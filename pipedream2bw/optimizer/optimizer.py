@@ -1,0 +1,448 @@
+"""PipelineOptimizer: any torch optimizers, stepped by the pipeline when the gradients are there."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..ranks.agreement import Operation
+from .checks import agreed_pipeline_of
+from .clipping import Clipping, GradNorm
+from .fused import fused_kind, fused_options, read_state, write_state
+from .loss_scale import LossScale, NewestScale, load_state, state_of
+from .own_step import StageStepper, changes, differ, options_of
+from .staleness import Remedies, Remedy, StepCorrection
+
+if TYPE_CHECKING:
+    from ..pipeline.module import PipelineModule
+
+
+class PipelineOptimizer(torch.optim.Optimizer):
+    """Makes ``optimizers`` the optimizers of the pipeline whose parameters they hold.
+
+    One, or several over disjoint parameters: ``PipelineOptimizer(muon, adamw)``. It shares their
+    ``param_groups`` and so works with every ``torch.optim.lr_scheduler``, which may be built on it
+    or on any of them. ``step()`` registers the update of the last batch with the hyper-parameters
+    as they are at that moment; each stage executes it when the batch's gradients are complete. SGD,
+    Adam and AdamW run as one fused pass from W(t) to W(t+1) (float32 and float64); any other
+    optimizer, and any option that the fused pass lacks (capturable, differentiable, tensor learning
+    rates that require grad), steps a copy of W(t).
+
+    An optimizer's own step is called for each stage apart, with the stage's parameters only, and
+    apart for those that several stages hold: one that combines values over all parameters (a norm
+    of all gradients) combines a stage's.
+
+    Args:
+        optimizers: over ``pipe.parameters()``.
+        max_grad_norm: before each step all gradients are scaled such that their norm over the whole
+            model (all stages, averaged over replicas) is at most this, as
+            ``torch.nn.utils.clip_grad_norm_`` does on the unsplit model, to the same bits. Exact
+            and without a drain: where a schedule keeps several weight versions, stages go on with
+            the next microbatches until the norm is known; with ``"pipedream"``, which reads a
+            batch's weights at once on the last stage, they wait for it. ``inf`` only measures.
+        norm_type: of that norm; may be ``inf``.
+        clip_grad_value: instead, every element is clamped to this distance from 0, as
+            ``torch.nn.utils.clip_grad_value_`` does.
+        loss_scale: multiplies losses before their backward; gradients are divided by it before they
+            are clipped. All stages agree on what overflowed as they do on the norm. Not with
+            schedules whose stages read different versions (``"pipedream"``).
+        staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
+            :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
+            of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
+
+    Raises:
+        ValueError: parameters that are of no open pipeline, of several, or of a stage that another
+            rank runs; not all trainable ones of the pipeline in exactly one group; none trainable;
+            a remedy that does not suit the schedule's delays.
+        TypeError: an optimizer that needs a closure (LBFGS) or sparse gradients (SparseAdam), or no
+            torch optimizer.
+    """
+
+    def __init__(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        clip_grad_value: float | None = None,
+        loss_scale: LossScale | None = None,
+        staleness: Remedy | Sequence[Remedy] = (),
+    ) -> None:
+        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value, loss_scale)
+        self._remedies = Remedies(staleness)
+        self._pipe = agreed_pipeline_of(optimizers, clipping, self._remedies)
+        self._delayed_batches = 0  # steps since the warm-up
+        with self._pipe._ending.failing_closes():
+            self._pipe._drain()  # updates that were registered are the former optimizer's
+            self._norm, self._scale = clipping.install(self._pipe)
+        self._measures = max_grad_norm is not None
+        self._grad_norm: GradNorm | None = None
+        # Not the wrapped ones' groups, to which it would add defaults.
+        super().__init__([{"params": []}], {})
+        self._wrapped = optimizers
+        self.defaults = _common_defaults(optimizers)
+        self._states = [stage.state for stage in self._pipe._stages]
+        dtypes = {
+            id(original): dtype
+            for state in self._states
+            for original, dtype in zip(state.originals, state.stepped_dtypes(), strict=True)
+        }
+        self._kinds = [
+            fused_kind(
+                optimizer,
+                [
+                    dtypes[id(parameter)]
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                    if id(parameter) in dtypes
+                ],
+            )
+            for optimizer in optimizers
+        ]
+        self._share()
+        group_of: dict[int, tuple[str | None, int]] = {}
+        for number, (kind, group) in enumerate(self._kinds_and_groups()):
+            group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
+        # In one order on all ranks: a stage may wait there for its copies.
+        for state in sorted(self._states, key=lambda state: state.index_in_model):
+            with self._pipe._ending.failing_closes():
+                state.engine.arrange(
+                    reads_first=None not in self._kinds,
+                    waits=self._norm is not None,
+                    fault=self._pipe._fault,
+                )
+            state.show_newest()
+            rule = self._remedies.correction
+            state.correction = None if rule is None else StepCorrection(rule, state)
+            places = [group_of[id(original)] for original in state.originals]
+            state.engine.set_optimizers(
+                {
+                    fused: [group if kind == fused else -1 for kind, group in places]
+                    for fused in set(self._kinds) - {None}
+                    if fused is not None
+                }
+            )
+        self._make_steppers()
+        self._pipe._optimizer = weakref.ref(self)
+        for optimizer in optimizers:
+            keep_from_zeroing(optimizer, self._pipe)
+
+    def _check_in_charge(self) -> None:
+        if self._pipe._optimizer() is not self:
+            raise ValueError(
+                "this PipelineOptimizer is no longer the pipeline's: another one was made over its "
+                "parameters; give several optimizers to one: PipelineOptimizer(first, second)"
+            )
+
+    def _share(self) -> None:
+        """Takes the very groups of the wrapped ones, so that edits of either are seen by both."""
+        if len(self._wrapped) == 1:
+            (optimizer,) = self._wrapped
+            self.param_groups = optimizer.param_groups
+            self.state = optimizer.state
+        else:
+            self.param_groups = [group for each in self._wrapped for group in each.param_groups]
+            self.state = collections.defaultdict(dict)
+            for optimizer in self._wrapped:
+                self.state.update(optimizer.state)
+
+    def _make_steppers(self) -> None:
+        # As the last step() saw them.
+        self._options = {
+            number: options_of(optimizer.param_groups)
+            for number, optimizer in enumerate(self._wrapped)
+            if self._kinds[number] is None
+        }
+        self._steppers = {
+            (number, state.index): StageStepper(self._wrapped[number], state)
+            for number in self._options
+            for state in self._states
+        }
+
+    def _kinds_and_groups(self) -> list[tuple[str | None, dict[str, Any]]]:
+        return [
+            (kind, group)
+            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
+            for group in optimizer.param_groups
+        ]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Registers the update of the last ``train_step``'s batch; returns at once.
+
+        Raises:
+            ValueError: called twice, or before the ``train_step`` that ends a batch; a group was
+                added; another PipelineOptimizer has taken over.
+            TypeError: a closure was given.
+        """
+        if closure is not None:
+            raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
+        self._check_in_charge()
+        now = [group for optimizer in self._wrapped for group in optimizer.param_groups]
+        if len(now) != len(self.param_groups):
+            raise ValueError(
+                f"param_groups: {len(now)}, when the PipelineOptimizer was made: "
+                f"{len(self.param_groups)}: make a new one over the changed optimizers"
+            )
+        fused = [
+            {} if kind is None else fused_options(optimizer, group)
+            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
+            for group in optimizer.param_groups
+        ]
+        current = {
+            number: options_of(self._wrapped[number].param_groups) for number in self._options
+        }
+        changed = {number: changes(current[number], self._options[number]) for number in current}
+
+        batch = self._pipe._accumulation.num_updates
+        is_delayed = batch >= self._pipe._warmup_batches
+
+        def submit(stage: Any, run: int) -> int:
+            steppers = [self._steppers[number, stage.index] for number in changed]
+            for stepper, groups in zip(steppers, changed.values(), strict=True):
+                stepper.change(batch, groups)
+            divisor = self._divisor(stage.index) if is_delayed else 1.0
+            discounted = (
+                fused
+                if divisor == 1
+                else [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
+            )
+            correction = stage.state.correction
+            stale = (
+                correction is not None
+                and stage.executor.version_of_batch(stage.index, batch) < batch
+            )
+            steps = (
+                _steps(steppers, batch, divisor, correction, stale=stale)
+                if steppers or correction is not None
+                else None
+            )
+            ticket: int = stage.executor.submit_update(stage.index, run, discounted, steps)
+            return ticket
+
+        self._pipe._check_update_is_due()
+        if self._norm is not None:
+            self._grad_norm = GradNorm(self._pipe, self._norm, self._pipe._batch - 1)
+        self._pipe._submit_updates(submit)
+        self._options = current
+        self._delayed_batches += is_delayed
+        for optimizer in self._wrapped:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
+
+    def _divisor(self, stage: int) -> float:
+        """Of the learning rate of a step after the warm-up."""
+        discount = self._remedies.discount
+        if discount is None:
+            return 1.0
+        return discount.divisor(self._pipe._schedule.delay[stage], self._delayed_batches)
+
+    @property
+    def grad_norm(self) -> GradNorm:
+        """The norm of the gradients that the last :meth:`step` uses, before clipping; lazy.
+
+        With ``"2bw"`` it comes during the next ``train_step``: keep this object and read it then.
+
+        Raises:
+            ValueError: no ``max_grad_norm`` was given, or no step has been made.
+        """
+        if not self._measures:
+            raise ValueError("grad_norm: max_grad_norm is None, it must be a number (inf measures)")
+        if self._grad_norm is None:
+            raise ValueError("grad_norm: 0 steps have been made, there must be 1")
+        return self._grad_norm
+
+    @property
+    def loss_scale(self) -> NewestScale:
+        """The scale of the version that the last :meth:`step` makes; lazy.
+
+        Raises:
+            ValueError: no ``loss_scale`` was given.
+        """
+        if self._scale is None:
+            raise ValueError("loss_scale: None was given, it must be a LossScale")
+        norm = self._grad_norm
+        update = None if norm is None else (norm.norm, norm.slot)
+        return NewestScale(self._pipe, self._scale, self._pipe._accumulation.num_updates, update)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine owns the gradients and starts each batch's anew."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: all parameters that the pipeline trains are in a group.
+
+        Raises:
+            ValueError: always.
+        """
+        if hasattr(self, "_wrapped"):
+            raise ValueError(
+                "add_param_group: every trainable parameter of the pipeline is in a group already; "
+                "make a new PipelineOptimizer to group them in another way"
+            )
+        super().add_param_group(param_group)
+
+    def train(self) -> None:
+        """Calls ``train()`` of the wrapped optimizers that have it. Drains; every rank calls it.
+
+        For optimizers that evaluate other weights than they train, as schedule-free ones do.
+        """
+        self._call("train")
+
+    def eval(self) -> None:
+        """Calls ``eval()`` of the wrapped optimizers that have it. Drains; every rank calls it."""
+        self._call("eval")
+
+    def _call(self, name: str) -> None:
+        self._check_in_charge()
+        self._pipe._flush_for(Operation.flush)
+        for stepper in self._steppers.values():
+            stepper.call(name)
+        self._read_counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
+
+        Of several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
+        more entry, ``"loss_scale"``; with remedies for the delay ``"staleness"`` has their state.
+        Every rank calls it.
+        """
+        self._check_in_charge()
+        self._pipe._flush_for(Operation.optimizer_state_dict)
+        where = {
+            id(handle): (state, i)
+            for state in self._states
+            for i, handle in enumerate(state.handles if state.is_shown else ())
+        }
+        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
+            for group in optimizer.param_groups if kind is not None else ():
+                for parameter in group["params"]:
+                    if kind is not None and id(parameter) in where:
+                        place = where[id(parameter)]
+                        optimizer.state[parameter] = read_state(kind, *place, group)
+        self._read_counters()
+        self._share()
+        states = [optimizer.state_dict() for optimizer in self._wrapped]
+        result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
+        if self._scale is not None:
+            result["loss_scale"] = state_of(self._scale, self._pipe._accumulation.num_updates)
+        if self._remedies:
+            kept = [state.correction.state() for state in self._states if state.correction]
+            result["staleness"] = {
+                "delayed_batches": self._delayed_batches,
+                "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
+            }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` gave. Drains. Every rank calls it.
+
+        Raises:
+            ValueError, KeyError: it is not of these optimizers; on every rank.
+        """
+        self._check_in_charge()
+        self._pipe._flush_for(Operation.optimizer_load_state_dict)
+        error: Exception | None = None
+        try:
+            self._load(state_dict)
+        except Exception as raised:
+            error = raised
+        self._pipe._control.agree_on_objects(error, {})
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        states = [state_dict] if len(self._wrapped) == 1 else state_dict.get("optimizers", [])
+        if len(states) != len(self._wrapped):
+            raise ValueError(
+                f"state_dict of {len(states)} optimizers, the pipeline has {len(self._wrapped)}: "
+                "it must be one that PipelineOptimizer.state_dict() gave"
+            )
+        with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
+            for state in self._states:
+                shown.enter_context(state.masters_shown())
+            for optimizer, theirs in zip(self._wrapped, states, strict=True):
+                optimizer.load_state_dict(theirs)
+        if self._scale is not None and "loss_scale" in state_dict:
+            version = self._pipe._accumulation.num_updates
+            load_state(self._scale, version, state_dict["loss_scale"])
+        self._share()
+        self._make_steppers()
+        # One that was saved without remedies lets them begin anew.
+        staleness = state_dict.get("staleness", {"delayed_batches": 0, "kept": {}})
+        self._delayed_batches = int(staleness["delayed_batches"])
+        for state in self._states:
+            if state.correction is not None:
+                state.correction.load(staleness["kept"])
+        holder = {
+            id(parameter): (kind, optimizer)
+            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for state in self._states:
+            for i, original in enumerate(state.originals):
+                kind, optimizer = holder[id(original)]
+                if kind is not None:
+                    write_state(kind, state, i, optimizer.state.get(original, {}))
+
+    def __repr__(self) -> str:
+        lines = []
+        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
+            how = "one fused pass" if kind else "its own step on a copy of the weights"
+            lines.append(f"PipelineOptimizer({how})\n{optimizer!r}")
+        return "\n".join(lines)
+
+    def _read_counters(self) -> None:
+        """Takes over what the stages' optimizers changed in their groups; all are drained."""
+        for number, seen_by_group in self._options.items():
+            steppers = [self._steppers[number, state.index] for state in self._states]
+            stepper = next((each for each in steppers if not each.is_empty), steppers[0])
+            groups = self._wrapped[number].param_groups
+            for group, theirs, seen in zip(groups, stepper.options(), seen_by_group, strict=True):
+                for key, value in theirs.items():
+                    by_user = key in seen and differ(group[key], seen[key])
+                    if not by_user and (key not in seen or differ(value, seen[key])):
+                        group[key], seen[key] = value, copy.deepcopy(value)
+
+
+def _steps(
+    steppers: Sequence[StageStepper],
+    batch: int,
+    divisor: float,
+    correction: StepCorrection | None,
+    *,
+    stale: bool,
+) -> Callable[[int], None]:
+    """What a stage does in an update beside the fused pass."""
+
+    # What waits in the engine must not hold the pipeline.
+    def steps(slot: int) -> None:
+        for stepper in steppers:
+            stepper.step(batch, slot, divisor)
+        if correction is not None:
+            correction.apply(slot, stale=stale)
+
+    return steps
+
+
+def _common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The options that all have, for schedulers that ask whether they can set them."""
+    first, *rest = (optimizer.defaults for optimizer in optimizers)
+    return {key: first[key] for key in first if all(key in other for other in rest)}
+
+
+def keep_from_zeroing(optimizer: torch.optim.Optimizer, pipe: PipelineModule) -> None:
+    """Makes ``optimizer.zero_grad()`` do nothing while the pipeline is open.
+
+    Its own step may just compute, in another thread, with the gradients that it would take away.
+    """
+    optimizer_alive, pipe_alive = weakref.ref(optimizer), weakref.ref(pipe)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        mine, its_pipe = optimizer_alive(), pipe_alive()
+        is_open = its_pipe is not None and its_pipe._ending.closed_because is None
+        if mine is not None and not is_open:
+            type(mine).zero_grad(mine, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -1,0 +1,197 @@
+"""Any optimizer's own step, for one stage, and what it and its user change in its groups."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime.stage_weights import StageState
+
+
+class StageStepper:
+    """Runs an optimizer's own step on its parameters of one stage.
+
+    Parameters that the same other stages hold are stepped apart from the stage's own: their copies
+    stay equal also where an optimizer combines values over the parameters that it is given.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
+        for i, name in enumerate(stage.trainable):
+            if id(stage.originals[i]) in given:
+                positions.setdefault(stage.stages_of(name), []).append(i)
+        self._parts = [_PartStepper(optimizer, stage, those) for those in positions.values()]
+        # By update, not yet made: an update whose gradients overflowed leaves them to the next.
+        self._changes: collections.deque[tuple[int, list[dict[str, Any]]]] = collections.deque()
+
+    def options(self) -> list[dict[str, Any]]:
+        """Its groups' options, which it may have changed itself. The pipeline must be drained."""
+        self._make_changes()
+        part = next((part for part in self._parts if part.positions), self._parts[0])
+        return options_of(part.optimizer.param_groups)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no parameter here."""
+        return not any(part.positions for part in self._parts)
+
+    def change(self, update: int, groups: list[dict[str, Any]]) -> None:
+        """Before the update of that number: what the user has changed in each group."""
+        self._changes.append((update, groups))
+
+    def _make_changes(self, update: int | None = None) -> None:
+        while self._changes and (update is None or self._changes[0][0] <= update):
+            _, groups = self._changes.popleft()
+            for part in self._parts:
+                for group, options in zip(part.optimizer.param_groups, groups, strict=True):
+                    group.update(options)
+
+    def step(self, update: int, slot: int, divisor: float) -> None:
+        """One step of the weights in a slot; called by the thread of the stage's updates.
+
+        Args:
+            update: its number.
+            divisor: of the learning rates.
+        """
+        self._make_changes(update)
+        for part in self._parts:
+            part.step(slot, divisor)
+
+    def call(self, name: str) -> None:
+        """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
+        self._make_changes()
+        for part in self._parts:
+            method = getattr(type(part.optimizer), name, None)
+            if method is not None:
+                method(part.optimizer)
+                part.round()
+
+
+class _PartStepper:
+    """Steps the parameters at ``positions`` of the stage."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, stage: StageState, positions: list[int]
+    ) -> None:
+        self._stage = stage
+        self.positions = positions
+        self.optimizer = _Restriction(stage, positions).of(optimizer)
+
+    def step(self, slot: int, divisor: float) -> None:
+        if not self.positions:
+            return
+        engine = self._stage.engine
+        handles = [self._stage.handles[i] for i in self.positions]
+        outside = [handle.grad for handle in handles]
+        for i, handle in zip(self.positions, handles, strict=True):
+            handle.data = engine.master(slot, i)
+            gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
+            handle.grad = gradient
+        try:
+            with _divided_lr(self.optimizer.param_groups, divisor):
+                type(self.optimizer).step(self.optimizer)
+        finally:
+            for handle, gradient in zip(handles, outside, strict=True):
+                handle.grad = gradient
+        self.round(slot)
+
+    def round(self, slot: int | None = None) -> None:
+        """Makes the weights those that the masters, if there are any, round to.
+
+        Args:
+            slot: of these weights; the newest ones' if None.
+        """
+        engine = self._stage.engine
+        slot = engine.newest_slot if slot is None else slot
+        with torch.no_grad():
+            for i in self.positions:
+                weight, master = engine.weight(slot, i), engine.master(slot, i)
+                if weight.dtype != master.dtype:
+                    weight.copy_(master)
+
+
+@contextlib.contextmanager
+def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
+    if divisor == 1:
+        yield
+        return
+    given = [group["lr"] for group in groups]
+    divided = [lr / divisor for lr in given]
+    for group, lr in zip(groups, divided, strict=True):
+        group["lr"] = lr
+    yield
+    for group, before, during in zip(groups, given, divided, strict=True):
+        if group["lr"] is during:  # else the optimizer has set it
+            group["lr"] = before
+
+
+class _Restriction:
+    """The same optimizer with some of a stage's parameters only; state is shared by parameter."""
+
+    def __init__(self, stage: StageState, positions: Sequence[int]) -> None:
+        self._pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
+        self._handle_of = {id(original): handle for original, handle in self._pairs}
+        self._groups: dict[int, dict[str, Any]] = {}  # by the original's id
+
+    def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        # Not copy.copy, for which an optimizer has no attributes beyond groups and state.
+        part: torch.optim.Optimizer = object.__new__(type(optimizer))
+        part.__dict__.update(optimizer.__dict__)
+        for name, value in vars(optimizer).items():
+            if isinstance(value, torch.optim.Optimizer):  # of which this one is made
+                part.__dict__[name] = self.of(value)
+        if "param_groups" in vars(optimizer):
+            part.param_groups = [self._group(group) for group in optimizer.param_groups]
+        is_shown = all(original is handle for original, handle in self._pairs)
+        if "state" in vars(optimizer) and not is_shown:
+            part.state = self._own_state(optimizer)
+        return part
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """One for each of the original's: an optimizer shares them with those it is made of."""
+        if id(group) not in self._groups:
+            mine = [self._handle_of[id(p)] for p in group["params"] if id(p) in self._handle_of]
+            (options,) = options_of([group])
+            self._groups[id(group)] = {**options, "params": mine}
+        return self._groups[id(group)]
+
+    def _own_state(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The state of a copy, which has to stay apart from the first one's."""
+        state: collections.defaultdict[nn.Parameter, Any] = collections.defaultdict(dict)
+        for original, handle in self._pairs:
+            if original in optimizer.state:
+                state[handle] = copy.deepcopy(optimizer.state[original])
+        return state
+
+
+def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of all that the groups have beside their parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+
+
+def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the user changed in each group.
+
+    Only that is told to the stages: their optimizers may keep counters in their groups.
+    """
+    return [
+        {key: value for key, value in new.items() if key not in old or differ(value, old[key])}
+        for new, old in zip(current, before, strict=True)
+    ]
+
+
+def differ(new: Any, old: Any) -> bool:
+    """Whether an option is another one."""
+    if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
+        return not torch.equal(new, old)
+    return type(new) is not type(old) or bool(new != old)

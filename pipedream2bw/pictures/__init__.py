@@ -1,0 +1,1 @@
+"""Schedules, timelines and plans, drawn."""

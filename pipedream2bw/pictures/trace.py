@@ -1,0 +1,199 @@
+"""Actions as files: a trace for chrome://tracing and Perfetto, and JSON to be read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..schedules.events import KIND_NAMES, Event, Row, row_of, stages_of_rows
+
+_SCHEMA = "pipedream2bw.events"
+
+
+_VERSION = 1
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Event)]
+
+
+_ARGUMENTS = ("batch", "microbatch", "version", "stage")  # what a trace shows of an action
+
+
+def write_trace(events: Sequence[Event], path: str | os.PathLike[str]) -> None:
+    """Writes the actions in the Trace Event Format, which Perfetto and chrome://tracing show.
+
+    A replica is a process, a rank a thread, an action a complete event named after its kind and
+    microbatch (and its stage, if the rank has several), with all its numbers as arguments. Arrows
+    lead from a stage's forward to the next stage's, and from a backward to the one before. Times
+    are microseconds since the first action's start.
+
+    Args:
+        events: the actions, in any order.
+        path: the file, overwritten.
+
+    Raises:
+        ValueError: no events.
+        OSError: the file cannot be written.
+    """
+    if not events:
+        raise ValueError(
+            "events: 0, a trace needs at least 1; only rank 0 gets events from Timeline.gather()"
+        )
+    rows = stages_of_rows(events)
+    # Unlike the format's other readers, Perfetto names threads by tid alone; and it puts a thread
+    # whose tid is the pid first.
+    threads = {row: number for number, row in enumerate(rows, 1)}
+    origin = min(event.start for event in events)
+
+    def nanoseconds(time: float) -> int:
+        return round(1e9 * (time - origin))
+
+    def at(event: Event, time: int) -> dict[str, Any]:
+        # Whole nanoseconds, all that the readers know: what is rounded alike cannot overlap.
+        return {"pid": event.replica, "tid": threads[row_of(event)], "ts": time / 1e3}
+
+    def complete(event: Event) -> dict[str, Any]:
+        begin, end = nanoseconds(event.start), nanoseconds(event.end)
+        # Perfetto colours by name without the numbers: by kind.
+        name = event.kind if event.kind == "U" else f"{event.kind} {event.microbatch}"
+        if len(rows[row_of(event)]) > 1:
+            name += f" (stage {event.stage})"
+        return {
+            "name": name,
+            "cat": KIND_NAMES[event.kind],
+            "ph": "X",
+            **at(event, begin),
+            "dur": (end - begin) / 1e3,
+            "args": {name: getattr(event, name) for name in _ARGUMENTS},
+        }
+
+    def flow(number: int, sender: Event, receiver: Event) -> list[dict[str, Any]]:
+        name = "activations" if sender.kind == "F" else "gradients"
+        common = {"name": name, "cat": "messages", "id": number}
+        # Ends belong to the action that encloses them: the last nanosecond and the first.
+        sent = max(nanoseconds(sender.end) - 1, nanoseconds(sender.start))
+        received = nanoseconds(receiver.start)
+        return [
+            {**common, "ph": "s", **at(sender, sent)},
+            {**common, "ph": "f", "bp": "e", **at(receiver, received)},
+        ]
+
+    timed = [complete(event) for event in sorted(events, key=lambda e: (e.start, e.end))]
+    for number, (sender, receiver) in enumerate(_messages(events)):
+        timed += flow(number, sender, receiver)
+    # Stable: what encloses an arrow's end stays before it.
+    content = {
+        "traceEvents": [*_names(rows, threads), *sorted(timed, key=lambda entry: entry["ts"])],
+        "displayTimeUnit": "ms",
+    }
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _names(rows: dict[Row, list[int]], threads: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    """Of processes and threads; and their order, which would be the names' own: 10 before 2."""
+    for replica in sorted({replica for replica, _ in rows}):
+        yield _metadata("process_name", replica, 0, name=f"replica {replica}")
+        yield _metadata("process_sort_index", replica, 0, sort_index=replica)
+    for (replica, rank), stages in rows.items():
+        thread = threads[replica, rank]
+        name = f"stage {stages[0]}"
+        if stages != [rank]:
+            name = f"rank {rank}: stages {', '.join(map(str, stages))}"
+        yield _metadata("thread_name", replica, thread, name=name)
+        yield _metadata("thread_sort_index", replica, thread, sort_index=rank)
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _messages(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Who sends to whom between neighbouring stages: F to F, and B or I back to B or I."""
+
+    def key(event: Event, stage: int) -> tuple[int, int, bool, int, int]:
+        return event.replica, stage, event.kind == "F", event.batch, event.microbatch
+
+    waiting = [event for event in events if event.kind in "FBI"]
+    receivers = {key(event, event.stage): event for event in waiting}
+    for sender in waiting:
+        receiver = receivers.get(key(sender, sender.stage + (1 if sender.kind == "F" else -1)))
+        if receiver is not None and sender.end <= receiver.start:
+            yield sender, receiver
+
+
+def write_events(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
+    """Writes actions as JSON that :func:`read_events` reads: an object with the schema's name and
+    version, the names of an event's fields, and one list of their values for each event.
+
+    Args:
+        events: the actions; their order is kept.
+        path: the file, overwritten.
+
+    Raises:
+        ValueError: a time is not finite.
+        OSError: the file cannot be written.
+    """
+    rows = [json.dumps(dataclasses.astuple(event), allow_nan=False) for event in events]
+    header = {"schema": _SCHEMA, "version": _VERSION, "fields": _FIELDS}
+    body = ",\n".join(rows)
+    content = f'{json.dumps(header)[:-1]}, "events": [\n{body}\n]}}\n'
+    Path(path).write_text(content, encoding="utf-8")
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
+    """The actions that :func:`write_events` wrote, equal in every field and in the same order.
+
+    Raises:
+        ValueError: the file is not JSON, of another schema or version, or a row is not an event.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: not JSON ({error}), expected events") from error
+    header = content if isinstance(content, dict) else {}
+    for key, expected in (("schema", _SCHEMA), ("version", _VERSION), ("fields", _FIELDS)):
+        if header.get(key) != expected:
+            raise ValueError(
+                f"{os.fspath(path)}: {key}: {_short(header.get(key))}, expected: {expected!r}; "
+                "write_events() writes such files"
+            )
+    rows = header.get("events")
+    if not isinstance(rows, list):
+        raise ValueError(f"{os.fspath(path)}: events: {_short(rows)}, expected: a list")
+    return [_event(row, f"{os.fspath(path)}: events[{i}]") for i, row in enumerate(rows)]
+
+
+def _event(row: Any, where: str) -> Event:
+    if not isinstance(row, list) or len(row) != len(_FIELDS):
+        raise ValueError(f"{where}: {_short(row)}, expected: the {len(_FIELDS)} values {_FIELDS}")
+    event = Event(*row)
+    for name in ("stage", "replica", "batch", "microbatch", "version", "rank"):
+        value = getattr(event, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{where}: {name}: {_short(value)}, expected: a whole number >= 0")
+    if event.kind not in tuple(KIND_NAMES):
+        raise ValueError(
+            f"{where}: kind: {_short(event.kind)}, expected: one of {', '.join(KIND_NAMES)}"
+        )
+    for name in ("start", "end"):
+        value = getattr(event, name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
+            raise ValueError(f"{where}: {name}: {_short(value)}, expected: seconds")
+    if event.end < event.start:
+        raise ValueError(f"{where}: start: {event.start}, end: {event.end}: start <= end must hold")
+    return event
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

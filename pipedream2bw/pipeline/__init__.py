@@ -1,0 +1,1 @@
+"""What users hold: the pipeline as a module, and how it is opened."""

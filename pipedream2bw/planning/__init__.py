@@ -1,0 +1,1 @@
+"""From a profile and devices to a plan."""

@@ -1,0 +1,244 @@
+"""Checks of what :func:`plan` is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .. import _C
+from ..checks import check_whole_number
+from ..profiling.profile import Profile
+from .calibration import Calibration
+from .cluster import Cluster
+from .planned_shape import MOST_MICROBATCHES
+from .units import parse_bytes
+
+MOST_ROWS = MOST_MICROBATCHES
+"""Of a batch."""
+
+
+_MOST_BATCHES = 10**15
+
+
+_WAYS = ("none", "stages", "blocks")
+
+
+_OBJECTIVES = ("throughput", "cost", "memory")
+
+
+def check_batch(batch: object, largest_batch: object) -> None:
+    """Raises ValueError or TypeError."""
+    for name, rows in (("batch", batch), ("largest_batch", largest_batch)):
+        check_whole_number(name, rows)
+        assert isinstance(rows, int)
+        if rows > MOST_ROWS:
+            raise ValueError(f"{name}: {rows} rows, it must be at most {MOST_ROWS}")
+
+
+def chosen_schedules(given: object) -> list[str]:
+    """A list of known names, of which a single one may be given by itself.
+
+    Raises:
+        TypeError: no names.
+        ValueError: unknown ones, or none.
+    """
+    return _names("schedules", given, _C.planned_schedules())
+
+
+def ways_to_recompute(given: object) -> list[str]:
+    """Likewise."""
+    return _names("recompute", given, _WAYS)
+
+
+def chunks_to_try(given: object, largest_batch: int) -> list[int]:
+    """Numbers of stages per rank; one may be given by itself.
+
+    Raises:
+        TypeError: no whole numbers.
+        ValueError: one is below 2, or too large for so many microbatches.
+    """
+    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
+        raise TypeError(f"stages_per_rank: {given!r} given, it must be whole numbers, like (2, 4)")
+    for number in numbers:
+        check_whole_number("stages_per_rank", number, at_least=2)
+        if number * largest_batch >= 2**31:
+            raise ValueError(
+                f"stages_per_rank: {number}, largest_batch: {largest_batch}: their product must be "
+                f"below {2**31}"
+            )
+    return list(numbers)
+
+
+def check_objective(
+    objective: object, slack: object, num_batches: object, start_within: object
+) -> None:
+    """Raises ValueError or TypeError."""
+    if not isinstance(objective, str):
+        raise TypeError(f"objective: {objective!r} given, it must be a name")
+    if objective not in _OBJECTIVES:
+        raise ValueError(f"objective: {objective!r}, known: {', '.join(_OBJECTIVES)}")
+    _check_at_least_0("slack", slack)
+    if num_batches is not None:
+        check_whole_number("num_batches", num_batches)
+        assert isinstance(num_batches, int)
+        if num_batches > _MOST_BATCHES:
+            raise ValueError(f"num_batches: {num_batches}, it must be at most {_MOST_BATCHES}")
+    _check_at_least_0("start_within", start_within)
+    if start_within and (objective != "cost" or num_batches is None):
+        raise ValueError(
+            f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
+            f"{num_batches}: when to begin needs 'cost' and the batches to be trained"
+        )
+
+
+def check_precision(profile: Profile, precision: str | None) -> None:
+    """Raises ValueError if the profile is of a model in another dtype than stages compute in.
+
+    Some parameters may be in another one, as BatchNorm's are.
+    """
+    dtypes = profile.trained_dtypes
+    if precision is None or not dtypes:
+        return
+    dtype, convert = {
+        "bf16": ("torch.bfloat16", "bfloat16"),
+        "fp16": ("torch.float16", "half"),
+        "fp32": ("torch.float32", "float"),
+    }[precision]
+    if dtype not in dtypes:
+        raise ValueError(
+            f"precision: {precision!r}, trained parameters of the profiled model: "
+            f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
+            f"model.{convert}()"
+        )
+
+
+def check_update_time(profile: Profile, optimizer: str) -> None:
+    """Raises ValueError if a measured profile does not have the optimizer's time."""
+    known = profile.seconds_per_update_byte
+    if profile.device.measured and optimizer not in known:
+        raise ValueError(
+            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+            f"{', '.join(known) or 'none'}: a measured profile must have the optimizer's"
+        )
+
+
+def check_grid(
+    schedules: Sequence[str],
+    stages_per_rank: Sequence[int],
+    *,
+    width: int | None,
+    num_stages: int | None,
+    num_devices: int,
+    num_pieces: int,
+    largest_batch: int,
+) -> None:
+    """Raises ValueError if no schedule has such a width and depth, whatever the batch.
+
+    Args:
+        num_pieces: that the model can be cut into.
+    """
+    for name, number in (("width", width), ("num_stages", num_stages)):
+        if number is not None:
+            check_whole_number(name, number)
+    replicas = width or 1
+    if replicas > num_devices:
+        raise ValueError(
+            f"width: {width}, devices: {num_devices}: every replica needs one at least"
+        )
+    if replicas > largest_batch:
+        raise ValueError(
+            f"width: {width}, largest_batch: {largest_batch}: every replica needs a row at least"
+        )
+    if num_stages is not None and num_stages > num_pieces:
+        raise ValueError(
+            f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
+            "stage needs a piece"
+        )
+    if [*schedules] == ["interleaved"] and not stages_per_rank:
+        raise ValueError(
+            "stages_per_rank: none, schedules: interleaved: it needs a number of them to try"
+        )
+    most = min(num_devices // replicas, num_pieces)
+    if any(_has(name, stages_per_rank, num_stages, most) for name in schedules):
+        return
+    told = [f"schedules: {', '.join(schedules)}"]
+    if "interleaved" in schedules:
+        told.append(f"stages_per_rank: {', '.join(map(str, stages_per_rank))}")
+    told += [f"{name}: {n}" for name, n in (("width", width), ("num_stages", num_stages)) if n]
+    raise ValueError(
+        f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: a replica "
+        "needs a device for each stage, or with interleaved for each stages_per_rank stages; "
+        "chimera needs an even number of stages"
+    )
+
+
+def _has(
+    schedule: str,
+    stages_per_rank: Sequence[int],
+    num_stages: int | None,
+    most_ranks: int,
+) -> bool:
+    """Whether the schedule has so many stages, or any, on at most so many ranks."""
+    if schedule == "chimera":
+        wanted = num_stages or 2
+        return wanted % 2 == 0 and wanted <= most_ranks
+    if num_stages is None or num_stages == 1:
+        return True
+    if schedule == "interleaved":
+        return any(
+            num_stages % v == 0 and 2 <= num_stages // v <= most_ranks for v in stages_per_rank
+        )
+    return num_stages <= most_ranks
+
+
+def _names(name: str, given: object, known: Sequence[str]) -> list[str]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}: {given!r} given, it must be names, of {', '.join(known)}")
+    if not names:
+        raise ValueError(f"{name}: none, give at least one of {', '.join(known)}")
+    for each in names:
+        if each not in known:
+            raise ValueError(f"{name}: {each!r}, known: {', '.join(known)}")
+    return list(names)
+
+
+def _check_at_least_0(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r} given, it must be a number")
+    if not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name}: {value}, it must be >= 0 and finite")
+
+
+_GIB = 2.0**30
+
+
+def memory_of_types(
+    cluster: Cluster, memory: float, calibration: Calibration | None
+) -> list[float]:
+    """Bytes that a plan may use of a device of each type.
+
+    Raises:
+        ValueError: the calibration's offset leaves nothing of one.
+    """
+    left = []
+    for each in cluster.types:
+        name, own = "memory", memory
+        if each.memory is not None:
+            name = f"device type {each.name}: memory"
+            own = parse_bytes(name, each.memory)
+        left.append(own if calibration is None else calibration.memory_left(own, name))
+    return left
+
+
+def name_own_memories(message: str, cluster: Cluster) -> str:
+    """The planner's "fits on no plan" with the types that ``plan(memory=)`` is not about."""
+    own = [
+        f"{each.name!r} ({parse_bytes('memory', each.memory) / _GIB:.6g} GiB)"
+        for each in cluster.types
+        if each.memory is not None
+    ]
+    if not own or "the model fits on no plan" not in message:
+        return message
+    return f"{message}; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"

@@ -1,0 +1,174 @@
+"""How much more memory devices took than a plan said, learnt from runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ..json_document import check_number, given_or_loaded, read_json, write_json
+from ..profiling.profile import Profile
+from ..runtime.stage_memory import StageMemory
+from .plan import Plan, bytes_of_rank, stages_of_ranks
+
+FORMAT = "pipedream2bw.calibration"
+
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A margin for predictions of memory (as Pipette, DATE 2024, learns one).
+
+    Weights, gradients and optimizer state are known exactly. A device takes ``activations`` times
+    the activations that were predicted, and ``offset`` bytes besides.
+
+    Attributes:
+        activations: a factor.
+        offset: bytes of a device: messages, padding, buffers, temporaries; where a process was
+            measured from outside, libraries too.
+    """
+
+    activations: float
+    offset: float
+
+    def __post_init__(self) -> None:
+        check_number("activations", self.activations, positive=True)
+        check_number("offset", self.offset)
+
+    def peak_bytes(self, plan: Plan) -> list[float]:
+        """What the devices of a plan take that was made without it, by rank of a replica."""
+        return [
+            exact + self.activations * activations + self.offset
+            for exact, activations in _predicted(plan)
+        ]
+
+    def applied_to(self, profile: Profile) -> Profile:
+        """The profile with the activations that layers really keep; ``offset`` is not in it."""
+        microbatches = tuple(
+            dataclasses.replace(
+                item,
+                activation_bytes=tuple(
+                    round(self.activations * size) for size in item.activation_bytes
+                ),
+            )
+            for item in profile.microbatches
+        )
+        return dataclasses.replace(profile, microbatches=microbatches)
+
+    def memory_left(self, memory: float, name: str = "memory") -> float:
+        """Bytes of a device for what a profile predicts.
+
+        Raises:
+            ValueError: none are left; calls the device's bytes by the name.
+        """
+        if not memory > self.offset:
+            raise ValueError(
+                f"{name}: {memory:.0f} bytes, the calibration's offset: {self.offset:.0f} bytes: "
+                "it must be more, or nothing is left for the model"
+            )
+        return memory - self.offset
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes JSON."""
+        write_json(self, path, kind=FORMAT, version=VERSION)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: it is no calibration, or a field was changed into nonsense; names it.
+            OSError: it cannot be read.
+        """
+        return read_json(cls, path, kind=FORMAT, version=VERSION)
+
+
+def calibrate(
+    plan: Plan | str | os.PathLike[str], measured: Mapping[int, StageMemory | float]
+) -> Calibration:
+    """Learns the margin from a run of a plan: none of its devices was above what it then says.
+
+    From reports the factor of the activations is the largest of any device. From bytes alone it is
+    the slope of a straight line through them, if devices differ in their predicted activations,
+    else 1.
+
+    Args:
+        plan: what was run, or the path where it was saved.
+        measured: by stage what ``pipe.memory_report()`` gives, of one process or of all together;
+            or peak bytes, say of ``torch.cuda.max_memory_allocated()``, by a device's first stage.
+
+    Raises:
+        ValueError: a stage that the plan has not, bytes that are not positive, or of no device all
+            stages' reports.
+        TypeError: neither all are reports nor all are numbers, or no plan or mapping is given.
+        OSError: the plan cannot be read.
+    """
+    plan = given_or_loaded("plan", plan, Plan)
+    if not isinstance(measured, Mapping):
+        raise TypeError(
+            f"measured: {type(measured).__name__} given, it must be a dict of stages' reports or "
+            "bytes"
+        )
+    predicted = _predicted(plan)
+    ranks = stages_of_ranks(plan)
+    known = {stage for stages in ranks for stage in stages}
+    for stage in measured:
+        if stage not in known:
+            raise ValueError(f"measured: stage {stage}, the plan has {sorted(known)}")
+    if measured and all(isinstance(item, StageMemory) for item in measured.values()):
+        reports = {k: item for k, item in measured.items() if isinstance(item, StageMemory)}
+        whole = [r for r, stages in enumerate(ranks) if all(stage in reports for stage in stages)]
+        kept = [sum(reports[stage].activations for stage in ranks[rank]) for rank in whole]
+        totals = [float(sum(reports[stage].total for stage in ranks[rank])) for rank in whole]
+        factors = [
+            bytes_kept / predicted[rank][1]
+            for rank, bytes_kept in zip(whole, kept, strict=True)
+            if predicted[rank][1] > 0 and bytes_kept > 0
+        ]
+        factor = max(factors, default=1.0)
+    else:
+        whole, totals = _of_devices(ranks, measured)
+        factor = _slope(
+            [predicted[rank][1] for rank in whole],
+            [total - predicted[rank][0] for rank, total in zip(whole, totals, strict=True)],
+        )
+    if not whole:
+        raise ValueError(f"measured: stages {sorted(measured)}, devices hold {ranks}: of one all")
+    above = [
+        total - predicted[rank][0] - factor * predicted[rank][1]
+        for rank, total in zip(whole, totals, strict=True)
+    ]
+    return Calibration(factor, max(0.0, *above))
+
+
+def _of_devices(
+    ranks: Sequence[Sequence[int]], measured: Mapping[int, StageMemory | float]
+) -> tuple[list[int], list[float]]:
+    """Ranks and their peaks in bytes."""
+    peaks: dict[int, float] = {}
+    for stage, size in measured.items():
+        if isinstance(size, (StageMemory, bool)) or not isinstance(size, (int, float)):
+            raise TypeError(
+                f"measured[{stage}]: {type(size).__name__} given, all must be reports of stages, "
+                "or all bytes of devices"
+            )
+        check_number(f"measured[{stage}]", size, positive=True)
+        rank = next(rank for rank, stages in enumerate(ranks) if stage in stages)
+        peaks[rank] = max(peaks.get(rank, 0.0), float(size))
+    return list(peaks), list(peaks.values())
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    if len(x) < 2 or max(x) - min(x) <= 0.01 * max(x):
+        return 1.0
+    slope = statistics.linear_regression(x, y).slope
+    return slope if slope > 0 else 1.0
+
+
+def _predicted(plan: Plan) -> list[tuple[float, float]]:
+    """By rank of a replica: bytes that are exact, and activations."""
+    kinds = [bytes_of_rank(plan, stages) for stages in stages_of_ranks(plan)]
+    return [(sum(each.values()) - each["activations"], each["activations"]) for each in kinds]

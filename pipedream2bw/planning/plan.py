@@ -1,0 +1,333 @@
+"""How a model is to be trained, as the planner says and a file keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from ..json_document import check_number, read_json, write_json
+from .planned_shape import PlannedShape, check_sizes
+from .stage_plan import StagePlan, held_again, held_always, held_in_flight
+
+FORMAT = "pipedream2bw.plan"
+
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A plan that came after the best one.
+
+    Attributes:
+        schedule, width, num_stages, stages_per_rank, microbatch_rows, num_microbatches: as in
+            :class:`Plan`.
+        recompute: "none", "stages" or "blocks".
+        seconds_per_batch, rows_per_second, price_per_hour, peak_bytes: likewise.
+        lost_by: a sentence.
+    """
+
+    schedule: str
+    width: int
+    num_stages: int
+    stages_per_rank: int
+    microbatch_rows: int
+    num_microbatches: int
+    recompute: str
+    seconds_per_batch: float
+    rows_per_second: float
+    price_per_hour: float
+    peak_bytes: float
+    lost_by: str
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        _check_numbers(self)
+        if self.recompute not in ("none", "stages", "blocks"):
+            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
+        check_number("peak_bytes", self.peak_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a model is to be trained on given devices, and what that will take; see ``plan()``.
+
+    Attributes:
+        schedule: its name.
+        width: replicas w of every stage.
+        num_stages: the depth d.
+        stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
+        microbatch_rows: b.
+        num_microbatches: m, of one replica's batch.
+        batch: rows of all replicas, ``width * microbatch_rows * num_microbatches``.
+        stages: one for each stage.
+        seconds_per_batch: predicted, in the steady state.
+        rows_per_second: of all replicas.
+        bubble: share of that time in which the busiest rank does nothing, 0 to 1.
+        price_per_hour: of all devices that are used, now.
+        start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
+            to wait for low prices.
+        total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
+        peak_bytes: of the device that holds the most.
+        bound_by: what keeps it from being faster; a sentence.
+        alternatives: the next best plans, at most five.
+        gains: what one more GiB of memory, or GB/s of a kind of link, would save: seconds per
+            batch; planned for "cost" its price, as the key says; for "memory" there are none.
+        profile_fingerprint: of the profiled model.
+    """
+
+    schedule: str
+    width: int
+    num_stages: int
+    stages_per_rank: int
+    microbatch_rows: int
+    num_microbatches: int
+    batch: int
+    stages: tuple[StagePlan, ...]
+    seconds_per_batch: float
+    rows_per_second: float
+    bubble: float
+    price_per_hour: float
+    start_hour: float
+    total_price: float
+    peak_bytes: float
+    bound_by: str
+    alternatives: tuple[Alternative, ...]
+    gains: dict[str, float]
+    profile_fingerprint: str
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        rows = self.width * self.microbatch_rows * self.num_microbatches
+        if self.batch != rows:
+            raise ValueError(
+                f"batch: {self.batch}, width * microbatch_rows * num_microbatches: {rows}: they "
+                "must be equal"
+            )
+        shape = _check_numbers(self)
+        predicted = self.batch / self.seconds_per_batch
+        if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
+            raise ValueError(
+                f"rows_per_second: {self.rows_per_second}, batch / seconds_per_batch: {predicted}: "
+                "they must be equal"
+            )
+        if not 0 <= self.bubble <= 1:
+            raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
+        for name in ("start_hour", "total_price", "peak_bytes"):
+            check_number(name, getattr(self, name))
+        for name, seconds in self.gains.items():
+            check_number(f"gains[{name}]", seconds)
+        check_plan(self, shape)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that are used."""
+        return self.width * self.num_stages // self.stages_per_rank
+
+    @property
+    def split(self) -> list[str]:
+        """What ``PipelineModule(split=)`` takes."""
+        return [stage.begins_at for stage in self.stages[1:]]
+
+    @property
+    def recompute(self) -> bool | list[bool] | list[str]:
+        """What ``PipelineModule(recompute=)`` takes."""
+        if all(isinstance(stage.recomputed, bool) for stage in self.stages):
+            return [bool(stage.recomputed) for stage in self.stages]
+        names = [
+            name
+            for stage in self.stages
+            if not isinstance(stage.recomputed, bool)
+            for name in stage.recomputed
+        ]
+        return names or False
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON."""
+        write_json(self, path, kind=FORMAT, version=VERSION)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: no JSON, another format or version, or a field that is missing, unknown,
+                of another type, or does not fit the others: names it and both values.
+            OSError: the file cannot be read.
+        """
+        return read_json(cls, path, kind=FORMAT, version=VERSION)
+
+
+def _check_numbers(checked: Plan | Alternative) -> PlannedShape:
+    """Also that the schedule has such sizes."""
+    shape = PlannedShape.of(checked)
+    check_number("seconds_per_batch", checked.seconds_per_batch, positive=True)
+    check_number("rows_per_second", checked.rows_per_second, positive=True)
+    check_number("price_per_hour", checked.price_per_hour)
+    return shape
+
+
+MOST_ALTERNATIVES = 5
+
+
+_ROUNDING = 1e-6  # of sums that a file keeps beside their parts
+
+
+def check_plan(plan: Plan, shape: PlannedShape) -> None:
+    """Raises ValueError that names a field, its value and what it must agree with."""
+    if re.fullmatch("[0-9a-f]{64}", plan.profile_fingerprint) is None:
+        raise ValueError(
+            f"profile_fingerprint: {plan.profile_fingerprint!r}, it must be 64 hexadecimal digits"
+        )
+    if len(plan.alternatives) > MOST_ALTERNATIVES:
+        raise ValueError(
+            f"alternatives: {len(plan.alternatives)}, there are at most {MOST_ALTERNATIVES}"
+        )
+    if len(plan.stages) != plan.num_stages:
+        raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
+    _check_layers(plan)
+    _check_devices(plan, len(shape.stages_of_ranks))
+    for index, stage in enumerate(plan.stages):
+        _check_stage(f"stages[{index}]", index, stage, plan.schedule, shape)
+    _check_peaks(plan, shape)
+
+
+def _check_layers(plan: Plan) -> None:
+    end = 0
+    begun: dict[str, int] = {}
+    again: dict[str, int] = {}
+    whole = {isinstance(stage.recomputed, bool) for stage in plan.stages}
+    for index, stage in enumerate(plan.stages):
+        where = f"stages[{index}]"
+        if stage.layers[0] != end:
+            raise ValueError(
+                f"{where}.layers: {stage.layers}, the stage before ends at {end}: it must "
+                "begin there"
+            )
+        end = stage.layers[1]
+        if (stage.begins_at == "") != (index == 0):
+            raise ValueError(
+                f"{where}.begins_at: {stage.begins_at!r}, it must be the name of a layer, "
+                "and '' for stage 0 alone"
+            )
+        if (other := begun.setdefault(stage.begins_at, index)) != index:
+            raise ValueError(
+                f"{where}.begins_at: {stage.begins_at!r}, stages[{other}] begins there: every "
+                "stage has a first layer of its own"
+            )
+        for name in stage.recomputed if isinstance(stage.recomputed, tuple) else ():
+            if name in again:
+                raise ValueError(
+                    f"{where}.recomputed: {name!r}, which stages[{again[name]}].recomputed has: "
+                    "every block lies within one stage"
+                )
+            again[name] = index
+        if len(whole) > 1:
+            raise ValueError(
+                f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "
+                "false, or all have names"
+            )
+
+
+def _check_devices(plan: Plan, num_ranks: int) -> None:
+    held_by: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        where = f"stages[{index}]"
+        if len(stage.devices) != plan.width:
+            raise ValueError(
+                f"{where}.devices: {len(stage.devices)}, width: {plan.width}: one for each replica"
+            )
+        for device in stage.devices:
+            if held_by.setdefault(device, index % num_ranks) != index % num_ranks:
+                raise ValueError(
+                    f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
+                    f"{where} is on rank {index % num_ranks}: it must have one rank's"
+                )
+
+
+def _check_stage(
+    where: str, index: int, stage: StagePlan, schedule: str, shape: PlannedShape
+) -> None:
+    """A plan whose schedule's name was exchanged has other versions, or others in flight."""
+    for name, known in (
+        ("num_versions", shape.num_versions),
+        ("most_in_flight", shape.most_in_flight[index]),
+    ):
+        if (given := getattr(stage, name)) != known:
+            raise ValueError(f"{where}.{name}: {given}, with the schedule {schedule}: {known}")
+    for name, excluded in (
+        ("recompute", not stage.recomputed),
+        ("input_bytes", stage.recomputed is not True),
+    ):
+        if excluded and (given := getattr(stage, name)) != 0:
+            raise ValueError(
+                f"{where}.{name}: {given}, recomputed: {stage.recomputed!r}: it must be 0"
+            )
+    parts = held_always(stage) + held_in_flight(stage)
+    if stage.recomputed is True:
+        parts += shape.most_recomputed[index] * stage.activation_bytes
+    # Of blocks it is not kept what the largest of them takes when it runs again.
+    if not _is_near(stage.peak_bytes, parts) and not (
+        isinstance(stage.recomputed, tuple) and stage.recomputed and stage.peak_bytes > parts
+    ):
+        raise ValueError(
+            f"{where}.peak_bytes: {stage.peak_bytes}, all of its weights, gradients, state and "
+            f"activations together: {parts}: they must be equal"
+        )
+
+
+def _check_peaks(plan: Plan, shape: PlannedShape) -> None:
+    most = 0.0
+    for rank, stages in enumerate(shape.stages_of_ranks):
+        size = sum(bytes_of_rank(plan, stages).values())
+        most = max(most, size)
+        for stage in stages:
+            limit = plan.stages[stage % plan.num_stages].memory_limit
+            if size > limit * (1 + _ROUNDING):
+                raise ValueError(
+                    f"stages[{stage % plan.num_stages}].memory_limit: {limit}, peak of rank "
+                    f"{rank}, which holds it: {size}: it must fit"
+                )
+    if not _is_near(plan.peak_bytes, most):
+        raise ValueError(
+            f"peak_bytes: {plan.peak_bytes}, of the device that holds the most: {most}: they must "
+            "be equal"
+        )
+
+
+def _is_near(value: float, other: float) -> bool:
+    return abs(value - other) <= _ROUNDING * max(value, other)
+
+
+MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")
+"""Kept inputs of recomputed stages count as activations."""
+
+
+def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
+    """By kind, of a device that holds these stages, at its peak.
+
+    One of its stages runs forwards again at a time.
+    """
+    held = [plan.stages[stage % plan.num_stages] for stage in stages]
+    values = (
+        sum(each.num_versions * each.weight_bytes + each.frozen_bytes for each in held),
+        sum(each.gradient_bytes for each in held),
+        sum(each.state_bytes for each in held),
+        sum(map(held_in_flight, held)) + max(map(held_again, held)),
+    )
+    return dict(zip(MEMORY_KINDS, values, strict=True))
+
+
+def stages_of_ranks(plan: Plan) -> list[list[int]]:
+    """By rank of a replica, the stages that it holds; see :class:`PlannedShape`."""
+    return PlannedShape.of(plan).stages_of_ranks
+
+
+def limit_of_rank(plan: Plan, rank: int) -> float:
+    """Bytes that its device has; infinite if that was not limited (JSON has no infinity)."""
+    limit = plan.stages[rank].memory_limit
+    return math.inf if limit == sys.float_info.max else limit

@@ -1,0 +1,289 @@
+"""Choosing width, depth, microbatch, recomputation and schedule (arXiv 2006.09503, section 4)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import _C
+from ..json_document import given_or_loaded
+from ..profiling.profile import Profile
+from .arguments import (
+    check_batch,
+    check_grid,
+    check_objective,
+    check_precision,
+    check_update_time,
+    chosen_schedules,
+    chunks_to_try,
+    memory_of_types,
+    name_own_memories,
+    ways_to_recompute,
+)
+from .calibration import Calibration
+from .cluster import Cluster, DeviceType, as_cluster
+from .plan import Alternative, Plan
+from .stage_plan import StagePlan
+from .units import parse_bytes
+
+_SHAPE = ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches")
+
+
+_SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_bytes")
+
+
+SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
+"""That are chosen among by default: gpipe keeps more than 1f1b, 2bw_eager more than 2bw."""
+
+
+def plan(
+    profile: Profile | str | os.PathLike[str],
+    *,
+    devices: int | Sequence[DeviceType] | Cluster,
+    memory: str | float,
+    batch: int,
+    largest_batch: int | None = None,
+    schedules: str | Sequence[str] = SCHEDULES,
+    stages_per_rank: int | Sequence[int] = (2, 4),
+    recompute: str | Sequence[str] = ("none", "stages", "blocks"),
+    objective: str = "throughput",
+    slack: float = 0.1,
+    num_batches: int | None = None,
+    start_within: float = 0.0,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    split_master: bool = False,
+    width: int | None = None,
+    num_stages: int | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+) -> Plan:
+    """The best way to train the profiled model on some devices.
+
+    Searches every width w, depth d, profiled microbatch size b, schedule and way to recompute
+    (arXiv 2006.09503, section 4, Algorithm 1), with layers put on stages so that the slowest one
+    takes the least time. docs/planner.md says how, and what a plan's time is made of. ::
+
+        plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)
+        plan.save("plan.json")
+
+    Args:
+        profile: of the model, as it will be trained (dtype included), or the path of one.
+        devices: how many, or their types, with the profile's links if it has any, else free ones.
+            Or a cluster. At most 65,536.
+        memory: bytes of a device, a number or like "16GiB", unless its type has its own.
+        batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
+            At most 100 million.
+        largest_batch: at most so many; the batch if None. The largest that trains well.
+        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
+            Of these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
+        stages_per_rank: tried with "interleaved".
+        recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
+            the blocks that its memory demands, of those the ones that take the least time. A block
+            is a module in a list, like "layers.3".
+        objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
+            a device, of plans that take at most 1 + slack of the least time.
+        slack: see ``objective``.
+        num_batches: for prices that change: what so many batches cost, beginning now. None: at
+            today's prices.
+        start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
+            says when they are to begin.
+        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
+            profile must have; in another one that lacks it an update takes no time.
+        precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
+            in that dtype (``model.bfloat16()``), whose times and bytes no profile in float32 tells.
+        split_master: as in :class:`PipelineModule`.
+        width, num_stages: plans have so many replicas, and stages; None: the best number.
+        calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
+            margin of memory.
+
+    Raises:
+        ValueError: the model fits on no plan (by how much, and which memory would do), no sizes
+            make such a batch, or an argument is wrong: names it and both values.
+        TypeError: an argument is of a wrong type.
+    """
+    profile = given_or_loaded("profile", profile, Profile)
+    if calibration is not None:
+        calibration = given_or_loaded("calibration", calibration, Calibration)
+    bytes_per_device = parse_bytes("memory", memory)
+    largest = batch if largest_batch is None else largest_batch
+    check_batch(batch, largest)
+    names, chunks = chosen_schedules(schedules), chunks_to_try(stages_per_rank, largest)
+    ways = ways_to_recompute(recompute)
+    check_objective(objective, slack, num_batches, start_within)
+    if calibration is not None:
+        profile = calibration.applied_to(profile)
+    gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
+    check_precision(profile, precision)
+    check_update_time(profile, optimizer)
+    cluster = as_cluster(devices, profile.links)
+    if objective == "cost" and not any(
+        price > 0 for each in cluster.types for _, price in each.prices()
+    ):
+        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    check_grid(
+        names,
+        chunks,
+        width=width,
+        num_stages=num_stages,
+        num_devices=cluster.num_devices,
+        num_pieces=1 + sum(layer.can_cut_after for layer in profile.layers),
+        largest_batch=largest,
+    )
+    blocks = blocks_of([layer.name for layer in profile.layers])
+    limits = memory_of_types(cluster, bytes_per_device, calibration)
+    try:
+        found, bound_by, lost_by, gains = _C.best_plans(
+            _model_row(profile, blocks, optimizer, gradient),
+            _cluster_row(cluster, limits, None if isinstance(devices, Cluster) else profile),
+            (
+                *(batch, largest, names, chunks, ways),
+                *(objective, slack, num_batches or 0, start_within, gradient, state),
+                *(width or 0, num_stages or 0),
+                0.0 if calibration is None else calibration.offset,
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(name_own_memories(str(error), cluster)) from None
+    best, *others = found
+    alternatives = [
+        Alternative(
+            **{name: other[name] for name in _SHARED},
+            recompute=other["recompute"],
+            rows_per_second=_rows(other) / other["seconds_per_batch"],
+            lost_by=why,
+        )
+        for other, why in zip(others, lost_by, strict=True)
+    ]
+    return Plan(
+        **{name: best[name] for name in _SHARED},
+        batch=_rows(best),
+        stages=tuple(_stage(stage, best, profile, blocks) for stage in best["stages"]),
+        rows_per_second=_rows(best) / best["seconds_per_batch"],
+        bubble=best["bubble"],
+        start_hour=best["start_hour"],
+        total_price=best["total_price"],
+        bound_by=bound_by,
+        alternatives=tuple(alternatives),
+        gains=gains,
+        profile_fingerprint=profile.fingerprint,
+    )
+
+
+def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The modules in lists that hold adjacent layers and no others: first layer, and end.
+
+    A layer "decoder.layers.3.mlp.up" is in "decoder.layers.3", up to the first number.
+    """
+    places: dict[str, list[int]] = {}
+    for index, name in enumerate(layers):
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        if numbers and numbers[0] > 0:
+            places.setdefault(".".join(parts[: numbers[0] + 1]), []).append(index)
+    return {
+        name: (held[0], held[-1] + 1)
+        for name, held in places.items()
+        if len(held) == held[-1] + 1 - held[0]
+    }
+
+
+def _bytes_per_trained_byte(
+    optimizer: str, precision: str | None, split_master: bool
+) -> tuple[float, float]:
+    """Of gradients, and of optimizer state with masters."""
+    states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+    if not isinstance(optimizer, str):
+        raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
+    if optimizer not in states:
+        raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
+    if not isinstance(split_master, bool):
+        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
+    if split_master and precision != "bf16":
+        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
+    if precision in (None, "fp32"):
+        return 1.0, states[optimizer]
+    # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
+    return 2.0, 2 * states[optimizer] + (1 if split_master else 2)
+
+
+def _model_row(
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, gradient: float
+) -> tuple[Any, ...]:
+    parameters = [
+        (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
+    ]
+    shared = [
+        (
+            0.0,
+            float(each.trained_bytes),
+            float(each.parameter_bytes - each.trained_bytes),
+            list(each.layers),
+        )
+        for each in profile.shared_parameters
+    ]
+    microbatches = [
+        (
+            each.rows,
+            [
+                (*costs, *held)
+                for costs, held in zip(
+                    zip(
+                        each.forward,
+                        each.input_grad,
+                        each.weight_grad,
+                        map(float, each.activation_bytes),
+                        strict=True,
+                    ),
+                    parameters,
+                    strict=True,
+                )
+            ],
+            list(each.edges),
+            [(float(size), 0.0, 0.0, list(layers)) for size, layers in each.kept] + shared,
+        )
+        for each in profile.microbatches
+    ]
+    can_cut = [layer.can_cut_after for layer in profile.layers[:-1]]
+    # Profiled for each byte of float32, which gradients and what is stepped are.
+    per_byte = gradient * profile.seconds_per_update_byte.get(optimizer, 0.0)
+    return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
+
+
+def _cluster_row(
+    cluster: Cluster, limits: Sequence[float], measured: Profile | None
+) -> tuple[Any, ...]:
+    types = [
+        (each.name, 1 / each.throughput, limit, each.prices())
+        for each, limit in zip(cluster.types, limits, strict=True)
+    ]
+    type_of = [index for index, each in enumerate(cluster.types) for _ in range(each.count)]
+    all_reduce = [] if measured is None or measured.links is None else list(measured.all_reduce)
+    return types, type_of, cluster.topology, list(cluster.sizes), list(cluster.links), all_reduce
+
+
+def _rows(found: dict[str, Any]) -> int:
+    return int(found["width"] * found["microbatch_rows"] * found["num_microbatches"])
+
+
+def _stage(
+    stage: dict[str, Any],
+    found: dict[str, Any],
+    profile: Profile,
+    blocks: dict[str, tuple[int, int]],
+) -> StagePlan:
+    names = list(blocks)
+    first = stage["layers"][0]
+    limit = stage["memory_limit"]
+    recomputed: bool | tuple[str, ...] = found["recompute"] == "stages"
+    if found["recompute"] == "blocks":
+        recomputed = tuple(names[block] for block in stage["blocks"])
+    fields = {name: value for name, value in stage.items() if name != "blocks"}
+    return StagePlan(
+        **{**fields, "memory_limit": min(limit, sys.float_info.max)},
+        begins_at=profile.layers[first].name if first else "",
+        recomputed=recomputed,
+    )

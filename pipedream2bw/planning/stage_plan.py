@@ -1,0 +1,90 @@
+"""One stage of a plan, and the bytes that it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..checks import check_whole_number
+from ..json_document import check_number
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One stage of a :class:`Plan`.
+
+    Attributes:
+        begins_at: the name for ``split=`` of the layer that the stage begins at; "" for stage 0.
+        layers: the profile's layers, from the first to the one after the last.
+        devices: numbers of the devices that hold the stage, one for each replica; with chimera the
+            first pipeline's copy.
+        forward, input_grad, weight_grad: predicted seconds of one microbatch, on the slowest of
+            the devices.
+        recompute: seconds of running forwards again, of one microbatch.
+        message: seconds that a microbatch's values take to the stage that reads them, and their
+            gradients back, each: if several stages do, to the one that they take longest to; 0 for
+            the last stage.
+        update, all_reduce: seconds of one batch.
+        num_versions: of the weights.
+        weight_bytes: what is trained, in one version.
+        frozen_bytes: what is not.
+        gradient_bytes, state_bytes: masters count as state.
+        most_in_flight: microbatches between forward and backward at once.
+        activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
+            whole stage is recomputed, it is there from that on.
+        input_bytes: of one microbatch, if the whole stage is recomputed: what it received, else 0.
+        peak_bytes: all of that, of one copy of the stage, at its peak.
+        memory_limit: bytes that each device has, of whatever stages it holds; less a calibration's
+            offset.
+        recomputed: whether the whole stage is, or the names of the modules that are.
+    """
+
+    begins_at: str
+    layers: tuple[int, int]
+    devices: tuple[int, ...]
+    forward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float
+    message: float
+    update: float
+    all_reduce: float
+    num_versions: int
+    weight_bytes: float
+    frozen_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+    most_in_flight: int
+    activation_bytes: float
+    input_bytes: float
+    peak_bytes: float
+    memory_limit: float
+    recomputed: bool | tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "float":
+                positive = field.name == "memory_limit"
+                check_number(field.name, getattr(self, field.name), positive=positive)
+        if not 0 <= self.layers[0] < self.layers[1]:
+            raise ValueError(f"layers: {self.layers}, a stage needs 0 <= first < end")
+        if not self.devices or min(self.devices) < 0 or len({*self.devices}) < len(self.devices):
+            raise ValueError(f"devices: {self.devices}, they must be different numbers >= 0")
+        check_whole_number("num_versions", self.num_versions)
+        check_whole_number("most_in_flight", self.most_in_flight)
+
+
+def held_always(stage: StagePlan) -> float:
+    """Bytes of one copy of a stage, whatever is in flight."""
+    weights = stage.num_versions * stage.weight_bytes + stage.frozen_bytes
+    return weights + stage.gradient_bytes + stage.state_bytes
+
+
+def held_in_flight(stage: StagePlan) -> float:
+    """Bytes that are kept from forwards to backwards, at most."""
+    kept = stage.input_bytes if stage.recomputed is True else stage.activation_bytes
+    return stage.most_in_flight * kept
+
+
+def held_again(stage: StagePlan) -> float:
+    """Bytes of what a backward has run again, on top of the rest at the stage's peak."""
+    return max(0.0, stage.peak_bytes - held_always(stage) - held_in_flight(stage))

@@ -1,0 +1,1 @@
+"""What a model's layers take on a device, measured or worked out."""

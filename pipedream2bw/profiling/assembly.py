@@ -1,0 +1,150 @@
+"""Profiles put together from what was measured or worked out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..capture.captured import edges_between
+from ..model.fingerprint import describe_parameters
+from .group_timing import GroupTimes, Measured
+from .layer_groups import Group, crossing_bytes
+from .links import typical_message
+from .prepared import Prepared
+from .profile import Profile
+from .records import Kept, MicrobatchProfile, ProfiledDevice, ProfiledLinks
+from .with_loss import Run
+
+
+def median_of(found: Sequence[Measured]) -> Measured:
+    """Of what the ranks measured; bytes are the same on all of them."""
+    times = {
+        like: GroupTimes(
+            *(
+                statistics.median(getattr(item.times[like], field.name) for item in found)
+                for field in dataclasses.fields(GroupTimes)
+            )
+        )
+        for like in found[0].times
+    }
+    return Measured(times, found[0].saved_bytes, found[0].kept)
+
+
+def shared_out(run: Run, groups: Sequence[Group], measured: Measured) -> MicrobatchProfile:
+    """A group's times and bytes are its layers', in proportion to their nominal ones."""
+    costs = run.captured.costs
+    forward: list[float] = []
+    input_grad: list[float] = []
+    weight_grad: list[float] = []
+    activations: list[int] = []
+    spread: list[float] = []
+    for group, saved in zip(groups, measured.saved_bytes, strict=True):
+        times = measured.times[group.like]
+        layers = slice(group.first, group.end)
+        weights = costs.weight_grad[layers]
+        inputs = [b - w for b, w in zip(costs.backward[layers], weights, strict=True)]
+        forward += _parts(times.forward, costs.forward[layers])
+        input_grad += _parts(times.input_grad, inputs)
+        weight_grad += _parts(times.weight_grad, weights)
+        activations += _whole_parts(saved, costs.saved_bytes[layers])
+        spread += [times.spread] * len(weights)
+    kept = [(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept]
+    return microbatch_of(run, forward, input_grad, weight_grad, activations, kept, spread)
+
+
+def _parts(total: float, shares: Sequence[float]) -> list[float]:
+    """``total`` in proportion to ``shares``; all of it the last one's if these are 0."""
+    if not any(shares):
+        return [0.0] * (len(shares) - 1) + [total]
+    return [total * share / sum(shares) for share in shares]
+
+
+def _whole_parts(total: int, shares: Sequence[int]) -> list[int]:
+    """The same in whole numbers, whose sum is ``total``."""
+    if not any(shares):
+        return [0] * (len(shares) - 1) + [total]
+    until = [total * part // sum(shares) for part in itertools.accumulate(shares)]
+    return [end - begin for begin, end in itertools.pairwise([0, *until])]
+
+
+def microbatch_of(
+    run: Run,
+    forward: Sequence[float],
+    input_grad: Sequence[float],
+    weight_grad: Sequence[float],
+    activations: Sequence[int],
+    kept: Sequence[Kept],
+    spread: Sequence[float],
+) -> MicrobatchProfile:
+    """With the loss, which is the last of these, in the layer before."""
+    return MicrobatchProfile(
+        run.rows,
+        (*forward[:-2], forward[-2] + forward[-1]),
+        (*input_grad[:-2], input_grad[-2] + input_grad[-1]),
+        (*weight_grad[:-2], weight_grad[-2] + weight_grad[-1]),
+        (*activations[:-2], activations[-2] + activations[-1]),
+        _joined(kept, len(forward) - 2),
+        tuple(spread[:-1]),
+        _edges(run),
+    )
+
+
+def _joined(kept: Sequence[Kept], last: int) -> tuple[Kept, ...]:
+    """One item for the tensors that the same layers keep; the loss's are layer ``last``'s."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for size, layers in kept:
+        holders = tuple(dict.fromkeys(min(layer, last) for layer in layers))
+        if len(holders) > 1:
+            sizes[holders] = sizes.get(holders, 0) + size
+    return tuple((size, layers) for layers, size in sizes.items())
+
+
+def _edges(run: Run) -> tuple[tuple[int, int, int], ...]:
+    captured = run.captured
+    *nodes, loss = captured.layer_nodes
+    sizes = captured.costs.value_bytes
+    index_of = {node: index for index, node in enumerate(nodes)}
+    last = len(nodes) - 1
+    outputs = [
+        (index_of[value], last, sizes.get(value.name, 0))
+        for value in loss.all_input_nodes
+        if index_of.get(value, last) < last
+    ]
+    return tuple(dict.fromkeys([*edges_between(nodes, sizes), *outputs]))
+
+
+def message_bytes(prepared: Prepared) -> int:
+    """Of a typical message between two stages: the median over the places where they may begin."""
+    crossing = crossing_bytes(prepared.runs[-1].captured)
+    return typical_message([crossing[group.first] for group in prepared.groups[1:]])
+
+
+def profile_of(
+    prepared: Prepared,
+    device: ProfiledDevice,
+    microbatches: Sequence[MicrobatchProfile],
+    update: Mapping[str, float],
+    action: float = 0.0,
+    links: ProfiledLinks | None = None,
+    all_reduce: tuple[tuple[int, int, float], ...] = (),
+) -> Profile:
+    """The profile of a model from what is known of its microbatches, the device and links."""
+    *layers, last = prepared.layers
+    return Profile(
+        model_name=type(prepared.root).__name__,
+        parameters=describe_parameters(prepared.root),
+        device=device,
+        torch_version=torch.__version__,
+        loss=prepared.loss,
+        layers=(*layers, dataclasses.replace(last, can_cut_after=False)),
+        shared_parameters=prepared.shared_parameters,
+        microbatches=tuple(microbatches),
+        seconds_per_update_byte=dict(update),
+        seconds_per_action=action,
+        links=links,
+        all_reduce=all_reduce,
+    )

@@ -1,0 +1,112 @@
+"""What a batch takes beside its layers: the optimizer's pass, and the engine's own work."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..optimizer.optimizer import PipelineOptimizer
+from ..pipeline.module import PipelineModule
+
+# Larger than caches are, with Adam's state 80 MB.
+_ELEMENTS = 4 * 2**20
+
+
+_PASSES = 5
+
+
+_PLAIN = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
+
+
+_SGD = _PLAIN | {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+
+
+_ADAMW = _PLAIN | {
+    **{"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    **{"amsgrad": False, "decoupled_weight_decay": True, "weight_decay": 0.01},
+}
+
+
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("sgd", _SGD),
+    "momentum": ("sgd", _SGD | {"momentum": 0.9}),
+    "adamw": ("adam", _ADAMW),
+}
+
+
+# Bytes that a step reads and writes for each byte of float32 weights.
+TRAFFIC = {"sgd": 3, "momentum": 5, "adamw": 7}
+
+
+def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
+    """How long the engine's fused passes take for each byte of float32 weights.
+
+    They are called as a stage calls them, on a buffer of 16 MiB.
+    """
+    weights, gradient, written = (torch.ones(_ELEMENTS, device=device) for _ in range(3))
+    found = {}
+    for name, (kind, options) in _OPTIMIZERS.items():
+        fused = _C.FusedOptimizer(kind, [(0, _ELEMENTS, 0)], weights)
+        times = []
+        for _ in range(1 + _PASSES):
+            _finish(device)
+            start = time.perf_counter()
+            fused.step(weights, gradient, written, [options], [True])
+            _finish(device)
+            times.append(time.perf_counter() - start)
+        found[name] = statistics.median(times[1:]) / weights.nbytes
+    return found
+
+
+def seconds_per_action(device: torch.device, world: int) -> float:
+    """What the engine adds to every forward and every backward of a microbatch.
+
+    The time by which a batch of a pipeline of one stage, and hardly any work, grows with the number
+    of its microbatches, less that work's time. Under a process group every rank calls this.
+    """
+    few, many = (_batch_seconds(count, device, world) for count in (8, 72))
+    return max(0.0, ((many - few) / 64 - _work_seconds(device)) / 2)
+
+
+def _batch_seconds(num_microbatches: int, device: torch.device, world: int) -> float:
+    rows = torch.zeros(num_microbatches, 1, device=device)
+    with PipelineModule(
+        nn.Linear(1, 1).to(device),
+        nn.functional.mse_loss,
+        num_stages=1,
+        num_microbatches=num_microbatches,
+        schedule="1f1b",
+        width=world,
+        example_args=(rows,),
+    ) as pipe:
+        optimizer = PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.0))
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            pipe.train_step(rows, target=rows)
+            optimizer.step()
+            pipe.flush()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _work_seconds(device: torch.device) -> float:
+    layer, row = nn.Linear(1, 1).to(device), torch.zeros(1, 1, device=device)
+    times = []
+    for _ in range(50):
+        _finish(device)
+        start = time.perf_counter()
+        torch.autograd.backward(nn.functional.mse_loss(layer(row), row))
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[10:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

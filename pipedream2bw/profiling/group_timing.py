@@ -1,0 +1,259 @@
+"""Times of groups of layers, measured by running the code that stages run."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.saved_bytes import SavedCounter
+from ..model.clone import structural_clone
+from ..stages.cut import split_into_stages
+from ..stages.program import StageProgram
+from .layer_groups import Group
+from .with_loss import Run
+
+_WARMUP_ROUNDS = 2
+
+
+_FEWEST_ROUNDS = 5
+
+
+# Groups that do the same are timed on so many of them: weights that are used over and over would
+# stay in a cache that real stages' weights do not fit in.
+_MEMBERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTimes:
+    """Seconds of one microbatch, and (90th - 10th percentile) / median of forward + backward."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    spread: float
+
+
+@dataclasses.dataclass
+class _Timed:
+    """A group that is timed: its program, what it gets, and what was measured."""
+
+    like: int
+    program: StageProgram
+    inputs: list[Any]
+    forward: list[float] = dataclasses.field(default_factory=list)
+    backward: list[float] = dataclasses.field(default_factory=list)
+    input_grad: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What :func:`measure_groups` found: by kind (the first group of it), and by group.
+
+    ``kept`` has bytes of what several groups save, with these groups.
+    """
+
+    times: dict[int, GroupTimes]
+    saved_bytes: list[int]
+    kept: list[tuple[int, tuple[int, ...]]]
+
+
+def measure_groups(
+    run: Run,
+    root: nn.Module,
+    groups: Sequence[Group],
+    device: torch.device,
+    seconds: float,
+    parallel: int,
+) -> Measured:
+    """Times every kind of group, in ``parallel`` threads at once.
+
+    A round runs the forwards of all timed groups in order and then their backwards in reverse
+    order, as a stage does, first for all gradients and then for those of the inputs alone. The
+    model's weights are read, its buffers and gradients stay as they are.
+
+    Args:
+        seconds: how long rounds go on; there are at least 5.
+    """
+    programs = split_into_stages(run.captured, [group.first for group in groups])
+    counter, saved, inputs = _first_pass(run, root, programs)
+    chosen: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        chosen.setdefault(group.like, []).append(index)
+    timed = sorted(index for members in chosen.values() for index in _spread_out(members))
+    threads_before = torch.get_num_threads()
+    barrier = threading.Barrier(parallel)
+
+    def work(number: int) -> list[_Timed]:
+        try:
+            torch.set_num_threads(max(1, threads_before // parallel))
+            here = [_Timed(groups[i].like, programs[i], inputs[i]) for i in timed]
+            _rounds(here, _own_copy(root), device, seconds, barrier)
+        except BaseException:
+            barrier.abort()
+            raise
+        return here
+
+    try:
+        if parallel == 1:
+            everyone = work(0)
+        else:
+            with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+                futures = [pool.submit(work, number) for number in range(parallel)]
+            everyone = [item for future in _in_order_of_cause(futures) for item in future.result()]
+    finally:
+        torch.set_num_threads(threads_before)
+    return Measured(_summarised(everyone), saved, counter.saved_by_several())
+
+
+def _in_order_of_cause(
+    futures: Sequence[concurrent.futures.Future[list[_Timed]]],
+) -> list[concurrent.futures.Future[list[_Timed]]]:
+    """Threads that only found the barrier broken come last."""
+    return sorted(
+        futures, key=lambda item: isinstance(item.exception(), threading.BrokenBarrierError)
+    )
+
+
+def _spread_out(members: Sequence[int]) -> list[int]:
+    if len(members) <= _MEMBERS:
+        return list(members)
+    step = (len(members) - 1) / (_MEMBERS - 1)
+    return [members[round(step * position)] for position in range(_MEMBERS)]
+
+
+def _own_copy(root: nn.Module) -> nn.Module:
+    """A clone with gradients and buffers of its own over the same weights."""
+    own = {old: nn.Parameter(old.detach(), old.requires_grad) for old in root.parameters()}
+    return structural_clone(root, own, own_buffers=True)
+
+
+def _first_pass(
+    run: Run, root: nn.Module, programs: Sequence[StageProgram]
+) -> tuple[SavedCounter, list[int], list[list[Any]]]:
+    """What autograd saves, also by group, and each group's inputs. Runs the model once."""
+    own = _own_copy(root)
+    values: dict[str, Any] = dict(run.inputs)
+    counter = SavedCounter([*own.parameters(), *own.buffers(), *run.inputs.values()])
+    saved, inputs = [], []
+    graphs = []  # kept until all is counted: a storage is told by where it is
+    for program in programs:
+        inputs.append(_leaves([values[name] for name in program.inputs]))
+        with counter.hooks:
+            outputs = program.bind(own)(inputs[-1])
+        saved.append(counter.take())
+        graphs.append(outputs)
+        values.update(zip(program.outputs, outputs, strict=True))
+    return counter, saved, inputs
+
+
+def _leaves(values: list[Any]) -> list[Any]:
+    """The values as a stage receives them: without history, requiring gradients as before."""
+    leaves: list[Any] = pytree.tree_map_only(
+        torch.Tensor, lambda item: item.detach().requires_grad_(item.requires_grad), values
+    )
+    return leaves
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [item for item in pytree.tree_leaves(values) if isinstance(item, torch.Tensor)]
+
+
+class _Clock:
+    """Reads the time when the device has done what it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def __call__(self) -> float:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _rounds(
+    timed: Sequence[_Timed],
+    root: nn.Module,
+    device: torch.device,
+    seconds: float,
+    barrier: threading.Barrier,
+) -> None:
+    functions = [item.program.bind(root) for item in timed]
+    clock = _Clock(device)
+    barrier.wait()
+    began = time.perf_counter()
+    rounds = 0
+    while rounds < _WARMUP_ROUNDS + _FEWEST_ROUNDS or time.perf_counter() < began + seconds:
+        for only_inputs in (False, True):
+            _round(timed, functions, clock, only_inputs=only_inputs)
+        rounds += 1
+        if rounds == _WARMUP_ROUNDS:
+            for item in timed:
+                for times in (item.forward, item.backward, item.input_grad):
+                    times.clear()
+
+
+def _round(
+    timed: Sequence[_Timed],
+    functions: Sequence[Callable[[Sequence[Any]], list[Any]]],
+    clock: _Clock,
+    *,
+    only_inputs: bool,
+) -> None:
+    graphs = []
+    for item, function in zip(timed, functions, strict=True):
+        leaves = _leaves(item.inputs)
+        start = clock()
+        outputs = function(leaves)
+        end = clock()
+        if not only_inputs:
+            item.forward.append(end - start)
+        graphs.append((leaves, [t for t in _tensors(outputs) if t.requires_grad]))
+        del outputs
+    for item in reversed(timed):
+        leaves, outputs = graphs.pop()
+        gradients = [torch.ones_like(output) for output in outputs]
+        wanted = [leaf for leaf in _tensors(leaves) if leaf.requires_grad]
+        start = clock()
+        if not only_inputs:
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            item.backward.append(clock() - start)
+        elif outputs and wanted:
+            torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+            item.input_grad.append(clock() - start)
+        else:
+            item.input_grad.append(0.0)
+
+
+def _summarised(everyone: Sequence[_Timed]) -> dict[int, GroupTimes]:
+    kinds: dict[int, list[_Timed]] = {}
+    for item in everyone:
+        kinds.setdefault(item.like, []).append(item)
+    return {like: _summary(members) for like, members in kinds.items()}
+
+
+def _summary(members: Sequence[_Timed]) -> GroupTimes:
+    both = [
+        forward + backward
+        for item in members
+        for forward, backward in zip(item.forward, item.backward, strict=True)
+    ]
+    tenths = statistics.quantiles(both, n=10)
+    middle = statistics.median(both)
+    backward = statistics.median(t for item in members for t in item.backward)
+    input_grad = min(backward, statistics.median(t for item in members for t in item.input_grad))
+    return GroupTimes(
+        statistics.median(t for item in members for t in item.forward),
+        input_grad,
+        backward - input_grad,
+        (tenths[-1] - tenths[0]) / middle if middle else 0.0,
+    )

@@ -1,0 +1,221 @@
+"""Latency and bandwidth between all pairs of ranks, and how long sums over ranks take."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..ranks.channels import make_ring
+from .profile import Profile
+from .records import ProfiledLinks
+
+_SMALL_BYTES = 64
+
+
+_ROUND_TRIPS = 21
+
+
+_UNDER_WAY = 4
+
+
+_SUMS = 5
+
+
+_SMALLEST_MESSAGE, _LARGEST_MESSAGE = 64 * 2**10, 16 * 2**20
+
+
+# Of the buckets in which replicas add up their gradients (25 MiB) and below.
+_SUM_BYTES = (64 * 2**10, 2**20, 8 * 2**20, 25 * 2**20)
+
+
+def with_links(
+    profile: Profile, group: dist.ProcessGroup, device: torch.device, timeout: float
+) -> Profile:
+    """The profile with the links of these processes. All ranks of the default group call it."""
+    size = typical_message(_crossing_bytes(profile))
+    links = measure_links(group, device, size, timeout)
+    all_reduce = measure_all_reduce(group, device, timeout)
+    return dataclasses.replace(profile, links=links, all_reduce=all_reduce)
+
+
+def typical_message(sizes: Sequence[int]) -> int:
+    """The median of what crosses the places where stages may begin, within limits."""
+    typical = int(statistics.median(sizes)) if sizes else 0
+    return min(max(typical, _SMALLEST_MESSAGE), _LARGEST_MESSAGE)
+
+
+def _crossing_bytes(profile: Profile) -> list[int]:
+    """Of the largest microbatch, after every layer where the model may be cut."""
+    edges = profile.microbatches[-1].edges
+    return [
+        sum({p: size for p, consumer, size in edges if p <= index < consumer}.values())
+        for index, layer in enumerate(profile.layers)
+        if layer.can_cut_after
+    ]
+
+
+def measure_links(
+    group: dist.ProcessGroup, device: torch.device, message_bytes: int, timeout: float
+) -> ProfiledLinks:
+    """Sends messages to and fro over the channels that stages use, between every two ranks.
+
+    All ranks of the default group call it. Pairs are measured in rounds in which every rank is in
+    one pair, as in a tournament, so that a pair has its machines to itself but for pairs that a
+    pipeline would have there too. A link is taken to be the same in both directions.
+
+    Args:
+        message_bytes: the larger of the two sizes by which latency and bandwidth are told apart.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine: dict[tuple[int, int], tuple[float, float]] = {}
+    for pairs in rounds_of_pairs(world):
+        for pair in pairs:  # every rank makes all groups, in one order
+            made = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout))
+            if rank in pair:
+                assert isinstance(made, dist.ProcessGroup)
+                with _Link(made, pair, device, timeout) as link:
+                    mine[pair] = link.measure(message_bytes)
+                dist.destroy_process_group(made)
+        dist.barrier(group=group)
+    everyone: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, mine, group=group)
+    # The lower of its ranks has the word on a pair.
+    told = {pair: everyone[pair[0]][pair] for found in everyone for pair in found}
+    latency = [[0.0] * world for _ in range(world)]
+    bandwidth = [[math.inf] * world for _ in range(world)]
+    for (a, b), (seconds, rate) in told.items():
+        latency[a][b] = latency[b][a] = seconds
+        bandwidth[a][b] = bandwidth[b][a] = rate
+    return ProfiledLinks(tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
+
+
+def measure_all_reduce(
+    group: dist.ProcessGroup, device: torch.device, timeout: float
+) -> tuple[tuple[int, int, float], ...]:
+    """(ranks, bytes, seconds) of sums over the first 2, 4, 8, ... ranks, and over all of them.
+
+    All ranks of the default group call it; the slowest rank's median counts.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: list[tuple[int, int, float]] = []
+    for count in _counts(world):
+        made = dist.new_group(list(range(count)), timeout=datetime.timedelta(seconds=timeout))
+        for size in _SUM_BYTES:
+            seconds = 0.0
+            if rank < count:
+                assert isinstance(made, dist.ProcessGroup)
+                flat = torch.zeros(size // 4, device=device)
+                seconds = _median_seconds(_summing(flat, made), _SUMS, device)
+            told = torch.tensor([seconds], dtype=torch.float64)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+            found.append((count, size, float(told)))
+        if rank < count:
+            dist.destroy_process_group(made)
+    return tuple(found)
+
+
+def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
+    """Every pair of ``count`` ranks once; in each round a rank is in one pair at most.
+
+    The circle method: one rank stays, the others go round it.
+    """
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append(
+            sorted((min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None)
+        )
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+class _Link:
+    """Both directions between this rank and another one of its pair."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, pair: tuple[int, int], device: torch.device, timeout: float
+    ) -> None:
+        self._device = device
+        self._leads = dist.get_rank() == pair[0]
+        ends = []
+        for source, destination in (pair, pair[::-1]):
+            ring = None
+            if device.type == "cpu":
+                seconds = datetime.timedelta(seconds=timeout)
+                ring = make_ring(group, source, destination, _UNDER_WAY, seconds)
+            ends.append((source, destination, ring))
+        (to, back) = ends if self._leads else ends[::-1]
+        self._sender = _C.ProcessGroupSender(
+            group=group.group_name,
+            peer=dist.get_group_rank(group, to[1]),
+            device=device,
+            max_unawaited=_UNDER_WAY,
+            ring=to[2],
+        )
+        self._receiver = _C.ProcessGroupReceiver(
+            group=group.group_name,
+            peer=dist.get_group_rank(group, back[0]),
+            device=device,
+            posted_ahead=2,
+            ring=back[2],
+        )
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._sender, self._receiver  # before the group that they send over
+
+    def measure(self, message_bytes: int) -> tuple[float, float]:
+        """Seconds of a message without content, and bytes per second."""
+        small, large = (
+            _median_seconds(self._round_trip(layout, size), _ROUND_TRIPS, self._device) / 2
+            for layout, size in enumerate((_SMALL_BYTES, message_bytes))
+        )
+        # Where the larger one is no slower, the clock sees no end to the bandwidth.
+        rate = (message_bytes - _SMALL_BYTES) / max(large - small, 1e-9)
+        return max(0.0, small - _SMALL_BYTES / rate), rate
+
+    def _round_trip(self, layout: int, size: int) -> Callable[[], None]:
+        content = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
+
+        def lead() -> None:
+            self._receiver.expect(layout)
+            self._sender.send(layout, content)
+            self._receiver.receive()
+
+        def follow() -> None:
+            self._receiver.expect(layout)
+            self._sender.send(layout, self._receiver.receive())
+
+        return lead if self._leads else follow
+
+
+def _summing(flat: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    return lambda: dist.all_reduce(flat, group=group)
+
+
+def _median_seconds(act: Callable[[], object], times: int, device: torch.device) -> float:
+    taken = []
+    for _ in range(2 + times):  # the first ones make buffers and connections
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def _counts(world: int) -> Sequence[int]:
+    powers = [2**k for k in range(1, world.bit_length()) if 2**k < world]
+    return [*powers, world]

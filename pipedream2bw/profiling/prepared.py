@@ -1,0 +1,153 @@
+"""A model made ready for profiling: captured, with its loss, and parted into groups of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.capture import capture
+from ..capture.captured import Captured, first_layers
+from ..capture.chain import as_root
+from ..capture.device_figures import DeviceFigures
+from ..model.materialize import Example, for_capture
+from ..model.surroundings import plain_modes
+from .layer_groups import Group, group_layers
+from .records import ProfiledLayer, SharedParameter
+from .with_loss import Run, with_loss
+
+# What cannot be traced by torch.fx is exported if one of so many stages could not hold it.
+_WANTED_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The captured model, its runs by number of rows, and which layers are timed together."""
+
+    root: nn.Module
+    loss: str
+    captured: Captured
+    names: list[str]
+    runs: list[Run]
+    groups: list[Group]
+    layers: tuple[ProfiledLayer, ...]
+    shared_parameters: tuple[SharedParameter, ...]
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        example: Example,
+        target: Any,
+        rows: Sequence[int],
+        replicated: Sequence[str],
+        figures: DeviceFigures,
+    ) -> Prepared:
+        """Captures the model; the arguments are those of :func:`pipedream2bw.profile`."""
+        with for_capture(root, example) as (held, (args, kwargs)), plain_modes():
+            if held is not root:  # stand-ins, which are on the CPU
+                target = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, target)
+            captured = capture_finely(held, (args, kwargs), replicated)
+            runs = [
+                with_loss(captured, held, loss_fn, target, count, replicated, figures)
+                for count in rows
+            ]
+            for run in runs:
+                if run.captured.costs.error is not None:
+                    raise ValueError(
+                        f"the model or loss_fn refuses {run.rows} rows: {run.captured.costs.error}"
+                    ) from run.captured.costs.error
+            nominal = [layer.forward_cost + layer.backward_cost for layer in captured.layers]
+            groups = group_layers(runs[-1].captured, held, [*nominal, 0.0])
+            names = names_of_layers(captured)
+            layers = _layers(captured, held, groups, names)
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        shared = _shared_parameters(captured, root)
+        return cls(root, name, captured, names, runs, groups, layers, shared)
+
+
+def capture_finely(root: nn.Module, example: Example, replicated: Sequence[str]) -> Captured:
+    """In as many layers as possible: names of any graph's layers may be given to ``split=``."""
+    args, kwargs = example
+    options: dict[str, Any] = {
+        "example_args": args,
+        "example_kwargs": kwargs,
+        "replicated": replicated,
+        "prefer": "fx",
+    }
+    try:
+        return capture(root, num_stages=_WANTED_STAGES, **options)
+    except ValueError:
+        return capture(root, num_stages=1, **options)
+
+
+def names_of_layers(captured: Captured) -> list[str]:
+    """What ``PipelineModule(split=[...])`` takes for each layer."""
+    first = first_layers(captured)
+    return [
+        layer.name if first[layer.name] == index else node.name
+        for index, (layer, node) in enumerate(
+            zip(captured.layers, captured.layer_nodes, strict=True)
+        )
+    ]
+
+
+def _layers(
+    captured: Captured, root: nn.Module, groups: Sequence[Group], names: Sequence[str]
+) -> tuple[ProfiledLayer, ...]:
+    parameters = dict(root.named_parameters())
+    layers: list[ProfiledLayer] = []
+    held: set[str] = set()
+    for group in groups:
+        shift = groups[group.like].first - group.first
+        for index in group.layers:
+            if index == len(captured.layers):
+                break  # the loss
+            used = [name for name in captured.layer_parameters[index] if name not in held]
+            held.update(used)
+            new = [parameters[name] for name in used]
+            layers.append(
+                ProfiledLayer(
+                    names[index],
+                    sum(parameter.nbytes for parameter in new),
+                    sum(parameter.nbytes for parameter in new if parameter.requires_grad),
+                    index == group.end - 1,
+                    index + shift if shift else None,
+                )
+            )
+    return tuple(layers)
+
+
+def _shared_parameters(captured: Captured, root: nn.Module) -> tuple[SharedParameter, ...]:
+    parameters = dict(root.named_parameters())
+    users: dict[str, list[int]] = {}
+    for index, names in enumerate(captured.layer_parameters):
+        for name in names:
+            users.setdefault(name, []).append(index)
+    sizes: dict[tuple[int, ...], list[int]] = {}  # bytes of all, and of those that are trained
+    for name, layers in users.items():
+        if len(layers) > 1:
+            both = sizes.setdefault(tuple(layers), [0, 0])
+            both[0] += parameters[name].nbytes
+            both[1] += parameters[name].nbytes * parameters[name].requires_grad
+    return tuple(
+        SharedParameter(whole, trained, layers) for layers, (whole, trained) in sizes.items()
+    )
+
+
+def layer_names(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    replicated: Sequence[str] = (),
+) -> list[str]:
+    """The names of the layers that a profile of ``model`` has (see :meth:`Profile.check_model`)."""
+    example = (tuple(example_args), dict(example_kwargs or {}))
+    with for_capture(as_root(model), example) as (root, (args, kwargs)):
+        return names_of_layers(capture_finely(root, (args, kwargs), replicated))

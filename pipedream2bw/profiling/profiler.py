@@ -1,0 +1,237 @@
+"""Profiles: what the layers of a model take, measured on a device or from its figures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import _C
+from ..capture.chain import as_root
+from ..capture.device_figures import NOMINAL, DeviceFigures
+from ..checks import check_whole_number
+from ..model.fingerprint import describe_parameters
+from ..model.materialize import Example, home_of, is_on_meta
+from ..model.refusals import check_example, check_parameters
+from ..model.surroundings import plain_modes, random_state_kept
+from ..ranks.agreement import ControlPlane
+from ..ranks.grid import join_world
+from .assembly import median_of, message_bytes, microbatch_of, profile_of, shared_out
+from .engine_timing import TRAFFIC, seconds_per_action, seconds_per_update_byte
+from .group_timing import Measured, measure_groups
+from .links import measure_all_reduce, measure_links
+from .prepared import Prepared
+from .profile import Profile
+from .records import ProfiledDevice, ProfiledLinks
+
+
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    microbatch_rows: Sequence[int] = (1, 2, 4),
+    replicated: Sequence[str] = (),
+    parallel: int = 1,
+    seconds: float = 2.0,
+    dry: DeviceFigures | None = None,
+    timeout: float = 300.0,
+) -> Profile:
+    """Measures what the layers of ``model`` take, forward and backward, in seconds and bytes.
+
+    The code that stages run is timed on the model's device, in groups of layers between places
+    where a stage could begin: medians over rounds of forwards and backwards of all kinds of groups,
+    groups that do the same being timed once (see :mod:`pipedream2bw.layer_groups`). Activations are
+    counted by the hooks through which autograd saves tensors. The model is left as it was.
+
+    Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run, and
+    every rank gets the same profile, of medians over the ranks, with links between all of them.
+
+    Args:
+        model: as :class:`PipelineModule` takes it, in the mode (train, eval) to profile.
+        loss_fn: ``loss_fn(output, target)``; its time is part of the last layer's.
+        example_args, example_kwargs: a call of the model, any number of rows >= 1.
+        target: of as many rows; any structure.
+        microbatch_rows: rows of the microbatches to profile, increasing; the example's rows are cut
+            or repeated.
+        replicated: as :class:`PipelineModule` takes it.
+        parallel: in one process, threads that measure at the same time, each with its share of the
+            cores: as many as there will be stages on this machine.
+        seconds: how long each number of rows is measured, at least five rounds.
+        dry: figures of a device: nothing is measured, and no memory is needed. The model may be on
+            ``torch.device("meta")``.
+        timeout: seconds that a rank waits for another.
+
+    Raises:
+        ValueError, TypeError: on every rank, naming the rule and both values.
+    """
+    error: Exception | None = None
+    settings: dict[str, Any] = {}
+    device = torch.device("cpu")
+    prepared: Prepared | None = None
+    try:
+        root = as_root(model)
+        example = _checked_example(root, loss_fn, example_args, example_kwargs)
+        rows = _checked_rows(microbatch_rows)
+        _check_numbers(parallel, seconds, timeout)
+        device = home_of(root, example)
+        if dry is None and is_on_meta(root):
+            raise ValueError(
+                "the model is on meta, a measured profile needs weights: give dry= for a profile "
+                "from a device's figures"
+            )
+        settings = {
+            "microbatch_rows": rows,
+            "parameters": list(describe_parameters(root)),
+            "dry": str(dry),
+            "seconds": seconds,
+            "type of the model's device": device.type,
+        }
+        prepared = Prepared.of(root, loss_fn, example, target, rows, replicated, dry or NOMINAL)
+        settings["layers"] = list(prepared.names)
+    except Exception as raised:
+        error = raised
+    if dry is not None:
+        if error is not None or prepared is None:
+            raise error or AssertionError
+        return _dry_profile(prepared, dry)
+    control = ControlPlane(join_world(device.type), timeout, _C.Fault(), "profile")
+    try:
+        if error is None and control.size > 1 and parallel != 1:
+            error = ValueError(
+                f"parallel: {parallel}, processes: {control.size}: with several processes it must "
+                "be 1, since all of them measure at the same time"
+            )
+        control.agree_on_objects(error, settings)
+        assert prepared is not None
+        return _measured_profile(prepared, control, device, seconds, parallel, timeout)
+    finally:
+        control.close()
+
+
+def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
+    microbatches = []
+    for run in prepared.runs:
+        costs = run.captured.costs
+        if costs.unknown:
+            raise ValueError(
+                f"dry: {figures.name}, layers whose shapes depend on values: "
+                f"{', '.join(costs.unknown[:5])}: measure the model instead"
+            )
+        backward = zip(costs.backward, costs.weight_grad, strict=True)
+        microbatches.append(
+            microbatch_of(
+                run,
+                costs.forward,
+                [whole - weight for whole, weight in backward],
+                costs.weight_grad,
+                costs.saved_bytes,
+                costs.kept,
+                [0.0] * len(costs.forward),
+            )
+        )
+    bandwidth = figures.bytes_per_second * figures.memory_efficiency
+    return profile_of(
+        prepared,
+        ProfiledDevice(figures.name, figures.type, figures.memory_bytes, measured=False),
+        microbatches,
+        {name: traffic / bandwidth for name, traffic in TRAFFIC.items()},
+    )
+
+
+def _measured_profile(
+    prepared: Prepared,
+    control: ControlPlane,
+    device: torch.device,
+    seconds: float,
+    parallel: int,
+    timeout: float,
+) -> Profile:
+    error: Exception | None = None
+    measured: list[Measured] = []
+    update: dict[str, float] = {}
+    try:
+        with random_state_kept(), plain_modes():
+            for run in prepared.runs:
+                measured.append(
+                    measure_groups(run, prepared.root, prepared.groups, device, seconds, parallel)
+                )
+            update = seconds_per_update_byte(device)
+    except Exception as raised:
+        error = raised
+    control.agree_on_objects(error, {})
+    with random_state_kept():
+        action = seconds_per_action(device, control.size)
+    links: ProfiledLinks | None = None
+    all_reduce: tuple[tuple[int, int, float], ...] = ()
+    if control.group is not None:
+        everyone: list[Any] = [None] * control.size
+        dist.all_gather_object(everyone, (measured, update, action), group=control.group)
+        measured = [median_of(found) for found in zip(*(told[0] for told in everyone), strict=True)]
+        update = {name: statistics.median(told[1][name] for told in everyone) for name in update}
+        action = statistics.median(told[2] for told in everyone)
+        size = message_bytes(prepared)
+        links = measure_links(control.group, device, size, timeout)
+        all_reduce = measure_all_reduce(control.group, device, timeout)
+    microbatches = [
+        shared_out(run, prepared.groups, found)
+        for run, found in zip(prepared.runs, measured, strict=True)
+    ]
+    return profile_of(
+        prepared, _this_device(device), microbatches, update, action, links, all_reduce
+    )
+
+
+def _this_device(device: torch.device) -> ProfiledDevice:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return ProfiledDevice(properties.name, "cuda", properties.total_memory, measured=True)
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ProfiledDevice(name, device.type, memory, measured=True)
+
+
+def _checked_example(
+    root: nn.Module,
+    loss_fn: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Example:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
+    check_example(args, kwargs)
+    check_parameters(root, loss_fn)
+    return tuple(args), dict(kwargs or {})
+
+
+def _checked_rows(rows: Sequence[int]) -> list[int]:
+    if not isinstance(rows, (tuple, list)) or not rows:
+        raise ValueError(f"microbatch_rows: {rows!r} given, it must be a sequence of numbers")
+    for count in rows:
+        check_whole_number("microbatch_rows", count)
+    for before, count in itertools.pairwise(rows):
+        if count <= before:
+            raise ValueError(f"microbatch_rows: {count} after {before}, they must increase")
+    return list(rows)
+
+
+def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:
+    check_whole_number("parallel", parallel)
+    for name, value in (("seconds", seconds), ("timeout", timeout)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: {value!r} given, it must be a number of seconds")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}: {value} seconds, it must be > 0 and finite")

@@ -1,0 +1,312 @@
+"""How the processes of a pipeline agree before any of them waits for another.
+
+Every operation that all ranks have to call together starts with one tiny exchange. It tells all
+ranks what only one can see (a batch with too few rows, a wrong target), and finds ranks that call
+different operations, so that every rank raises and none hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from .. import _C
+
+
+class Operation(enum.IntEnum):
+    """What all ranks do together."""
+
+    train_step = 1
+    flush = 2
+    evaluation = 3
+    close = 4
+    state_dict = 5
+    full_state_dict = 6
+    load_state_dict = 7
+    optimizer_state_dict = 8
+    optimizer_load_state_dict = 9
+    end_of_timeline = 10
+    gather_events = 11
+    new_optimizer = 12
+
+
+class Announcement(NamedTuple):
+    """What a rank knows of an operation; -1: nothing."""
+
+    argument_rows: int = -1
+    target_rows: int = -1
+    signature: int = -1
+    training: int = -1  # the module's mode, 0 or 1
+    ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
+
+
+_ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+
+
+_LOOK_SECONDS = 0.5
+
+
+_WAIT_SLICE_SECONDS = 0.1
+
+
+_Found = TypeVar("_Found")
+
+
+class ControlPlane:
+    """Agreement among all ranks of the pipeline; with one rank, agreement with itself.
+
+    The ranks exchange what they know through ``board``, memory that all of them share, or over
+    ``group`` where they cannot share any.
+
+    A rank that fails tells the process group's store the cause, and all ranks look there: so a
+    failure ends every rank's waiting, whatever it waits for.
+
+    Args:
+        world: number of processes.
+        timeout: seconds.
+        fault: ends waiting when this process fails; raised when another one has.
+        name: of the pipeline, the same on every rank.
+    """
+
+    def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
+        self._fault = fault
+        self._timeout = timeout
+        self._cause_key = f"pipedream2bw/{name}/cause"
+        self.group: dist.ProcessGroup | None = None
+        self.board: _C.SharedBoard | None = None
+        self._store: Store | None = None
+        self.place = "here"  # this rank, in messages
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if world > 1:
+            self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
+            self.board = make_board(self.group, 3 + len(Announcement._fields), timeout)
+            self._store = dist.distributed_c10d._get_default_store()
+            self._watcher = threading.Thread(
+                target=_watch,
+                args=(self._store, self._cause_key, fault, self._closed),
+                name=f"{name} watches for failures",
+                daemon=True,
+            )
+            self._watcher.start()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def agree(
+        self, operation: Operation, number: int, local: Callable[[], Announcement]
+    ) -> list[Announcement]:
+        """Runs ``local`` on every rank and returns all ranks' announcements.
+
+        Raises:
+            Exception: what ``local`` raised here; on the other ranks the same with the rank named.
+            RuntimeError: ranks called different operations.
+        """
+        error: Exception | None = None
+        announcement = Announcement()
+        try:
+            announcement = local()
+        except Exception as raised:
+            error = raised
+        if self.group is None:
+            if error is not None:
+                raise error
+            return [announcement]
+        row = [operation, number, error is not None, *announcement]
+        table = self._exchange(row, operation, number)
+        self._check_same_operation(table)
+        if any(row[2] for row in table):
+            self._raise_together(error)
+        return [Announcement(*row[3:]) for row in table]
+
+    def agree_on_objects(self, error: Exception | None, settings: dict[str, Any]) -> None:
+        """Raises on every rank if one has an error, or if ranks differ in a setting."""
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, (_describe(error), settings), group=self.group)
+        for key in settings:
+            values = [theirs.get(key, settings[key]) for _, theirs in everyone]
+            if any(value != values[0] for value in values):
+                shown = enumerate(_where_they_differ(values))
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
+                raise ValueError(f"{key} must be the same on every rank, got {listed}")
+        _raise_first(error, [told for told, _ in everyone])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` on rank 0 of the pipeline, an empty list elsewhere."""
+        if self.group is None:
+            return [value]
+        is_root = self.group.rank() == 0
+        gathered: list[Any] | None = [None] * self.size if is_root else None
+        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        return gathered or []
+
+    def report_cause(self, cause: str) -> str:
+        """Tells the others why this rank failed; returns the first cause that any rank told."""
+        return cause if self._store is None else _tell(self._store, self._cause_key, cause)
+
+    def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
+        """Every rank's row, on every rank."""
+        if self.board is not None:
+            board, size = self.board, len(row)
+            board.begin_exchange(row)
+            rows = self._wait(lambda: board.finish_exchange(_WAIT_SLICE_SECONDS), operation, number)
+            return [rows[start : start + size] for start in range(0, len(rows), size)]
+        # Gathered and sent back by one rank: with P ranks 2(P - 1) messages, where an all-gather's
+        # ring takes P(P - 1). The group's own methods: torch.distributed's functions around them
+        # take longer than the work.
+        assert self.group is not None
+        mine = torch.tensor(row, dtype=torch.int64)
+        table = torch.empty(self.size, len(row), dtype=torch.int64)
+        parts = list(table.unbind()) if self.group.rank() == 0 else []
+        gathering = self.group.gather(parts, mine, 0)
+        self._wait(lambda: _finish(gathering), operation, number)
+        spreading = self.group.broadcast(table, 0)
+        self._wait(lambda: _finish(spreading), operation, number)
+        found: list[list[int]] = table.tolist()
+        return found
+
+    def _wait(self, look: Callable[[], _Found | None], operation: Operation, number: int) -> _Found:
+        """What ``look`` finds, which waits for a slice of time and is called again after None.
+
+        So Ctrl-C and a failure of this process end the waiting.
+        """
+        deadline = time.monotonic() + self._timeout
+        why = ""
+        while not why:
+            try:
+                found = look()
+                if found is not None:
+                    return found
+            except RuntimeError as error:
+                why = str(error)
+            if self._fault.cause is not None:
+                raise RuntimeError(self._fault.cause)
+            if time.monotonic() > deadline:
+                why = why or f"timeout after {self._timeout} s"
+        cause = (
+            f"{self.place}: a rank was lost while all ranks began {operation.name} {number}: {why}"
+        )
+        self._fault.raise_(cause)
+        raise RuntimeError(cause)
+
+    def _check_same_operation(self, table: list[list[int]]) -> None:
+        called = [(Operation(row[0]).name, row[1]) for row in table]
+        if any(call != called[0] for call in called):
+            listed = ", ".join(
+                f"rank {rank}: {name} {number}" for rank, (name, number) in enumerate(called)
+            )
+            cause = f"all ranks must make the same calls in the same order: {listed}"
+            self._fault.raise_(cause)
+            raise RuntimeError(cause)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, _describe(error), group=self.group)
+        _raise_first(error, everyone)
+
+    def close(self) -> None:
+        """Ends the agreement; ranks that wait for this one get an error."""
+        self._closed.set()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and watcher is not threading.current_thread():
+            watcher.join()
+        if self.board is not None:
+            self.board.leave()
+            self.board = None
+        if self.group is not None:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(self.group)
+            self.group = None
+
+
+def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:
+    """This rank's part of memory shared by a group's ranks, None if one of them cannot reach it.
+
+    Every rank of the group calls it.
+    """
+    board: _C.SharedBoard | None = None
+    if group.rank() == 0:
+        board = _C.SharedBoard.create(group.size(), row_size, timeout)
+    told: list[Any] = [board.address if board else ""]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    if group.rank() != 0:
+        board = _C.SharedBoard.open(told[0], group.rank(), timeout)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, board is not None, group=group)
+    return board if all(everyone) else None
+
+
+def _finish(work: dist.Work) -> bool | None:
+    """True if ``work`` is done within a slice of waiting; raises if it has failed."""
+    # No callback of the work's future: the group's thread would run it and need the interpreter
+    # while whoever frees the group holds it and waits for that thread.
+    #
+    # Asked before: work that completes between a slice's end and the question has not failed.
+    was_completed = work.is_completed()
+    try:
+        work.wait(datetime.timedelta(seconds=_WAIT_SLICE_SECONDS))
+    except RuntimeError:
+        if was_completed:
+            raise
+        return None
+    return True
+
+
+def _where_they_differ(values: list[Any]) -> list[Any]:
+    """Of lists only the first elements that differ: they may be long."""
+    if all(isinstance(value, list) for value in values):
+        for items in itertools.zip_longest(*values, fillvalue="none"):
+            if any(item != items[0] for item in items):
+                return list(items)
+    return values
+
+
+def _tell(store: Store, key: str, cause: str) -> str:
+    """Keeps the first cause that any rank tells, and returns it."""
+    with contextlib.suppress(Exception):  # the store may have died with its host
+        told: bytes = store.compare_set(key, "", cause)
+        return told.decode()
+    return cause
+
+
+def _watch(store: Store, key: str, fault: _C.Fault, closed: threading.Event) -> None:
+    """Passes failures on between this process and the others."""
+    with contextlib.suppress(Exception):  # the store may have died with its host
+        while not closed.wait(_LOOK_SECONDS):
+            if fault.cause is not None:
+                _tell(store, key, fault.cause)
+                return
+            if store.check([key]):
+                fault.raise_(store.get(key).decode())
+                return
+
+
+def _describe(error: Exception | None) -> tuple[str, str] | None:
+    if error is None:
+        return None
+    kind = next((known for known in _ERRORS if isinstance(error, known)), RuntimeError)
+    return kind.__name__, str(error) or type(error).__name__
+
+
+def _raise_first(mine: Exception | None, everyone: list[tuple[str, str] | None]) -> None:
+    if mine is not None:
+        raise mine
+    for rank, told in enumerate(everyone):
+        if told is not None:
+            kind = next(known for known in _ERRORS if known.__name__ == told[0])
+            raise kind(f"rank {rank}: {told[1]}")

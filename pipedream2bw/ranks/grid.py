@@ -1,0 +1,192 @@
+"""Which process runs which stages of which replica."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .mesh import Places, places_in
+
+Edge = tuple[int, int]
+"""Producer stage, consumer stage."""
+
+
+def join_world(device_type: str) -> int:
+    """The number of processes; makes the process group where torchrun's environment is alone."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class RankGrid:
+    """Which process runs which stages of which replica.
+
+    With p ranks in the schedule, process replica * p + r runs the stages of rank r, where no mesh
+    says otherwise. A world of one process runs all of them, each rank in a thread. Every process
+    makes it, with the same arguments.
+
+    Where stages are tensor-parallel there is such a grid for each shard of them, apart from the
+    others: each process has the groups of its own shard, and all make those of all.
+
+    Stages are the schedule's: with two pipelines each stage of the model has two.
+
+    Args:
+        placement: the schedule's rank of each stage.
+        num_pipelines: the schedule's.
+        mesh: of all processes, see :func:`check_mesh`.
+        order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
+            replica's ranks are adjacent.
+
+    Raises:
+        ValueError: the world's size is not width * p, or width > 1 in one process.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_pipelines: int,
+        width: int,
+        timeout: float,
+        mesh: DeviceMesh | None = None,
+        order: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.num_stages = len(placement)
+        self.num_pipelines = num_pipelines
+        self.depth = len(placement) // num_pipelines
+        self.width = width
+        self.rank = 0
+        self.replica = 0
+        self.shard = 0
+        self._placement = list(placement)
+        self._num_ranks = p = max(placement) + 1
+        self._own_rank = 0
+        self.places: Places = [[[0] * p]]
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
+        self._own_replica: list[dist.ProcessGroup] = []  # none, or one
+        self._groups_of_stages: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.in_processes = world > 1
+        if not self.in_processes:
+            if width != 1:
+                raise ValueError(
+                    f"width: {width}, processes: 1: replicas need one process per rank of the "
+                    f"schedule and replica: run under torchrun --nproc-per-node {width * p}"
+                )
+            return
+        if mesh is None and world != width * p:
+            what = "stages" if p == self.num_stages else "ranks"
+            raise ValueError(
+                f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
+                f"{what[:-1]} of every replica is one process"
+            )
+        self.places = [order] if order is not None else places_in(mesh, width, p)
+        self.rank = dist.get_rank()
+        self.shard, self.replica, self._own_rank = next(
+            (shard, replica, rank)
+            for shard, replicas in enumerate(self.places)
+            for replica, ranks in enumerate(replicas)
+            for rank, process in enumerate(ranks)
+            if process == self.rank
+        )
+        for stage in range(self.depth if width * num_pipelines > 1 else 0):
+            copies = placement[stage :: self.depth]
+            for replicas in self.places:
+                holders = sorted(ranks[copy] for ranks in replicas for copy in copies)
+                group = dist.new_group(holders, timeout=self._timeout)
+                if isinstance(group, dist.ProcessGroup):
+                    self._replica_groups[stage] = group
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The schedule's ranks that this process runs."""
+        return [self._own_rank] if self.in_processes else list(range(self._num_ranks))
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that this process runs."""
+        here = self.local_ranks
+        return [stage for stage, rank in enumerate(self._placement) if rank in here]
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a pipeline begins with it."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a pipeline ends with it."""
+        return stage % self.depth == self.depth - 1
+
+    def pipeline(self, stage: int) -> int:
+        """The pipeline that it belongs to."""
+        return stage // self.depth
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of one of the schedule's ranks."""
+        return [stage for stage, placed in enumerate(self._placement) if placed == rank]
+
+    @property
+    def num_shards(self) -> int:
+        """Of each tensor-parallel stage."""
+        return len(self.places)
+
+    def process_of(self, stage: int, replica: int | None = None, shard: int | None = None) -> int:
+        """The process that runs ``stage`` of a replica, by default of this process's own."""
+        shard = self.shard if shard is None else shard
+        replica = self.replica if replica is None else replica
+        return self.places[shard][replica][self._placement[stage]]
+
+    def share_a_rank(self, stage: int, other: int) -> bool:
+        return self._placement[stage] == self._placement[other]
+
+    def replica_group(self, stage: int) -> dist.ProcessGroup | None:
+        """The processes that hold one of this process's stages, if there are several."""
+        return self._replica_groups.get(stage % self.depth)
+
+    def group_of_replica(self) -> dist.ProcessGroup | None:
+        """The processes of this one's replica, if there are several. Every process calls it."""
+        if self.in_processes and not self._own_replica:
+            for replicas in self.places:
+                for ranks in replicas:
+                    made = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
+                    if isinstance(made, dist.ProcessGroup):
+                        self._own_replica.append(made)
+        return self._own_replica[0] if self._own_replica else None
+
+    def make_group(self, stages: tuple[int, ...]) -> None:
+        """Joins the processes of each replica that run these stages. Every process calls it."""
+        for shard, replica in itertools.product(range(self.num_shards), range(self.width)):
+            processes = {self.process_of(stage, replica, shard) for stage in stages}
+            if len(processes) > 1:
+                made = dist.new_group(sorted(processes), timeout=self._timeout)
+                if isinstance(made, dist.ProcessGroup):
+                    self._groups_of_stages[stages] = made
+
+    def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """What :meth:`make_group` made: this process's, if it runs one and others the others."""
+        return self._groups_of_stages.get(stages)
+
+    def close(self) -> None:
+        """Drops the groups."""
+        destroy_groups(
+            [
+                *self._replica_groups.values(),
+                *self._own_replica,
+                *self._groups_of_stages.values(),
+            ]
+        )
+        self._replica_groups.clear()
+        self._own_replica.clear()
+        self._groups_of_stages.clear()
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends the groups, as far as they still exist."""
+    for group in groups:
+        with contextlib.suppress(Exception):  # the default group may be gone, and they with it
+            dist.destroy_process_group(group)

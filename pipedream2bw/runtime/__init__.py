@@ -1,0 +1,1 @@
+"""The stages of this process at work."""

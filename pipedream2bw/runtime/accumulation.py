@@ -1,0 +1,119 @@
+"""Which train_steps are one batch, whose gradients add up for one optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..checks import check_whole_number
+from ..ranks.agreement import Announcement
+
+
+class BatchPart(NamedTuple):
+    """What a train_step is of its batch.
+
+    Attributes:
+        batch: the batch's number: optimizer steps before it.
+        begins: its first train_step, whose gradients replace those of the batch before.
+        ends: its last one, after which comes the step.
+        num_averaged: the batch's gradient is the mean of as many train_steps'.
+    """
+
+    batch: int
+    begins: bool
+    ends: bool
+    num_averaged: int
+
+
+class Accumulation:
+    """Counts train_steps and optimizer steps, which have to follow each other.
+
+    Args:
+        num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
+        averages: their gradients are averaged, not added.
+    """
+
+    def __init__(self, num_steps: int, *, averages: bool) -> None:
+        check_whole_number("accumulate", num_steps)
+        self._num_steps = num_steps
+        self._num_averaged = num_steps if averages else 1
+        self._holds = False  # inside no_sync()
+        self._updates = 0
+        self._counted = 0  # train_steps that count towards a step
+        self._held = 0  # the others
+        self._last: BatchPart | None = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The train_steps inside do not end their batch.
+
+        Raises:
+            ValueError: a batch has several train_steps anyway.
+        """
+        if self._num_steps > 1:
+            raise ValueError(
+                f"no_sync(): accumulate is {self._num_steps}, it must be 1: with accumulate=n the "
+                "gradients of n train_steps are added up without it"
+            )
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    def next(self) -> BatchPart:
+        """What the next train_step will be.
+
+        Raises:
+            ValueError: the batch is complete and waits for its step.
+        """
+        if self._is_complete:
+            raise ValueError(self._message(self._updates))
+        ends = not self._holds and (self._counted + 1) % self._num_steps == 0
+        begins = self._last is None or self._last.ends
+        return BatchPart(self._updates, begins, ends, self._num_averaged)
+
+    def take(self, part: BatchPart) -> None:
+        """The train_step has begun."""
+        self._counted += not self._holds
+        self._held += self._holds
+        self._last = part
+
+    def check_update(self) -> None:
+        """Raises ValueError unless a step is due."""
+        if not self._is_complete:
+            raise ValueError(self._message(self._updates + 1))
+
+    def take_update(self) -> None:
+        """The step has been registered."""
+        self._updates += 1
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far, which is the number of the batch that comes or waits for its."""
+        return self._updates
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._last is not None and self._last.ends and self._last.batch == self._updates
+
+    def _message(self, calls: int) -> str:
+        n = self._num_steps
+        each = "each train_step" if n == 1 else f"every {n} train_steps (accumulate={n})"
+        held = f" and {self._held} under no_sync()" if self._held else ""
+        outside = " outside no_sync()" if self._held else ""
+        return (
+            f"opt.step(): {calls} calls for {self._counted} train_steps{held}: exactly one call of "
+            f"PipelineOptimizer.step() must follow {each}{outside}"
+        )
+
+
+def check_same_part(announced: Sequence[Announcement]) -> None:
+    """Raises ValueError if some ranks are under no_sync() and others not."""
+    ends = [rank.ends_batch for rank in announced]
+    if len(set(ends)) > 1:
+        shown = ", ".join(
+            f"rank {rank}: {'outside' if end else 'inside'}" for rank, end in enumerate(ends)
+        )
+        raise ValueError(f"no_sync() must be entered on every rank, train_step is called {shown}")

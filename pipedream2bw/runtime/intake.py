@@ -1,0 +1,179 @@
+"""From the caller's batch to what each stage needs of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..capture.capture import split_model_args
+from ..model.added_loss import LossWeight
+from ..ranks.agreement import Announcement
+from ..ranks.grid import RankGrid
+from ..stages.modes import Mode
+from .accumulation import BatchPart
+from .local_stages import LocalStage
+from .microbatch import SplitTree, common_rows, microbatch_rows, signature, split_values
+from .runner import RunInputs
+
+
+@dataclasses.dataclass
+class Batch:
+    """What this rank was given of a batch, checked, not yet split."""
+
+    training: bool
+    part: BatchPart | None = None  # in training: of what the optimizer takes for one batch
+    values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
+    whole: list[bool] = dataclasses.field(default_factory=list)
+    target: SplitTree | None = None  # last stage
+
+
+class Intake:
+    """Checks batches, agrees on their microbatches and splits them."""
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        num_microbatches: int,
+        replicated: Sequence[str],
+        *,
+        losses_are_means: bool,
+    ) -> None:
+        self._grid = grid
+        self._losses_are_means = losses_are_means
+        self._num_microbatches = num_microbatches
+        self._replicated = replicated
+        self._layouts: dict[tuple[int, int], int] = {}  # (signature, rows) -> number
+
+    def take(
+        self,
+        batch: Batch,
+        mode: Mode,
+        mode_is_train: bool,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+    ) -> Announcement:
+        """Checks what this rank was given, and tells what the others need to know of it."""
+        rows = target_rows = number = -1
+        grid = self._grid
+        # The first pipeline evaluates alone.
+        stages = grid.stages if batch.training else [s for s in grid.stages if s < grid.depth]
+        if any(map(grid.is_first, stages)):
+            batch.values = split_model_args(mode.captured, args, kwargs)
+            batch.whole = mode.whole
+            rows = self._rows(batch, mode)
+            number = signature(batch.values, batch.whole, (mode_is_train, batch.training))
+        if any(map(grid.is_last, stages)) and batch.training:
+            batch.target = SplitTree.of(target, "target", self._replicated)
+            target_rows = -1 if batch.target.rows is None else batch.target.rows
+            if rows >= 0 and target_rows >= 0 and rows != target_rows:
+                raise ValueError(_rows_differ(rows, target_rows))
+        ends_batch = -1 if batch.part is None else int(batch.part.ends)
+        return Announcement(rows, target_rows, number, int(mode_is_train), ends_batch)
+
+    def _rows(self, batch: Batch, mode: Mode) -> int:
+        captured = mode.captured
+        named = [
+            (f"argument {captured.layout.tensors[position].path}", value)
+            for position, value, keep in zip(
+                captured.input_positions, batch.values, batch.whole, strict=True
+            )
+            if not keep
+        ]
+        rows = common_rows(named)
+        if rows is None:
+            raise ValueError(
+                "arguments: no tensor to split into microbatches; a batch needs one with rows "
+                "in dimension 0 that is not in replicated"
+            )
+        if batch.training and rows < self._num_microbatches:
+            raise ValueError(
+                f"rows of the batch: {rows}, num_microbatches: {self._num_microbatches}: every "
+                "microbatch needs at least 1 row"
+            )
+        return rows
+
+    def microbatches(
+        self, announced: Sequence[Announcement], *, training: bool
+    ) -> tuple[list[int], list[int]]:
+        """Rows and layout of each microbatch of this replica's run, the same on all its ranks."""
+        modes = [("eval", "train")[rank.training] for rank in announced]
+        if len(set(modes)) > 1:
+            listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
+            raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
+        grid = self._grid
+        for replica in range(grid.width):
+            first = announced[grid.process_of(0, replica, 0)]
+            begins = range(0, grid.num_stages, grid.depth) if training else (0,)
+            for shard, begin in itertools.product(range(grid.num_shards), begins):
+                last = announced[grid.process_of(begin + grid.depth - 1, replica, shard)]
+                if last.target_rows >= 0 and first.argument_rows != last.target_rows:
+                    raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
+                self._check_same_batch(announced, replica, shard, begin)
+        mine = announced[grid.process_of(0)]
+        count = self._num_microbatches
+        if not training:
+            count = max(1, min(mine.argument_rows, count))
+        sizes = microbatch_rows(mine.argument_rows, count)
+        layouts = [
+            self._layouts.setdefault((mine.signature, size), len(self._layouts)) for size in sizes
+        ]
+        return sizes, layouts
+
+    def weighing_rows(self, sizes: list[int]) -> tuple[int, ...]:
+        """By microbatch, weighs the losses' means; empty if losses are sums."""
+        return tuple(sizes) if self._losses_are_means else ()
+
+    def inputs(
+        self, batch: Batch, stage: LocalStage, mode: Mode, sizes: list[int], layouts: list[int]
+    ) -> RunInputs:
+        """The stage's share of a batch."""
+        grid = self._grid
+        mine = slice(None)
+        if batch.training:  # a pipeline's part of the microbatches
+            count = len(sizes) // grid.num_pipelines
+            first = grid.pipeline(stage.index) * count
+            mine = slice(first, first + count)
+        bound = stage.bound[mode.wiring]
+        inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
+        if batch.training:
+            rows = self.weighing_rows(sizes)
+            assert batch.part is not None
+            inputs.loss_weights = [
+                LossWeight(rows, microbatch, grid.width, batch.part.num_averaged)
+                for microbatch in range(len(sizes))[mine]
+            ]
+        if grid.is_first(stage.index):
+            inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]
+        if grid.is_last(stage.index) and batch.training:
+            assert batch.target is not None
+            inputs.targets = batch.target.split(sizes, stage.device)[mine]
+        return inputs
+
+    def _check_same_batch(
+        self, announced: Sequence[Announcement], replica: int, shard: int, begin: int
+    ) -> None:
+        """Raises ValueError unless all first stages of the replica were given one batch."""
+        process_of = self._grid.process_of
+        ranks = [process_of(0, replica, 0), process_of(begin, replica, shard)]
+        first, other = (announced[rank] for rank in ranks)
+        if first.argument_rows != other.argument_rows:
+            raise ValueError(
+                f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
+                f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
+                "the same batch"
+            )
+        if first.signature != other.signature:
+            raise ValueError(
+                f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
+                "differ: all first stages of a replica are given the same batch"
+            )
+
+
+def _rows_differ(rows: int, target_rows: int) -> str:
+    return (
+        f"rows of the arguments: {rows}, rows of the target: {target_rows}: they must agree; name "
+        "a tensor in replicated=() to pass it whole to every microbatch"
+    )

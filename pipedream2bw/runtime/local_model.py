@@ -1,0 +1,151 @@
+"""The part of the model that this process holds, under the model's own names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.checkpoint import Checkpoint
+from ..stages.modes import Mode
+from .local_stages import LocalStages
+from .stage_memory import StageMemory
+
+
+class LocalPart:
+    """Parameters, buffers and ``state_dict`` of the stages of this process.
+
+    Args:
+        root: the model.
+        without_values: names of the parameters and buffers that are to be loaded.
+        has_first_stage: extra state, which has no stage of its own, is with stage 0.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        stages: LocalStages,
+        without_values: set[str],
+        *,
+        has_first_stage: bool,
+    ) -> None:
+        self._root = root
+        self._without_values = without_values
+        self._stages = stages
+        self._has_first_stage = has_first_stage
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
+        for name, parameter in self._root.named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) in mine:
+                yield name, parameter
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether this process has a parameter to train."""
+        return any(parameter.requires_grad for _, parameter in self.named_parameters())
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = self._buffer_names()
+        for name, buffer in self._root.named_buffers("", recurse, remove_duplicate):
+            if name in mine:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The process's part of the ``state_dict``; its tensors are the live ones."""
+        mine = self._names()
+        with self._masters_shown():
+            full = self._root.state_dict(keep_vars=keep_vars)
+        return type(full)((prefix + name, full[name]) for name in full if name in mine)
+
+    @contextlib.contextmanager
+    def _masters_shown(self, *, change: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as shown:
+            for stage in self._stages:
+                shown.enter_context(stage.state.masters_shown(change=change))
+            yield
+
+    def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
+        """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
+        root = self._root
+        known = set(root.state_dict().keys())
+        mine = self._names() & known
+        wanted = [name for name in checkpoint.names if name in mine]
+        parameters = dict(root.named_parameters(remove_duplicate=False))
+        given = {id(parameters[name]) for name in wanted if name in parameters}
+        # One entry is enough for a parameter that has several names.
+        missing = sorted(
+            name for name in mine.difference(wanted) if id(parameters.get(name)) not in given
+        )
+        unexpected = sorted(set(checkpoint.names) - known)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(root).__name__}: "
+                f"missing keys: {missing}, unexpected keys: {unexpected}"
+            )
+        with self._masters_shown(change=True):
+            result = root.load_state_dict(checkpoint.take(wanted), strict=False)
+        self._without_values.difference_update(wanted)
+        self._without_values -= {name for name, p in parameters.items() if id(p) in given}
+        return type(result)(missing, unexpected)
+
+    def check_values(self) -> None:
+        """Raises ValueError if parameters that were on meta have not been loaded."""
+        if self._without_values:
+            first = ", ".join(sorted(self._without_values)[:5])
+            raise ValueError(
+                f"parameters and buffers without values: {len(self._without_values)} ({first}), "
+                "there must be none: the model was on meta. Load a checkpoint (load_checkpoint, "
+                "load_state_dict), or make the model by pipedream2bw.deferred_init()"
+            )
+
+    def describe(self, mode: Mode) -> list[str]:
+        """A line for each stage of the model, with what this process holds of it."""
+        depth = len(mode.programs)
+        has_copies = any(stage.state.pipeline > 0 for stage in self._stages)
+        lines = []
+        for program in mode.programs:
+            names = [mode.captured.layers[i].name for i in program.layers]
+            shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
+            line = f"stage {program.index}: {len(names)} layers ({shown})"
+            for stage in self._stages:
+                if stage.index % depth != program.index:
+                    continue
+                engine = stage.state.engine
+                memory = StageMemory.of(stage.state, stage.executor)
+                of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
+                frozen = stage.state.num_frozen_elements
+                versions = engine.num_versions if stage.state.trainable else 1
+                tied = stage.state.num_tied_elements
+                line += (
+                    f"{of}, {stage.state.num_elements:,} parameters "
+                    f"{f'({frozen:,} frozen) ' if frozen else ''}"
+                    f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {stage.device}, "
+                    f"{versions} weight version{'s' if versions > 1 else ''} "
+                    f"(newest W({engine.newest_version})), {memory.total:,} bytes"
+                )
+            lines.append(line)
+        return lines
+
+    def _buffer_names(self) -> set[str]:
+        """Of two pipelines each has statistics of its own; the first one's are the model's."""
+        stages = self._stages.of_first_pipeline()
+        return {name for stage in stages for name in stage.state.buffer_names}
+
+    def _names(self) -> set[str]:
+        """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
+        root = self._root
+        parameters = list(root.named_parameters(remove_duplicate=False))
+        buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        mine = self._buffer_names()
+        mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if self._has_first_stage:
+            mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
+        return mine

@@ -1,0 +1,328 @@
+"""What the engine calls for each microbatch of a stage: the stage's part of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..capture.saved_bytes import SavedBytes
+from ..model.added_loss import LossWeight, weighing
+from ..model.metrics import Metric, check_loss, measure
+from ..model.precision import Precision
+from ..stages.codegen import StageFunction
+from ..stages.program import StageProgram
+from ..stages.recompute import BufferPlaces, Replay, Replayer
+
+Structured = tuple[bytes, list[torch.Tensor]]
+"""A message: how to rebuild its values (empty: each value is one tensor), and its tensors."""
+
+
+Result = tuple[list[Structured], torch.Tensor | None, int, torch.Tensor | None]
+"""A forward's: messages, the loss, activation bytes, the metrics."""
+
+
+@dataclasses.dataclass
+class BoundProgram:
+    """A stage's program with one function for each weight slot."""
+
+    program: StageProgram
+    functions: list[StageFunction]
+    inbound: list[int]  # producer stages
+    sends: list[list[int]]  # by consumer: positions in the outputs
+
+    @classmethod
+    def of(cls, program: StageProgram, functions: list[StageFunction]) -> BoundProgram:
+        """Orders the edges as the engine does: by stage."""
+        position = {name: i for i, name in enumerate(program.outputs)}
+        sends = [
+            [position[name] for name in program.sends[consumer]]
+            for consumer in sorted(program.sends)
+        ]
+        return cls(program, functions, sorted(program.receives), sends)
+
+    def messages(self, outputs: Sequence[Any]) -> list[Structured]:
+        """What the stage sends, by consumer."""
+        return [pack([outputs[i] for i in positions]) for positions in self.sends]
+
+
+@dataclasses.dataclass
+class RunInputs:
+    """What one run (a batch, or an evaluation) needs on this stage beside the messages."""
+
+    bound: BoundProgram
+    sizes: list[int]  # rows of each microbatch of this pipeline
+    total_rows: int  # of all pipelines
+    layouts: list[int]
+    training: bool
+    loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a batch
+    values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
+    targets: list[Any] | None = None  # last stage of a training batch
+    outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
+
+
+@dataclasses.dataclass
+class _Given:
+    """What a microbatch is given beside the messages.
+
+    It is taken out of the run's inputs: the graph keeps what the backward needs.
+    """
+
+    values: list[Any]  # stage 0: the model's inputs
+    target: Any
+    loss_weight: LossWeight | None = None  # of a batch
+    bytes_kept: int = 0
+
+    @classmethod
+    def of(cls, inputs: RunInputs, microbatch: int) -> _Given:
+        given = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
+        if inputs.values is not None:
+            given.values, inputs.values[microbatch] = inputs.values[microbatch], None
+        if inputs.targets is not None:
+            given.target, inputs.targets[microbatch] = inputs.targets[microbatch], None
+        return given
+
+    def tensors(self) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves((self.values, self.target))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> _Given:
+        """The same with other tensors."""
+        remaining = iter(tensors)
+        values, target = pytree.tree_map_only(
+            torch.Tensor, lambda _: next(remaining), (self.values, self.target)
+        )
+        return _Given(values, target, self.loss_weight, self.bytes_kept)
+
+
+class StageRunner:
+    """Runs one stage's forwards; called by the stage's executor thread.
+
+    Args:
+        device: the stage's.
+        state_pointers: storages of weights and buffers, which are no activations.
+        buffer_places: where the stage's buffers are.
+        frozen: the stage's frozen parameters.
+        precision: in which the model's inputs come, and under which autocast forwards run.
+        recompute: a forward of a batch is called again before its backward.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        metrics: Mapping[str, Metric],
+        device: torch.device,
+        state_pointers: Callable[[], set[int]],
+        buffer_places: BufferPlaces,
+        frozen: Sequence[torch.Tensor],
+        precision: Precision,
+        *,
+        recompute: bool,
+    ) -> None:
+        self._is_first = stage == 0
+        self._is_last = stage == num_stages - 1
+        self._loss_fn = loss_fn
+        self._metrics = metrics
+        self._device = device
+        self._state_pointers = state_pointers
+        losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
+        loss_places = [(module._buffers, leaf) for module in losses for leaf in module._buffers]
+        self._buffer_places = lambda: [*buffer_places(), *loss_places]
+        self._frozen = frozen
+        self._precision = precision
+        self.recompute = recompute
+        self._bytes_kept: dict[int, int] = {}  # by layout
+        self._replayers: dict[int, Replayer] = {}  # by layout
+        self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
+        self.thread: list[int] = []  # the executor's, once it is known
+        self.runs: dict[int, RunInputs] = {}
+        self.error: BaseException | None = None
+
+    def forward(
+        self,
+        run: int,
+        microbatch: int,
+        slot: int,
+        inbound: list[Structured],
+        again: bool,
+        loss_scale: float,
+    ) -> Result:
+        """One microbatch: messages in, a result out."""
+        if not self.thread:
+            self.thread.append(threading.get_ident())
+        try:
+            if again:
+                return self._forward_again(run, microbatch, slot, inbound)
+            inputs = self.runs[run]
+            if not inputs.training:
+                given = _Given.of(inputs, microbatch)
+                with self._precision.computing(self._device.type):
+                    outputs = inputs.bound.functions[slot](self._values(given, inbound))
+                if self._is_last:
+                    inputs.outputs.append(outputs[0])
+                    return [], None, 0, None
+                return inputs.bound.messages(outputs), None, 0, None
+            if microbatch == len(inputs.sizes) - 1:
+                del self.runs[run]
+            weight = inputs.loss_weights[microbatch]
+            inputs.loss_weights[microbatch] = dataclasses.replace(weight, scale=loss_scale)
+            return self._train(inputs, run, microbatch, slot, inbound)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _train(
+        self,
+        inputs: RunInputs,
+        run: int,
+        microbatch: int,
+        slot: int,
+        inbound: list[Structured],
+    ) -> Result:
+        given = _Given.of(inputs, microbatch)
+        layout = inputs.layouts[microbatch]
+        owes_gradients = _is_differentiable(inbound)
+        with contextlib.ExitStack() as around:
+            replay = None
+            if self.recompute:
+                if layout not in self._replayers:
+                    self._replayers[layout] = Replayer(self._device, self._buffer_places)
+                replayer = self._replayers[layout]
+                replay = around.enter_context(replayer.first(given.tensors(), keep_inputs=True))
+                around.enter_context(self._frozen_stay())
+            saved = None
+            if layout not in self._bytes_kept:
+                # The first microbatch of a layout tells how much every one of them keeps. Views of
+                # the user's batch cost nothing beyond the batch itself; what was received is
+                # counted apart if it is kept to be received again.
+                not_counted = self._state_pointers() | _storages(given.tensors())
+                if self.recompute:
+                    not_counted |= _storages(tensor for _, part in inbound for tensor in part)
+                saved = around.enter_context(SavedBytes(not_counted))
+            messages, loss, output = self._compute(inputs.bound, slot, given, inbound)
+        if saved is not None:
+            self._bytes_kept[layout] = saved.total
+        kept = self._bytes_kept[layout]
+        has_backward = owes_gradients or _is_differentiable(messages, loss)
+        if replay is not None and not has_backward:
+            kept = 0  # the forward will not be called again
+        elif replay is not None:
+            given.bytes_kept = kept
+            self._replays[run, microbatch] = (inputs.bound, replay, given)
+            kept = replay.nbytes()
+        share = inputs.sizes[microbatch] / inputs.total_rows
+        metrics = (
+            measure(self._metrics, output, given.target, share, self._device)
+            if self._is_last
+            else None
+        )
+        return messages, loss, kept, metrics
+
+    @contextlib.contextmanager
+    def _frozen_stay(self) -> Iterator[None]:
+        before = [parameter._version for parameter in self._frozen]
+        yield
+        if before != [parameter._version for parameter in self._frozen]:
+            raise RuntimeError(
+                "recompute: the forward writes to a frozen parameter, which would change twice: "
+                "make it a buffer"
+            )
+
+    def forget(self) -> None:
+        """Drops what was kept for microbatches that will not be finished."""
+        self.runs.clear()
+        self._replays.clear()
+
+    def _forward_again(
+        self, run: int, microbatch: int, slot: int, inbound: list[Structured]
+    ) -> Result:
+        bound, replay, given = self._replays.pop((run, microbatch))
+        with replay.again():
+            given = given.with_tensors(replay.inputs)
+            messages, loss, _ = self._compute(bound, slot, given, inbound)
+        return messages, loss, given.bytes_kept, None
+
+    def _compute(
+        self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
+    ) -> tuple[list[Structured], torch.Tensor | None, Any]:
+        """Messages; of the last stage the loss and the model's output."""
+        with weighing(given.loss_weight), self._precision.computing(self._device.type):
+            outputs = bound.functions[slot](self._values(given, inbound))
+            if self._is_last:
+                return [], self._loss(outputs[0], given.target), outputs[0]
+        return bound.messages(outputs), None, None
+
+    def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
+        if self._is_first:
+            cast: list[Any] = self._precision.cast(given.values)
+            return cast
+        values: list[Any] = []
+        for structure, tensors in inbound:
+            values.extend(unpack(structure, tensors) if structure else tensors)
+        return values
+
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
+        return check_loss(self._loss_fn(output, target))
+
+    def forward_while_alive(self) -> Callable[..., Any]:
+        """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
+
+        If the engine held this object, a ``loss_fn`` or a model that knows the pipeline would keep
+        it alive for ever.
+        """
+        method = weakref.WeakMethod(self.forward)
+
+        def forward(*call: Any) -> Any:
+            alive = method()
+            if alive is None:
+                raise RuntimeError("the pipeline is gone")
+            return alive(*call)
+
+        return forward
+
+
+def pack(values: list[Any]) -> Structured:
+    """A message for values that are tensors or pytrees of tensors and constants."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return b"", values
+    tensors: list[torch.Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _IsTensor
+
+    return pickle.dumps(pytree.tree_map(take, values)), tensors
+
+
+def unpack(structure: bytes, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of a message with structure."""
+    remaining = iter(tensors)
+    values: list[Any] = pytree.tree_map(
+        lambda leaf: next(remaining) if leaf is _IsTensor else leaf, pickle.loads(structure)
+    )
+    return values
+
+
+class _IsTensor:
+    """Stands for a tensor among a message's constants."""
+
+
+def _is_differentiable(messages: Sequence[Structured], loss: torch.Tensor | None = None) -> bool:
+    tensors = [tensor for _, part in messages for tensor in part]
+    return any(tensor.requires_grad for tensor in (*tensors, *(() if loss is None else (loss,))))
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}

@@ -1,0 +1,80 @@
+"""The bytes of a stage, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from .. import _C
+
+if TYPE_CHECKING:
+    from .stage_weights import StageState
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one stage holds (arXiv 2006.09503, section 3: 2bw keeps 2|W|/d of weights).
+
+    Attributes:
+        weights: all versions of the trainable parameters: number of versions * elements * size.
+            A parameter that several stages hold takes memory, and counts, on each of them.
+        masters: float32 weights that are stepped, with ``precision=``; with ``split_master`` what
+            the rounding of the newest version took off.
+        gradients: one buffer, float32 for half-precision parameters.
+        optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
+            the first step.
+        frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
+            of one process, too.
+        padding: what aligning every parameter to 64 bytes adds to the first four.
+        activations: the most bytes that microbatches in flight held for their backward at once.
+        message_buffers: what messages to and from other processes take up now.
+        most_in_flight: the most microbatches that were between forward and backward at once.
+        most_live_versions: the most weight versions that were alive (newest, still read, or being
+            written).
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    frozen_weights: int
+    buffers: int
+    padding: int
+    activations: int
+    message_buffers: int
+    most_in_flight: int
+    most_live_versions: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return (
+            self.weights
+            + self.masters
+            + self.gradients
+            + self.optimizer_state
+            + self.frozen_weights
+            + self.buffers
+            + self.padding
+            + self.activations
+            + self.message_buffers
+        )
+
+    @classmethod
+    def of(cls, state: StageState, executor: _C.Executor) -> StageMemory:
+        """Reads a stage."""
+        engine = state.engine.bytes()
+        kept = 0 if state.correction is None else state.correction.nbytes
+        return cls(
+            weights=engine["weights"],
+            masters=engine["masters"],
+            gradients=engine["gradients"],
+            optimizer_state=engine["optimizer_state"] + kept,
+            frozen_weights=state.frozen_bytes,
+            buffers=sum(buffer.nbytes for buffer in state.buffers),
+            padding=engine["padding"],
+            activations=executor.most_bytes_in_flight(state.index),
+            message_buffers=executor.message_buffer_bytes(state.index),
+            most_in_flight=executor.most_in_flight(state.index),
+            most_live_versions=state.engine.most_live_versions,
+        )

@@ -1,0 +1,363 @@
+"""What one stage holds: its parameters in the engine's buffers, and a clone per weight version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import _C
+from ..model.clone import copy_training_flags, structural_clone
+from ..model.precision import Precision
+from ..stages.codegen import StageFunction
+from ..stages.program import StageProgram
+from .gradient_guards import ArrivalGuard, EngineGradient
+
+if TYPE_CHECKING:
+    from ..optimizer.staleness import StepCorrection
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePart:
+    """One of the stages that a process runs, and with whom it adds up its gradients."""
+
+    index: int  # the schedule's: with two pipelines every stage of the model has two
+    pipeline: int
+    program: StageProgram
+    device: torch.device
+    num_versions: int
+    group: dist.ProcessGroup | None  # the processes that hold the stage
+    bucket_bytes: int  # of gradients that they add up at once
+    first: int  # the one of them that gives the others its initial weights
+    copies: _C.CopySum | None  # shared with the stage's copy in this process
+    tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
+    precision: Precision
+
+
+class StageState:
+    """The parameters, buffers and clones of one stage.
+
+    The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
+    views of the newest version's buffer, brought up to date by :meth:`show_newest`, or of the
+    float32 master if there is one. The stage computes with other Parameters, one set for each slot
+    of the engine's, because autograd remembers the Parameter, not its storage: a handle that moves
+    would corrupt the backwards in flight.
+
+    Args:
+        model: the user's.
+        root: the model that the stage is of: the user's, or the second pipeline's own.
+        taken: parameters of which an earlier stage in this process has the root's as its handles.
+    """
+
+    def __init__(
+        self, model: nn.Module, root: nn.Module, part: StagePart, taken: frozenset[str]
+    ) -> None:
+        program, device = part.program, part.device
+        self.index = part.index
+        self.index_in_model = program.index
+        self.pipeline = part.pipeline
+        self.device = device
+        self._model = model
+        self._root = root
+        self._first = part.first
+        self._tied = part.tied
+        self._taken = taken
+        used = (*program.parameters, *program.unused_parameters)
+        self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
+        for name, parameter in self.in_root.items():
+            if not parameter.requires_grad and name not in taken:
+                parameter.data = parameter.data.to(device)
+        own = {  # on one device in the same memory, if frozen
+            name: _another(p, part.precision, device) if name in taken else p
+            for name, p in self.in_root.items()
+        }
+        self.trainable = {name: p for name, p in own.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in own.items() if not p.requires_grad}
+        self.handles = list(self.trainable.values())
+        # The user's Parameters of these names, which an optimizer knows.
+        self.originals = [model.get_parameter(name) for name in self.trainable]
+        self._guards = [
+            handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
+            for name, handle in self.trainable.items()
+        ]
+        self.buffer_names = program.buffers
+        for holder, leaf in self.buffer_places():
+            holder[leaf] = holder[leaf].to(device)
+        self.engine = _C.Stage(
+            parameters=[handle.detach().to(device) for handle in self.handles],
+            names=list(self.trainable),
+            num_versions=part.num_versions,
+            replica_group="" if part.group is None else part.group.group_name,
+            bucket_bytes=part.bucket_bytes,
+            copy_sum=part.copies,
+            copy=part.pipeline,
+            dtypes=[part.precision.of_parameter(name, p) for name, p in self.trainable.items()],
+            split_master=part.precision.split_master,
+        )
+        self.slot_parameters: list[list[nn.Parameter]] = []
+        for slot in range(self.engine.num_slots):
+            parameters = [
+                nn.Parameter(self.engine.weight(slot, i)) for i in range(len(self.handles))
+            ]
+            for i, parameter in enumerate(parameters):
+                self.engine.attach(i, parameter)
+            self.slot_parameters.append(parameters)
+        self.correction: StepCorrection | None = None  # of the optimizer's steps
+        self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
+        self.show_newest()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether its handles are the user's Parameters."""
+        return self._root is self._model
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's own Parameters that this stage holds, frozen ones too."""
+        return [*self.handles, *self.frozen.values()]
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The model's stages that hold the parameter."""
+        return self._tied.get(name, (self.index_in_model,))
+
+    def counts(self, name: str) -> bool:
+        """Whether the parameter counts here: a tied one does on the first stage that holds it."""
+        return self.stages_of(name)[0] == self.index_in_model
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters that count here, frozen ones too."""
+        return sum(p.numel() for name, p in self.in_root.items() if self.counts(name))
+
+    @property
+    def num_frozen_elements(self) -> int:
+        """Elements of the frozen ones of them."""
+        return sum(p.numel() for name, p in self.frozen.items() if self.counts(name))
+
+    @property
+    def num_tied_elements(self) -> int:
+        """Elements of the parameters that count on an earlier stage."""
+        return sum(p.numel() for name, p in self.in_root.items() if not self.counts(name))
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of its own: what is on one device exists once in a process."""
+        shared = self._taken.intersection(self.frozen) if self.is_shown else self.frozen
+        others = {self._model.get_parameter(name).data_ptr() for name in shared}
+        return sum(p.nbytes for p in self.frozen.values() if p.data_ptr() not in others)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The stage's buffers as they are now: a module may have put new tensors in place."""
+        return [holder[leaf] for holder, leaf in self.buffer_places()]
+
+    def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
+        """The modules' dictionaries and names under which they are."""
+        places = []
+        for name in self.buffer_names:
+            owner, _, leaf = name.rpartition(".")
+            holder = self._root.get_submodule(owner)._buffers
+            if holder[leaf] is not None:
+                places.append((holder, leaf))
+        return places
+
+    def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
+        """The same of all buffers, None ones too, of the modules of which the stage has a part."""
+        names = (*self.trainable, *self.frozen, *self.buffer_names)
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        modules = [self._root.get_submodule(owner) for owner in owners]
+        return [(module._buffers, leaf) for module in modules for leaf in module._buffers]
+
+    def bind(self, program: StageProgram) -> list[StageFunction]:
+        """The program as one function for each weight slot."""
+        return [program.bind(clone, self.device) for clone in self.clones]
+
+    def copy_training_flags(self) -> None:
+        """Gives the clones' modules the modes of the model's."""
+        for clone in self.clones:
+            copy_training_flags(self._model, clone)
+
+    def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
+        """What the stage computes with in place of each of the root's Parameters."""
+        own = {**self.frozen, **dict(zip(self.trainable, self.slot_parameters[slot], strict=True))}
+        return {parameter: own[name] for name, parameter in self.in_root.items()}
+
+    def shown(self, name: str) -> torch.Tensor:
+        """What the handle of that name shows, or the frozen parameter. Drained."""
+        return {**self.frozen, **self.trainable}[name].data
+
+    def show_newest(self) -> None:
+        """Points the handles to the newest weights. The pipeline must be drained.
+
+        With float32 masters to these; with split ones, of which there is no whole tensor, to the
+        bfloat16 weights.
+        """
+        slot = self.engine.newest_slot
+        for i, (name, handle) in enumerate(self.trainable.items()):
+            split = self.engine.has_split_master(i)
+            handle.data = self.engine.weight(slot, i) if split else self.engine.master(slot, i)
+            if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
+                handle.grad = EngineGradient(name, handle)
+
+    def stepped_dtypes(self) -> list[torch.dtype]:
+        """What an optimizer steps the trainable parameters in."""
+        return [
+            torch.float32 if self.engine.has_split_master(i) else handle.dtype
+            for i, handle in enumerate(self.handles)
+        ]
+
+    @contextlib.contextmanager
+    def masters_shown(self, *, change: bool = False) -> Iterator[None]:
+        """Meanwhile the handles are float32 where there is a master, split ones too.
+
+        Args:
+            change: what is written to the handles meanwhile becomes the newest weights.
+        """
+        slot = self.engine.newest_slot
+        split = [i for i in range(len(self.handles)) if self.engine.has_split_master(i)]
+        for i in split:
+            self.handles[i].data = self.engine.master(slot, i)
+        try:
+            yield
+        finally:
+            if change:
+                self.engine.round_masters(slot)
+                for i in split:
+                    self.engine.set_split_master(i, self.handles[i].detach())
+            self.show_newest()
+
+    def check_requires_grad(self) -> None:
+        """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
+        for name, parameter in self.in_root.items():
+            if parameter.requires_grad != (name in self.trainable):
+                raise ValueError(
+                    f"parameter {name}: requires_grad is {parameter.requires_grad}, it was "
+                    f"{not parameter.requires_grad} when the pipeline was made: freeze and "
+                    "unfreeze before, the pipeline keeps versions of the trained ones only"
+                )
+
+    def remove_guards(self) -> None:
+        """Lets the handles have gradients again, as their owner is no pipeline any more."""
+        for guard in self._guards:
+            guard.remove()
+        for handle in self.handles:
+            handle.grad = None
+
+    def give_back(self) -> None:
+        """Gives the handles memory of their own, with the newest weights."""
+        for i, handle in enumerate(self.handles):
+            if handle is self.originals[i]:
+                handle.data = self.engine.master(self.engine.newest_slot, i).clone()
+
+    def storage_pointers(self) -> set[int]:
+        """The storages of weights and buffers."""
+        slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
+        tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The newest weights and their masters, frozen ones and buffers."""
+        weights = self.engine.slot_buffers(self.engine.newest_slot)
+        # As bytes: gloo sends no int16, which split masters are.
+        masters = (buffer.view(torch.uint8) for buffer in self.engine.master_buffers())
+        return [
+            *weights,
+            *masters,
+            *(parameter.data for parameter in self.frozen.values()),
+            *self.buffers,
+        ]
+
+    def take_over(self, first: StageState | None, group: dist.ProcessGroup | None) -> None:
+        """Sets every version to what the first of those that hold the stage has.
+
+        Args:
+            first: the stage's copy in this process; else all processes of its group call it.
+            group: not kept, as its last owner has to be the engine.
+        """
+        if first is not None:
+            with torch.no_grad():
+                for mine, theirs in zip(self._tensors(), first._tensors(), strict=True):
+                    mine.copy_(theirs)
+        elif group is not None:
+            source = dist.get_group_rank(group, self._first)
+            for tensor in self._tensors():
+                dist.broadcast(tensor, group=group, group_src=source)
+        self.engine.restart_delay()
+
+
+def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
+    """Takes the model over: the states of the stages that this process runs."""
+    states: list[StageState] = []
+    taken: dict[nn.Module, set[str]] = {}  # by root
+    for pipeline in sorted({part.pipeline for part in parts}):
+        mine = [part for part in parts if part.pipeline == pipeline]
+        root = (
+            model
+            if pipeline == 0 or mine[0].copies is None
+            else _second_model(model, mine[0].precision)
+        )
+        of_pipeline: list[StageState] = []
+        names = taken.setdefault(root, set())
+        for part in mine:
+            of_pipeline.append(StageState(model, root, part, frozenset(names)))
+            names.update(of_pipeline[-1].in_root)
+        for group in _without_common_parameters(of_pipeline):
+            _make_clones(model, root, group)
+        states += of_pipeline
+    take_over(states, {part.index: part.group for part in parts}.get)
+    return states
+
+
+def take_over(
+    states: Sequence[StageState], group_of: Callable[[int], dist.ProcessGroup | None]
+) -> None:
+    """Gives replicas and copies of a stage the weights of the first. All processes call it."""
+    firsts = {state.index_in_model: state for state in states if state.is_shown}
+    # In one order everywhere: two processes may hold the same two stages.
+    for state in sorted(states, key=lambda state: state.index_in_model):
+        first = None if state.is_shown else firsts[state.index_in_model]
+        state.take_over(first, group_of(state.index))
+
+
+def _another(
+    parameter: nn.Parameter, precision: Precision, device: torch.device | None = None
+) -> nn.Parameter:
+    """One for another copy, to be given the first one's values: that may show rounded ones."""
+    data = parameter.detach().to(device, precision.of_master(parameter))
+    return nn.Parameter(data, parameter.requires_grad)
+
+
+def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
+    """The model over parameters and buffers of its own, for a second pipeline in this process."""
+    parameters = {parameter: _another(parameter, precision) for parameter in model.parameters()}
+    return structural_clone(model, parameters, own_buffers=True)
+
+
+def _without_common_parameters(states: Sequence[StageState]) -> list[list[StageState]]:
+    """Groups of stages that one clone serves."""
+    groups: list[list[StageState]] = []
+    for state in states:
+        for group in groups:
+            if all(state.in_root.keys().isdisjoint(other.in_root) for other in group):
+                group.append(state)
+                break
+        else:
+            groups.append([state])
+    return groups
+
+
+def _make_clones(model: nn.Module, root: nn.Module, states: Sequence[StageState]) -> None:
+    for slot in range(max(state.engine.num_slots for state in states)):
+        mapping: dict[nn.Parameter, nn.Parameter] = {}
+        for state in states:
+            mapping.update(state.in_slot(slot % state.engine.num_slots))
+        clone = structural_clone(root, mapping)
+        copy_training_flags(model, clone)
+        for state in states:
+            if slot < state.engine.num_slots:
+                state.clones.append(clone)

@@ -1,0 +1,1 @@
+"""Schedules as data: made, read, simulated, and the events of running one."""

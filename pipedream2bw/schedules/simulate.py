@@ -1,0 +1,232 @@
+"""Time and memory of a schedule without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+
+from .. import _C
+from .._C import Schedule
+from ..checks import check_whole_number
+from .events import Event
+from .load import schedule_for
+
+PerStage = float | Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What :func:`simulate` found out.
+
+    Attributes:
+        events: every action, rank by rank in order, in seconds from the run's start;
+            :func:`draw_timeline` draws them.
+        makespan: seconds from the first action's start to the last one's end.
+        period: seconds per batch in the steady state, at the slowest rank. Measured between two
+            late batches, in a longer run if ``num_batches`` are too few: it does not depend on
+            them (to about one percent where messages are exposed).
+        bubbles: of each rank, the share of the period in which it does no action.
+        peak_bytes: of each rank, the most memory held at once: all weight versions, gradients,
+            optimizer state, and activations from a forward's start to the end of its backward.
+        most_in_flight: of each stage, the most microbatches whose activations it holds at once.
+    """
+
+    events: list[Event]
+    makespan: float
+    period: float
+    bubbles: list[float]
+    peak_bytes: list[float]
+    most_in_flight: list[int]
+
+
+def simulate(
+    schedule: Schedule | str | os.PathLike[str],
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int = 1,
+    forward: PerStage = 1.0,
+    backward: PerStage | None = None,
+    input_grad: PerStage | None = None,
+    weight_grad: PerStage | None = None,
+    recompute: PerStage = 0.0,
+    update: PerStage = 0.0,
+    all_reduce: PerStage = 0.0,
+    activation_bytes: PerStage = 0.0,
+    input_bytes: PerStage = 0.0,
+    weight_bytes: PerStage = 0.0,
+    gradient_bytes: PerStage = 0.0,
+    state_bytes: PerStage = 0.0,
+    latency: PerStage = 0.0,
+    bandwidth: PerStage = math.inf,
+    message_bytes: PerStage = 0.0,
+    sends: str = "asynchronous",
+    num_batches: int = 4,
+) -> Simulation:
+    """Runs a schedule's actions with given costs, as discrete events, and measures it.
+
+    Every rank executes its list strictly in order; an action begins when its rank is free and the
+    message that it needs has arrived. The run begins with an empty pipeline and ends with a drain.
+    ::
+
+        simulation = pd2.simulate("2bw", num_stages=4, num_microbatches=8, latency=0.1)
+        print(simulation.period, simulation.bubbles)
+        pd2.draw_timeline(simulation.events, "2bw.png")
+
+    Times are in seconds, or in any one unit. Costs of stages are one number, or one for each
+    stage; costs of edges one number, or one for each pair of neighbours (``num_stages - 1``).
+
+    Args:
+        schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
+            "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
+            "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
+            own: what :func:`load_schedule` takes.
+        num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
+            is the second one's copy of stage i and costs the same. A schedule of one's own has
+            its own, which this must equal if given.
+        num_microbatches: microbatches of a batch; likewise.
+        stages_per_rank: for schedules by name that allow more than one.
+        forward: seconds of a forward of one microbatch.
+        backward: seconds of a backward, half of it the input gradient; 2.0 if nothing is said.
+        input_grad: instead of ``backward``, together with ``weight_grad``: seconds of the part
+            that the previous stage waits for.
+        weight_grad: seconds of the other part.
+        recompute: seconds of running a forward again before its backward, while that one's message
+            may be under way; 0: activations are kept instead.
+        update: seconds of an optimizer step. Where a stage keeps several weight versions it goes on
+            beside other actions, until a forward reads what it made.
+        all_reduce: seconds that replicas, and a stage's two copies, take to add up a batch's
+            gradients, before each update.
+        activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
+        input_bytes: with ``recompute``, kept for each microbatch in flight.
+        weight_bytes: one version of the weights.
+        gradient_bytes: the gradients.
+        state_bytes: the optimizer's state.
+        latency: seconds that a message takes however short, in either direction.
+        bandwidth: bytes per second in each direction; messages of one edge and direction occupy
+            it one after another. 0 or infinite: bytes take no time.
+        message_bytes: a microbatch's activations between two stages, and their gradients. An edge
+            between two stages of one rank costs nothing.
+        sends: "asynchronous": the sender goes on at once. "blocking": it is occupied until the
+            message has arrived. "rendezvous": and the message leaves only when its receiver waits
+            for it.
+        num_batches: batches to run before the drain.
+
+    Raises:
+        ValueError: an unknown or illegal schedule, numbers of values that do not fit, costs that
+            are negative or not finite, or a deadlock (with the grid of actions, the stuck ones
+            marked).
+    """
+    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+    check_whole_number("num_batches", num_batches)
+    d = made.depth
+    input_grads, weight_grads = _halves(backward, input_grad, weight_grad, d)
+    stages = zip(
+        _values("forward", forward, d),
+        input_grads,
+        weight_grads,
+        _values("recompute", recompute, d),
+        _values("all_reduce", all_reduce, d),
+        _values("update", update, d),
+        _values("activation_bytes", activation_bytes, d),
+        _values("input_bytes", input_bytes, d),
+        _values("weight_bytes", weight_bytes, d),
+        _values("gradient_bytes", gradient_bytes, d),
+        _values("state_bytes", state_bytes, d),
+        strict=True,
+    )
+    edges = zip(
+        _values("latency", latency, d, of_edges=True),
+        _values("bandwidth", bandwidth, d, of_edges=True),
+        _values("message_bytes", message_bytes, d, of_edges=True),
+        strict=True,
+    )
+    rows, makespan, period, bubbles, most_in_flight, peak_bytes = _C.simulate(
+        made, list(stages), list(edges), sends, num_batches
+    )
+    return Simulation(
+        events=[Event(row[0], 0, *row[1:], rank=made.placement[row[0]]) for row in rows],
+        makespan=makespan,
+        period=period,
+        bubbles=bubbles,
+        peak_bytes=peak_bytes,
+        most_in_flight=most_in_flight,
+    )
+
+
+def find_deadlock(
+    schedule: Schedule | str | os.PathLike[str],
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int = 1,
+    sends: str = "rendezvous",
+) -> str | None:
+    """Whether a schedule's ranks would wait for each other for ever, were their sends to block.
+
+    This package's sends never wait for their receivers. Others may: with
+    ``torch.distributed.send``, and ``batch_isend_irecv`` where each operation is waited for, a rank
+    may go on only when the message is received. Costs make no difference.
+
+    Args:
+        schedule: as in :func:`simulate`, and so are the sizes.
+        sends: "rendezvous", or one of the others, with which no legal schedule deadlocks.
+
+    Returns:
+        None if every rank finishes; else what each rank that doesn't waits for, and the grid of
+        actions with theirs marked.
+
+    Raises:
+        ValueError: an unknown or illegal schedule, or unknown sends.
+    """
+    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+    simulate(made)  # what it refuses now is no deadlock
+    try:
+        simulate(made, sends=sends)
+    except ValueError as error:
+        if f"deadlock with {sends} sends" not in str(error):
+            raise
+        return str(error)
+    return None
+
+
+def _halves(
+    backward: PerStage | None,
+    input_grad: PerStage | None,
+    weight_grad: PerStage | None,
+    num_stages: int,
+) -> tuple[list[float], list[float]]:
+    """Seconds of the input gradients and of the weight gradients."""
+    if input_grad is None and weight_grad is None:
+        whole = _values("backward", 2.0 if backward is None else backward, num_stages)
+        for stage, seconds in enumerate(whole):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"backward[{stage}]: {seconds}: a cost must be finite and >= 0")
+        halves = [seconds / 2 for seconds in whole]
+        return halves, halves
+    if backward is not None or input_grad is None or weight_grad is None:
+        raise ValueError(
+            f"backward: {backward}, input_grad: {input_grad}, weight_grad: {weight_grad}: give "
+            "backward alone, or both of the others"
+        )
+    return (
+        _values("input_grad", input_grad, num_stages),
+        _values("weight_grad", weight_grad, num_stages),
+    )
+
+
+def _values(name: str, given: PerStage, num_stages: int, *, of_edges: bool = False) -> list[float]:
+    """One value for each stage, or for each edge."""
+    expected = num_stages - 1 if of_edges else num_stages
+    if isinstance(given, (int, float)):
+        return [float(given)] * expected
+    values = [float(value) for value in given]
+    if len(values) != expected:
+        what = "pair of neighbouring stages" if of_edges else "stage"
+        raise ValueError(
+            f"{name}: {len(values)} values, num_stages: {num_stages}: one number, or one for each "
+            f"{what}"
+        )
+    return values

@@ -1,0 +1,247 @@
+"""Where the stages begin: balanced by cost, by name, or where another capture has them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .. import _C
+from ..capture.bonds import Ties, held_together
+from ..capture.capture import capture
+from ..capture.captured import Captured, describe_layer, first_layers
+
+if TYPE_CHECKING:
+    from .program import StageProgram
+
+
+def choose_boundaries(
+    captured: Captured, num_stages: int, split: str | Sequence[str] = "auto"
+) -> list[int]:
+    """The first layer of every stage.
+
+    Raises:
+        ValueError: more stages than layers, an unknown name or a wrong number of names in
+            ``split``, or a buffer or value that is written and would be used on two stages.
+    """
+    num_layers = len(captured.layers)
+    if num_stages > num_layers:
+        raise ValueError(
+            f"num_stages: {num_stages}, layers of the captured model: {num_layers}: every stage "
+            "needs at least 1 layer"
+        )
+    if isinstance(split, str):
+        if split != "auto":
+            raise ValueError(
+                f'split: {split!r} given; it must be "auto", a list of names where stages begin, '
+                "or the model a list of modules"
+            )
+        return _balanced(captured, num_stages)
+    boundaries = _named(captured, num_stages, list(split))
+    check_uses(captured, boundaries)
+    return boundaries
+
+
+def capture_like(
+    model: nn.Module | Sequence[nn.Module],
+    like: Captured,
+    programs: Sequence[StageProgram],
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    replicated: Sequence[str] = (),
+) -> tuple[Captured, list[int]]:
+    """Captures the model's other mode, in a way that can be cut like ``programs``.
+
+    ``like`` is the first mode's capture and ``programs`` its stages; the other arguments are those
+    of :func:`capture`. Returns the capture and its boundaries (see :func:`place_like`).
+
+    Raises:
+        ValueError: no way of capture can be cut so; the message gives each one's reason.
+    """
+
+    def why_not(captured: Captured) -> str | None:
+        try:
+            place_like(captured, programs)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    captured = capture(
+        model,
+        num_stages=1,  # a stage may have nothing to do in this mode
+        example_args=example_args,
+        example_kwargs=example_kwargs,
+        replicated=replicated,
+        prefer=like.how,
+        why_not=why_not,
+    )
+    return captured, place_like(captured, programs)
+
+
+def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int]:
+    """Boundaries of another mode's capture that leave every parameter and buffer where it is.
+
+    A parameter may be on several stages. A stage may get no layer at all (one whose layers do
+    nothing in this mode).
+
+    Raises:
+        ValueError: no cut does that; names what stands in the way.
+    """
+    stages_of: dict[str, set[int]] = {}
+    for program in programs:
+        for name in (*program.parameters, *program.unused_parameters, *program.buffers):
+            stages_of.setdefault(name, set()).add(program.index)
+    everywhere = set(range(len(programs)))
+    allowed = [  # by layer: the stages that hold all that it uses
+        everywhere.intersection(*(stages_of[name] for name in names if name in stages_of))
+        for names in _state_names(captured)
+    ]
+    held = held_together(captured)
+    fits = _what_fits(allowed, held, len(programs))
+    begins = {program.index: program.first_layer_name for program in programs}
+    boundaries = [0]
+    for stage in range(1, len(programs)):
+        legal = []
+        for cut in range(boundaries[-1], len(allowed) + 1):
+            if held.allows(cut) and fits[stage][cut]:
+                legal.append(cut)
+            if cut < len(allowed) and stage - 1 not in allowed[cut]:
+                break
+        if not legal:
+            raise ValueError(
+                f"stage {stage} cannot begin anywhere in the other mode's capture: its parameters "
+                f"and those of the stages before are not used one after another"
+            )
+        boundaries.append(_closest(captured, legal, begins[stage]))
+    return boundaries
+
+
+def _what_fits(allowed: Sequence[set[int]], held: Ties, num_stages: int) -> list[list[bool]]:
+    """By stage and layer: whether that stage and later ones can have the layers from there on."""
+    fits = [[False] * len(allowed) + [True] for _ in range(num_stages + 1)]
+    for layer in reversed(range(len(allowed))):
+        for stage in reversed(range(num_stages)):
+            fits[stage][layer] = (stage in allowed[layer] and fits[stage][layer + 1]) or (
+                held.allows(layer) and fits[stage + 1][layer]
+            )
+    return fits
+
+
+def check_uses(captured: Captured, boundaries: Sequence[int]) -> None:
+    """Refuses boundaries that separate what has to stay on one stage.
+
+    Raises:
+        ValueError: names the buffer (or value written in place) and both stages.
+    """
+    for tie in held_together(captured).ties:
+        first = _stage_at(boundaries, tie.first)
+        last = _stage_at(boundaries, tie.last)
+        if first != last:
+            raise ValueError(
+                f"{tie.what} is used in stages {first} and {last} (layers "
+                f"{describe_layer(captured, tie.first)} and "
+                f"{describe_layer(captured, tie.last)}): "
+                "choose a split that puts both uses into one stage"
+            )
+
+
+def _state_names(captured: Captured) -> Iterable[list[str]]:
+    shared = captured.costs.written_buffers
+    for parameters, buffers in zip(captured.layer_parameters, captured.layer_buffers, strict=True):
+        # Read-only buffers may be on several stages, so they fix nothing.
+        yield [*parameters, *(name for name in buffers if name in shared)]
+
+
+def _balanced(captured: Captured, num_stages: int) -> list[int]:
+    if captured.how == "list" and len(captured.layers) == num_stages:
+        boundaries = list(range(num_stages))
+        check_uses(captured, boundaries)
+        return boundaries
+    held = held_together(captured)
+    num_layers = len(captured.layers)
+    can_cut = [held.allows(cut) for cut in range(1, num_layers)]
+    if sum(can_cut) < num_stages - 1:
+        longest = max(held.ties, key=lambda tie: tie.last - tie.first)
+        raise ValueError(
+            f"num_stages: {num_stages}, but the model can be cut in only {sum(can_cut)} places: "
+            f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
+            f"{describe_layer(captured, longest.last)}, which have to be on one stage"
+        )
+    layers = [(layer.forward_cost, layer.backward_cost, 0, 0, 0, 0) for layer in captured.layers]
+    without_limit = (0, 0, 0, 0, math.inf, 1)
+    split = _C.split_stages(
+        layers, [], [without_limit] * num_stages, can_cut=can_cut, values=crossing_values(captured)
+    )
+    assert split is not None
+    return split[0]
+
+
+def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, float]]:
+    """(producer, consumers, 0, nominal seconds of a crossing) of values that more layers read.
+
+    A model input counts as produced by layer 0, as its rank gets the model's arguments.
+    """
+    consumers_of: dict[str, tuple[int, list[int]]] = {}
+    index_of = {node: index for index, node in enumerate(captured.layer_nodes)}
+    for consumer, node in enumerate(captured.layer_nodes):
+        for value in node.all_input_nodes:
+            producer = index_of.get(value, 0)
+            if value.op != "get_attr" and producer < consumer:
+                consumers_of.setdefault(value.name, (producer, []))[1].append(consumer)
+    return [
+        (producer, consumers, 0.0, captured.costs.crossing.get(name, 0.0))
+        for name, (producer, consumers) in consumers_of.items()
+    ]
+
+
+def _cut_costs(captured: Captured) -> list[float]:
+    """Nominal seconds of what crosses the cut before layer i+1; a value counts once."""
+    costs = [0.0] * (len(captured.layers) - 1)
+    for producer, consumers, _, seconds in crossing_values(captured):
+        for cut in range(producer, consumers[-1]):
+            costs[cut] += seconds
+    return costs
+
+
+def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
+    if len(names) != num_stages - 1:
+        raise ValueError(
+            f"split: {len(names)} names, num_stages: {num_stages}: needs num_stages - 1 = "
+            f"{num_stages - 1} names, where stages 1... begin"
+        )
+    first_layer = first_layers(captured)
+    boundaries = [0]
+    for name in names:
+        if name not in first_layer:
+            close = difflib.get_close_matches(name, first_layer, n=5, cutoff=0.5)
+            known = close or sorted(first_layer, key=first_layer.__getitem__)[:10]
+            raise ValueError(
+                f"split: {name!r} is no module or layer of the captured model; "
+                f"{'close matches' if close else 'the first ones'}: {', '.join(map(repr, known))}"
+            )
+        layer = first_layer[name]
+        if layer <= boundaries[-1]:
+            raise ValueError(
+                f"split: {name!r} begins at layer {layer}, the stage before begins at layer "
+                f"{boundaries[-1]}: names have to be in the order of execution, and stages not "
+                "empty"
+            )
+        boundaries.append(layer)
+    return boundaries
+
+
+def _closest(captured: Captured, legal: list[int], name: str | None) -> int:
+    """The legal cut at the layer called ``name``, else the one that fewest bytes cross."""
+    first = first_layers(captured).get(name) if name is not None else None
+    if first in legal:
+        return first
+    costs = [0.0, *_cut_costs(captured), 0.0]
+    return min(legal, key=lambda cut: costs[cut])
+
+
+def _stage_at(boundaries: Sequence[int], layer: int) -> int:
+    return sum(1 for boundary in boundaries[1:] if boundary <= layer)

@@ -1,0 +1,265 @@
+"""Python source for one stage: a function from its input values to its output values.
+
+The graph of the captured model is only walked when the stage is built. What runs per microbatch
+is straight-line code whose modules, parameters and functions are closure variables, so that a
+call costs little more than the operators in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import keyword
+import linecache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_unflatten
+
+from ..capture.attribute import Attribute
+
+StageFunction = Callable[[Sequence[Any]], list[Any]]
+
+
+_serial = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSource:
+    """The code of a stage and what it must be bound to."""
+
+    text: str
+    attributes: tuple[Attribute, ...]
+    make: Callable[..., StageFunction]
+
+
+def generate(
+    title: str,
+    nodes: Iterable[fx.Node],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    attribute_of: Callable[[fx.Node], Attribute],
+    cloned_inputs: Iterable[str] = (),
+    sizes: Mapping[str, tuple[str, int]] | None = None,
+    block_of: Callable[[fx.Node], str | None] = lambda node: None,
+) -> StageSource:
+    """Writes and compiles the function of the stage that computes ``nodes``.
+
+    ``inputs`` and ``outputs`` are node names; an output node among ``nodes`` gives its value under
+    its own name. ``attribute_of`` says what a get_attr node or a call_module node refers to.
+    ``cloned_inputs`` are copied first (they are written in place here). ``sizes`` are values that
+    are read off an input: name -> (input, dimension). ``block_of`` names the recomputed block that
+    a node belongs to.
+    """
+    return _Writer(attribute_of, block_of).write(
+        title, list(nodes), list(inputs), list(outputs), set(cloned_inputs), dict(sizes or {})
+    )
+
+
+class _Writer:
+    def __init__(
+        self,
+        attribute_of: Callable[[fx.Node], Attribute],
+        block_of: Callable[[fx.Node], str | None],
+    ) -> None:
+        self._attribute_of = attribute_of
+        self._block_of = block_of
+        self._attributes: dict[tuple[str, str, Any], str] = {}
+        self._attribute_list: list[Attribute] = []
+        self._globals: dict[str, Any] = {}
+        self._global_names: dict[int, str] = {}
+        self._variables: dict[str, str] = {}
+        self._num_blocks = itertools.count()
+
+    def write(
+        self,
+        title: str,
+        nodes: list[fx.Node],
+        inputs: list[str],
+        outputs: list[str],
+        cloned_inputs: set[str],
+        sizes: dict[str, tuple[str, int]],
+    ) -> StageSource:
+        last_use = _last_uses(nodes, set(outputs))
+        body: list[str] = []
+        if inputs:
+            body.append(f"{', '.join(self._variable(name) for name in inputs)}, = inputs")
+        for name in inputs:
+            if name in cloned_inputs:
+                body.append(f"{self._variable(name)} = {self._variable(name)}.clone()")
+        for name, (value, dimension) in sizes.items():
+            body.append(f"{self._variable(name)} = {self._variable(value)}.size({dimension})")
+        for block, members in itertools.groupby(nodes, self._block_of):
+            if block is None:
+                body += self._statements(members, last_use)
+            else:
+                body += self._block(block, list(members), last_use)
+        results = ", ".join(self._variable(name) for name in outputs)
+        body.append(f"return [{results}]")
+        parameters = ", ".join(self._attributes.values())
+        lines = [
+            f"def make({parameters}):",
+            "    def stage(inputs):",
+            *(f"        {line}" for line in body),
+            "    return stage",
+        ]
+        return self._compile(title, "\n".join(lines) + "\n")
+
+    def _statements(
+        self, nodes: Iterable[fx.Node], last_use: Mapping[fx.Node, list[str]]
+    ) -> Iterator[str]:
+        for node in nodes:
+            yield f"{self._variable(node.name)} = {self._expression(node)}"
+            dead = [self._variable(name) for name in last_use.get(node, ())]
+            if dead:
+                # Frees activations that autograd does not keep.
+                yield f"del {', '.join(dead)}"
+
+    def _block(
+        self, block: str, nodes: list[fx.Node], last_use: Mapping[fx.Node, list[str]]
+    ) -> Iterator[str]:
+        """A function of its own, called by what runs it again for the backward."""
+        inside = {node.name for node in nodes}
+        used = dict.fromkeys(
+            value.name
+            for node in nodes
+            for value in node.all_input_nodes
+            if value.op != "get_attr" and value.name not in inside
+        )
+        dead = [name for node in nodes for name in last_use.get(node, ())]
+        given = [self._variable(node.name) for node in nodes if node.name not in dead]
+        arguments = [self._variable(name) for name in used]
+        number = next(self._num_blocks)
+        runner = self._add_attribute(Attribute("block", block, number))
+        function = f"block{number}"
+        # The caller holds the arguments: what dies inside is what was made inside.
+        own = {node: [name for name in last_use.get(node, ()) if name in inside] for node in nodes}
+        yield f"def {function}({', '.join(arguments)}):"
+        for line in self._statements(nodes, own):
+            yield f"    {line}"
+        yield f"    return [{', '.join(given)}]"
+        yield f"[{', '.join(given)}] = {runner}({', '.join([function, *arguments])})"
+        gone = [self._variable(name) for name in dead if name not in inside]
+        if gone:
+            yield f"del {', '.join(gone)}"
+
+    def _compile(self, title: str, text: str) -> StageSource:
+        # A file name of its own, known to linecache, so that tracebacks show the generated lines.
+        filename = f"<pipedream2bw {title} #{next(_serial)}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        exec(compile(text, filename, "exec"), self._globals)
+        return StageSource(text, tuple(self._attribute_list), self._globals["make"])
+
+    def _expression(self, node: fx.Node) -> str:
+        if node.op == "output":
+            return self._output(node)
+        if node.op == "call_module":
+            return f"{self._attribute(node)}({self._call_arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            receiver = self._argument(node.args[0])
+            rest = self._call_arguments(node.args[1:], node.kwargs)
+            return f"{receiver}.{node.target}({rest})"
+        assert node.op == "call_function", node.op
+        if node.target is getattr and len(node.args) == 2 and not node.kwargs:
+            return f"{self._argument(node.args[0])}.{node.args[1]}"
+        function = self._constant(node.target)
+        return f"{function}({self._call_arguments(node.args, node.kwargs)})"
+
+    def _output(self, node: fx.Node) -> str:
+        spec = node.meta.get("out_spec")
+        if spec is None:
+            return self._argument(node.args[0])
+        leaves: list[Any] = list(node.args[0])  # type: ignore[arg-type]
+        if spec.is_leaf():
+            return self._argument(leaves[0])
+        return f"{self._constant(tree_unflatten)}({self._argument(leaves)}, {self._constant(spec)})"
+
+    def _call_arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        parts = [self._argument(item) for item in args]
+        for key, item in kwargs.items():
+            if key.isidentifier() and not keyword.iskeyword(key):
+                parts.append(f"{key}={self._argument(item)}")
+            else:
+                parts.append(f"**{{{key!r}: {self._argument(item)}}}")
+        return ", ".join(parts)
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return self._attribute(value)
+            return self._variable(value.name)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self._constant(type(value))}({', '.join(map(self._argument, value))})"
+        if isinstance(value, tuple):
+            return f"({''.join(self._argument(item) + ', ' for item in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, value))}]"
+        if isinstance(value, dict):
+            pairs = (f"{self._argument(k)}: {self._argument(v)}" for k, v in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"{self._constant(slice)}({', '.join(map(self._argument, parts))})"
+        if value is None or value is Ellipsis or type(value) in (bool, int, str):
+            return repr(value)
+        return self._constant(value)
+
+    def _variable(self, name: str) -> str:
+        # The prefix keeps values apart from functions, constants and attributes.
+        if name not in self._variables:
+            readable = f"v_{name}" if name.isidentifier() else f"v{len(self._variables)}"
+            self._variables[name] = readable
+        return self._variables[name]
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, torch.device):
+            return self._add_attribute(Attribute("device", str(value), value))
+        known = self._global_names.get(id(value))
+        if known is None:
+            label = getattr(value, "__name__", type(value).__name__)
+            label = "".join(char if char.isalnum() else "_" for char in str(label))
+            known = f"g{len(self._global_names)}_{label}"
+            self._global_names[id(value)] = known
+            self._globals[known] = value
+        return known
+
+    def _attribute(self, node: fx.Node) -> str:
+        attribute = self._attribute_of(node)
+        name = self._add_attribute(attribute)
+        # A buffer is bound as its owner's dictionary.
+        return (
+            f"{name}[{attribute.target.rpartition('.')[2]!r}]"
+            if attribute.kind == "buffer"
+            else name
+        )
+
+    def _add_attribute(self, attribute: Attribute) -> str:
+        # Each part of a block has a runner of its own.
+        part = attribute.value if attribute.kind == "block" else None
+        key = (attribute.kind, attribute.target, part)
+        if key not in self._attributes:
+            label = "".join(char if char.isalnum() else "_" for char in attribute.target)
+            self._attributes[key] = f"a{len(self._attributes)}_{label}"
+            self._attribute_list.append(attribute)
+        return self._attributes[key]
+
+
+def _last_uses(nodes: list[fx.Node], outputs: set[str]) -> dict[fx.Node, list[str]]:
+    """For each node, the names of the values that nothing after it needs."""
+    uses: dict[fx.Node, list[str]] = {}
+    seen = set(outputs)
+    for node in reversed(nodes):
+        names = [
+            used.name
+            for used in dict.fromkeys(node.all_input_nodes)
+            if used.op != "get_attr" and used.name not in seen
+        ]
+        if node.name not in seen:
+            names.append(node.name)  # computed for nobody: in-place writes, asserts
+            seen.add(node.name)
+        seen.update(names)
+        if names:
+            uses[node] = names
+    return uses

@@ -1,0 +1,240 @@
+"""A captured model cut into stages: what each one takes, gives, holds and computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture.captured import Captured, first_layers
+from .codegen import generate
+from .program import StageProgram
+
+
+def split_into_stages(
+    captured: Captured,
+    boundaries: Sequence[int],
+    recomputed_blocks: Mapping[fx.Node, str] | None = None,
+) -> list[StageProgram]:
+    """Cuts the captured model; ``boundaries[i]`` is the first layer of stage i.
+
+    ``recomputed_blocks`` names the block of each layer that is in one.
+    """
+    return _Splitter(captured, list(boundaries), recomputed_blocks or {}).programs()
+
+
+@dataclasses.dataclass
+class _LocalSizes:
+    """Sizes that a stage does not have to receive."""
+
+    read: dict[str, tuple[str, int]]  # size -> (received tensor, dimension)
+    computed: list[fx.Node]  # computed again from what the stage has
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+class _Splitter:
+    def __init__(
+        self, captured: Captured, boundaries: list[int], recomputed_blocks: Mapping[fx.Node, str]
+    ) -> None:
+        self._captured = captured
+        self._recomputed_blocks = recomputed_blocks
+        self._names = first_layers(captured)
+        self._num_stages = len(boundaries)
+        ends = [*boundaries[1:], len(captured.layers)]
+        self._ranges = [range(start, end) for start, end in zip(boundaries, ends, strict=True)]
+        self._stage_of: dict[fx.Node, int] = {
+            captured.layer_nodes[layer]: stage
+            for stage, layers in enumerate(self._ranges)
+            for layer in layers
+        }
+        (self._output,) = (node for node in captured.graph.nodes if node.op == "output")
+        self._stage_of[self._output] = self._num_stages - 1
+        self._position = {node.name: i for i, node in enumerate(captured.graph.nodes)}
+        for node in captured.graph.nodes:
+            if node.op == "placeholder":
+                self._stage_of[node] = 0
+
+    def programs(self) -> list[StageProgram]:
+        # moves[producer][consumer]: the values between two stages.
+        moves: list[dict[int, list[str]]] = [{} for _ in range(self._num_stages)]
+        sizes: list[list[fx.Node]] = [[] for _ in range(self._num_stages)]
+        for node in self._captured.graph.nodes:
+            if node.op == "get_attr" or node not in self._stage_of:
+                continue
+            producer = self._stage_of[node]
+            for consumer in sorted({self._stage_of[user] for user in node.users} - {producer}):
+                if node.name in self._captured.costs.sizes:
+                    sizes[consumer].append(node)
+                else:
+                    moves[producer].setdefault(consumer, []).append(node.name)
+        locals_ = [
+            self._local_sizes(stage, sizes[stage], moves) for stage in range(self._num_stages)
+        ]
+        owned = self._owned()
+        return [
+            self._program(stage, moves, locals_[stage], *owned[stage])
+            for stage in range(self._num_stages)
+        ]
+
+    def _local_sizes(
+        self, stage: int, wanted: list[fx.Node], moves: list[dict[int, list[str]]]
+    ) -> _LocalSizes:
+        """Which sizes a stage finds out by itself; what is left is added to ``moves``.
+
+        A number would need a message of its own between processes, and nearly always the stage
+        takes a tensor that has that size.
+        """
+        received = {name for consumers in moves for name in consumers.get(stage, ())}
+        nodes = {node.name: node for node in self._captured.graph.nodes}
+        dimensions = {
+            size.node.expr: (name, dimension)
+            for name in sorted(received, key=self._position.__getitem__, reverse=True)
+            for dimension, size in enumerate(_shape(nodes[name]))
+            if isinstance(size, torch.SymInt)
+        }
+        found = _LocalSizes({}, [])
+
+        def have(node: fx.Node) -> bool:
+            name = node.name
+            if name in received or name in found.read or node in found.computed:
+                return True
+            if name not in self._captured.costs.sizes or node.op == "placeholder":
+                return False
+            size = node.meta.get("val")
+            if isinstance(size, torch.SymInt) and size.node.expr in dimensions:
+                found.read[name] = dimensions[size.node.expr]
+                return True
+            if node.op == "call_module" or not all(map(have, node.all_input_nodes)):
+                return False
+            found.computed.append(node)
+            return True
+
+        for node in wanted:
+            if not have(node):
+                received.add(node.name)
+                moves[self._stage_of[node]].setdefault(stage, []).append(node.name)
+        return found
+
+    def _program(
+        self,
+        stage: int,
+        moves: list[dict[int, list[str]]],
+        sizes: _LocalSizes,
+        parameters: tuple[str, ...],
+        unused: tuple[str, ...],
+        buffers: tuple[str, ...],
+    ) -> StageProgram:
+        captured = self._captured
+        receives = {
+            producer: self._in_order(consumers[stage])
+            for producer, consumers in enumerate(moves)
+            if stage in consumers
+        }
+        sends = {
+            consumer: self._in_order(names) for consumer, names in sorted(moves[stage].items())
+        }
+        taken = [name for names in receives.values() for name in names]
+        inputs = captured.model_inputs if stage == 0 else tuple(taken)
+        nodes = [
+            *sizes.computed,
+            *(captured.layer_nodes[layer] for layer in self._ranges[stage]),
+        ]
+        if stage == self._num_stages - 1:
+            nodes.append(self._output)
+            outputs: tuple[str, ...] = (self._output.name,)
+        else:
+            given = {name for names in sends.values() for name in names}
+            outputs = self._in_order(given)
+        written = {
+            storage for layer in self._ranges[stage] for storage in captured.costs.writes[layer]
+        }
+        # Other stages still hold what they sent; and autograd takes no write to a received leaf.
+        cloned = [
+            name
+            for name in (inputs if stage > 0 else ())
+            if not written.isdisjoint(captured.costs.storages.get(name, ()))
+        ]
+        source = generate(
+            f"stage {stage}",
+            nodes,
+            inputs,
+            outputs,
+            captured.attribute_of,
+            cloned,
+            sizes.read,
+            self._recomputed_blocks.get,
+        )
+        return StageProgram(
+            index=stage,
+            num_stages=self._num_stages,
+            inputs=inputs,
+            receives=receives,
+            outputs=outputs,
+            sends=sends,
+            parameters=parameters,
+            unused_parameters=unused,
+            buffers=buffers,
+            layers=self._ranges[stage],
+            first_layer_name=self._first_name(self._ranges[stage]),
+            home=captured.device,
+            source=source,
+        )
+
+    def _first_name(self, layers: range) -> str | None:
+        if not layers:
+            return None
+        name = self._captured.layers[layers[0]].name
+        if self._names[name] == layers[0]:
+            return name
+        return self._captured.layer_nodes[layers[0]].name
+
+    def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(names, key=self._position.__getitem__))
+
+    def _owned(self) -> list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
+        """Per stage: parameters used, parameters kept unused, buffers."""
+        captured = self._captured
+        parameters = self._by_stage(captured.layer_parameters)
+        buffers = self._by_stage(captured.layer_buffers)
+        used = {name: stage for stage, names in enumerate(parameters) for name in names}
+        held = {name: stage for stage, names in enumerate(buffers) for name in names}
+        unused: list[list[str]] = [[] for _ in range(self._num_stages)]
+        for name in captured.parameter_names:
+            if name not in used:
+                unused[_nearest(name, used)].append(name)
+        extra: list[list[str]] = [[] for _ in range(self._num_stages)]
+        for name in captured.buffer_names:
+            if name not in held:
+                extra[_nearest(name, used | held)].append(name)
+        return [
+            (tuple(parameters[stage]), tuple(unused[stage]), (*buffers[stage], *extra[stage]))
+            for stage in range(self._num_stages)
+        ]
+
+    def _by_stage(self, names_of_layers: list[tuple[str, ...]]) -> list[list[str]]:
+        return [
+            list(dict.fromkeys(name for layer in layers for name in names_of_layers[layer]))
+            for layers in self._ranges
+        ]
+
+
+def _nearest(name: str, placed: dict[str, int]) -> int:
+    """The stage of the placed name that shares the longest module path with ``name``."""
+    best, best_length = 0, -1
+    path = name.split(".")
+    for other, stage in placed.items():
+        length = 0
+        for mine, theirs in zip(path, other.split("."), strict=False):
+            if mine != theirs:
+                break
+            length += 1
+        if length > best_length:
+            best, best_length = stage, length
+    return best

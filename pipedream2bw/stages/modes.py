@@ -1,0 +1,122 @@
+"""The model as captured in train and in eval mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..capture.capture import capture
+from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_views
+from ..model.fingerprint import describe_parameters
+from ..model.materialize import Example, for_capture
+from ..model.precision import Precision
+from .boundaries import choose_boundaries, place_like
+from .cut import split_into_stages
+from .program import StageProgram
+
+
+@dataclasses.dataclass
+class Mode:
+    """The model captured in one mode and cut into stages."""
+
+    wiring: int
+    captured: Captured
+    programs: list[StageProgram]
+    whole: list[bool]  # by model input: passed whole to every microbatch
+
+    def edges(self) -> list[tuple[int, int]]:
+        """(producer stage, consumer stage) of every message."""
+        return [
+            (program.index, consumer) for program in self.programs for consumer in program.sends
+        ]
+
+
+class Modes:
+    """Captures the model once per mode, over the same parameters and cut at the same places."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        num_stages: int,
+        example: Example,
+        split: str | Sequence[str],
+        replicated: Sequence[str],
+        recomputed_blocks: Sequence[str],
+        precision: Precision,
+    ) -> None:
+        self._root = root
+        self._num_stages = num_stages
+        self._example = precision.cast(example)
+        self._split = split
+        self._replicated = replicated
+        self._recomputed_blocks = recomputed_blocks
+        self._precision = precision
+        self._by_training: dict[bool, Mode] = {}
+
+    @property
+    def first(self) -> Mode:
+        """The mode that was captured first; what it fixes holds for the other."""
+        return next(iter(self._by_training.values()))
+
+    def __contains__(self, training: bool) -> bool:
+        return training in self._by_training
+
+    def __getitem__(self, training: bool) -> Mode:
+        return self._by_training[training]
+
+    def get(self, training: bool) -> Mode:
+        """The mode, or the first one if it has not been captured yet."""
+        return self._by_training.get(training, self.first)
+
+    def capture(self, training: bool) -> Mode:
+        """Captures the model as its modules behave now, which is as ``training`` says."""
+        with (
+            self._precision.as_in_stages() as storages,
+            for_capture(self._root, self._example) as (root, (args, kwargs)),
+        ):
+            captured = capture(
+                root,
+                num_stages=self._num_stages,
+                example_args=args,
+                example_kwargs=kwargs,
+                split=self._split,
+                replicated=self._replicated,
+            )
+            refuse_views(constants_of(captured), storages)
+        if self._by_training:
+            boundaries = place_like(captured, self.first.programs)
+        else:
+            boundaries = choose_boundaries(captured, self._num_stages, self._split)
+        leaves = [captured.layout.tensors[position] for position in captured.input_positions]
+        whole = [any(key in self._replicated for key in leaf.keys) for leaf in leaves]
+        blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks, training=training)
+        programs = split_into_stages(captured, boundaries, blocks)
+        mode = Mode(int(training), captured, programs, whole)
+        self._by_training[training] = mode
+        return mode
+
+    def names_in(self, stages: Iterable[int]) -> list[str]:
+        """The parameters and buffers that these of the model's stages hold."""
+        programs = [self.first.programs[stage] for stage in stages]
+        return [
+            name
+            for program in programs
+            for name in (*program.parameters, *program.unused_parameters, *program.buffers)
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What the first capture found that must be the same on all ranks."""
+        if not self._by_training:
+            return {}
+        captured, programs = self.first.captured, self.first.programs
+        return {
+            "mode of the model": "train" if self._root.training else "eval",
+            "parameters": list(describe_parameters(self._root)),
+            "example arguments": [str(item) for item in captured.model_inputs],
+            "capture": captured.how,
+            "layers of the model": len(captured.layers),
+            "first layer of each stage": [program.first_layer_name for program in programs],
+        }

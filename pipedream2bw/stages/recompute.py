@@ -1,0 +1,288 @@
+"""Running a forward a second time, on what it read the first time.
+
+Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only if
+the second forward finds the inputs and buffers as the first did, and draws the same random numbers.
+The engine sees to those of the CPU; a device's generator is set back here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from .. import _C
+from ..capture.saved_bytes import count_as_saved
+
+BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
+"""The dictionaries and names under which modules hold buffers."""
+
+
+# Held by forwards that may draw from a device's generator: threads share it.
+_drawing = threading.RLock()
+
+
+class Replayer:
+    """Makes forwards of one layout repeatable.
+
+    The first one tells which inputs and buffers they write to. Only those are copied for the later
+    ones, which may write to no others.
+
+    Args:
+        device: of the stage.
+        buffer_places: of the buffers that the forwards may use; a buffer may be None.
+    """
+
+    def __init__(self, device: torch.device, buffer_places: BufferPlaces) -> None:
+        self._generator = None if device.type == "cpu" else _Generator(device)
+        self._buffer_places = buffer_places
+        self._written_inputs: list[int] | None = None  # None: nothing is known yet
+        self._written_buffers: set[tuple[int, str]] = set()
+
+    @property
+    def writes_to_inputs(self) -> bool:
+        """Whether the forwards so far did."""
+        return bool(self._written_inputs)
+
+    @property
+    def draws_on_a_device(self) -> bool:
+        """Whether random numbers come from a device's generator, too."""
+        return self._generator is not None
+
+    @contextlib.contextmanager
+    def first(self, inputs: Sequence[torch.Tensor], *, keep_inputs: bool) -> Iterator[Replay]:
+        """Around a first forward on ``inputs``; gives what the second one needs.
+
+        Raises:
+            RuntimeError: the forward has written to what earlier ones did not write to.
+        """
+        places = list(self._buffer_places())
+        buffers = [holder[leaf] for holder, leaf in places]
+        known = self._written_inputs
+        replay = Replay(self._generator)
+        if keep_inputs:
+            replay.inputs = [
+                _copy(tensor) if known is None or index in known else tensor
+                for index, tensor in enumerate(inputs)
+            ]
+        replay.buffers = [
+            (holder, leaf, _copy(buffer))
+            for (holder, leaf), buffer in zip(places, buffers, strict=True)
+            if known is None or (id(holder), leaf) in self._written_buffers
+        ]
+        counts = [_version(tensor) for tensor in (*inputs, *buffers)]
+        with _drawing if self._generator else contextlib.nullcontext():
+            if self._generator:
+                replay.drawn_from = self._generator.state()
+            yield replay
+            if self._generator:
+                replay.drawn_to = self._generator.state()
+        after = [_version(tensor) for tensor in (*inputs, *(h[leaf] for h, leaf in places))]
+        changed = [was != now for was, now in zip(counts, after, strict=True)]
+        written_inputs = [i for i in range(len(inputs)) if changed[i]]
+        # BatchNorm's operator writes without counting; and a module's buffers change together.
+        copies = {(id(holder), leaf): copied for holder, leaf, copied in replay.buffers}
+        writers = {
+            id(holder)
+            for (holder, leaf), is_changed in zip(places, changed[len(inputs) :], strict=True)
+            if is_changed or (known is None and not _equal(holder[leaf], copies[id(holder), leaf]))
+        }
+        if known is None:
+            self._written_inputs = written_inputs
+            self._written_buffers = {(id(h), leaf) for h, leaf in places if id(h) in writers}
+            if keep_inputs:
+                replay.inputs = [
+                    copied if i in written_inputs else tensor
+                    for i, (copied, tensor) in enumerate(zip(replay.inputs, inputs, strict=True))
+                ]
+            replay.buffers = [place for place in replay.buffers if id(place[0]) in writers]
+        elif not set(written_inputs) <= set(known) or not writers <= {
+            holder for holder, _ in self._written_buffers
+        }:
+            names = [leaf for holder, leaf in places if id(holder) in writers]
+            raise RuntimeError(
+                f"recompute: a forward wrote to inputs {written_inputs} and buffers {names}, the "
+                f"first microbatch's to inputs {known} and {len(self._written_buffers)} buffers: "
+                "what is run again has to write to the same ones in every microbatch"
+            )
+        replay.remember_versions()
+
+
+class Replay:
+    """What one forward read that will not be there any more when it is run again."""
+
+    def __init__(self, generator: _Generator | None) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self._versions: list[Any] = []
+        self._generator = generator
+        self.drawn_from: torch.Tensor | None = None  # states of a device's generator
+        self.drawn_to: torch.Tensor | None = None
+
+    def nbytes(self) -> int:
+        """Bytes held for the second forward, the inputs apart."""
+        return sum(copied.nbytes for _, _, copied in self.buffers if copied is not None)
+
+    def remember_versions(self) -> None:
+        """From now on nobody may write to the inputs."""
+        self._versions = [_version(tensor) for tensor in self.inputs]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the second forward, which uses ``inputs``. Leaves everything as it was.
+
+        Raises:
+            RuntimeError: somebody wrote to the inputs since the first forward, or drew from the
+                device's generator meanwhile.
+        """
+        if self._versions != [_version(tensor) for tensor in self.inputs]:
+            raise RuntimeError(
+                "recompute: an input was written to before its forward was run again: a batch's "
+                "tensors are read until its backward is done"
+            )
+        now = [holder[leaf] for holder, leaf, _ in self.buffers]
+        try:
+            for holder, leaf, copied in self.buffers:
+                holder[leaf] = _copy(copied)  # it may be run a third time
+            with contextlib.nullcontext() if self._generator is None else self._drawn_again():
+                yield
+        finally:
+            for (holder, leaf, _), tensor in zip(self.buffers, now, strict=True):
+                holder[leaf] = tensor
+
+    @contextlib.contextmanager
+    def _drawn_again(self) -> Iterator[None]:
+        assert self._generator is not None
+        assert self.drawn_from is not None
+        assert self.drawn_to is not None
+        with _drawing:
+            before = self._generator.state()
+            try:
+                self._generator.set(self.drawn_from)
+                yield
+                reached = self._generator.state()
+            finally:
+                self._generator.set(before)
+        if not torch.equal(reached, self.drawn_from) and not torch.equal(reached, self.drawn_to):
+            raise RuntimeError(
+                "recompute: a forward cannot be run again as it was: another thread drew random "
+                "numbers from the device's default generator meanwhile; give what runs beside the "
+                "pipeline a torch.Generator of its own"
+            )
+
+
+def _version(tensor: torch.Tensor | None) -> Any:
+    """Changes when the tensor is written to, or another takes its place."""
+    return None if tensor is None else (id(tensor), tensor._version)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+class _Generator:
+    """A device's default generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    def state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def set(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+
+class Block:
+    """A part of a stage that keeps its inputs only, and is run again when its gradient arrives.
+
+    torch.utils.checkpoint with random numbers and buffers as :class:`Replayer` has them.
+    """
+
+    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
+        self._name = name
+        modules = list(root.get_submodule(name).modules())
+        self._replayer = Replayer(
+            device,
+            lambda: [(module._buffers, leaf) for module in modules for leaf in module._buffers],
+        )
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """``function(*inputs)``.
+
+        Raises:
+            ValueError: the block writes to its inputs.
+        """
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            count_as_saved(tensor)
+        passes = _Passes(self._replayer)
+        # Ending the second forward early would leave out the look at a device's generator.
+        with set_checkpoint_early_stop(not self._replayer.draws_on_a_device):
+            outputs = checkpoint(
+                function,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (passes.first(tensors), _EachTime(passes.again)),
+            )
+        if self._replayer.writes_to_inputs:
+            raise ValueError(
+                f"recompute: block {self._name} writes to its inputs in place: it cannot be run "
+                "again on them; recompute whole stages (recompute=True) instead"
+            )
+        return outputs
+
+
+class _Passes:
+    """Around both forwards of one call of a block."""
+
+    def __init__(self, replayer: Replayer) -> None:
+        self._replayer = replayer
+        self._seed = _C.next_seed()
+        self._replay: Replay | None = None
+
+    @contextlib.contextmanager
+    def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        with (
+            _C.PrivateGenerator(self._seed),
+            self._replayer.first(inputs, keep_inputs=False) as replay,  # the checkpoint does
+        ):
+            yield
+        self._replay = replay
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        assert self._replay is not None
+        with _C.PrivateGenerator(self._seed), self._replay.again():
+            yield
+
+
+class _EachTime:
+    """A context manager that may be entered again: a backward in two halves runs a block twice."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def _copy(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().clone()

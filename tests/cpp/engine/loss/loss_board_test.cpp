@@ -1,0 +1,134 @@
+#include "engine/loss/loss_board.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+using std::chrono::milliseconds;
+
+at::Tensor number(double value) { return at::full({}, value, at::kDouble); }
+
+TEST(BatchLoss, MeansOfEqualMicrobatchesAreAveraged) {
+  EXPECT_EQ((BatchLoss{{4, 4}, {number(1), number(4)}}.sum().item<double>()), 2.5);
+}
+
+TEST(BatchLoss, MeansAreWeightedByTheirRows) {
+  EXPECT_EQ((BatchLoss{{3, 1}, {number(1), number(5)}}.sum().item<double>()), 2.0);
+}
+
+TEST(BatchLoss, SumsAreAdded) {
+  EXPECT_EQ((BatchLoss{{}, {number(1), number(4), number(2)}}.sum().item<double>()), 7.0);
+}
+
+TEST(BatchLoss, TheSeedHasTheWeightOfItsMicrobatch) {
+  const BatchLoss loss{{3, 1}, {}};
+  EXPECT_EQ(loss.weighted(number(1), 0).item<double>(), 0.75);
+  EXPECT_EQ(loss.weighted(number(1), 1).item<double>(), 0.25);
+}
+
+TEST(BatchLoss, TheSecondPipelinesPartGoesOnWhereTheFirstOnesEnds) {
+  const BatchLoss first{{3, 2, 2, 1}, {number(8), number(16)}};
+  const BatchLoss second{{3, 2, 2, 1}, {number(4), number(8)}, 2};
+  EXPECT_EQ(second.weighted(number(8), 1).item<double>(), 1);
+  EXPECT_EQ(second.sum(first.sum()).item<double>(), 3 + 4 + 1 + 1);
+}
+
+TEST(BatchLoss, PartsAddUpInMicrobatchOrder) {
+  // 1 would vanish if the second part were added up first.
+  const at::Tensor big = at::full({}, 1e8, at::kFloat), one = at::full({}, 1, at::kFloat);
+  const BatchLoss first{{}, {big}}, second{{}, {-big, one}, 1};
+  const at::Tensor first_as_sent = first.sum().to(at::kDouble).reshape({1});
+  EXPECT_EQ(second.sum(first_as_sent).item<double>(), 1);
+  EXPECT_EQ((first.sum() + second.sum()).item<double>(), 0);
+}
+
+struct LossBoardTest : testing::Test {
+  std::shared_ptr<Fault> fault = std::make_shared<Fault>();
+  LossBoard board{fault, nullptr, nullptr, {0, 0}, 0, 1};
+
+  void publish(std::int64_t batch, double value) {
+    board.publish(batch, BatchLoss{{1, 1}, {number(value), number(value)}});
+  }
+};
+
+TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
+  const auto first = board.expect(0), second = board.expect(1);
+  EXPECT_FALSE(board.done(*first));
+  EXPECT_FALSE(board.wait_for(*first, milliseconds(1)));
+  publish(0, 3);
+  publish(1, 4);
+  ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
+  ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
+  EXPECT_TRUE(board.done(*first));
+  EXPECT_EQ(first->numbers.at(0), 3);
+  EXPECT_EQ(second->numbers.at(0), 4);
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+}
+
+TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2);
+  const auto first = board.expect(0), second = board.expect(1);
+  const auto publish = [&](std::int64_t batch, double value, int pipeline) {
+    const auto from = static_cast<std::size_t>(pipeline);
+    board.publish(batch, BatchLoss{{1, 1}, {number(value)}, from}, pipeline);
+  };
+  publish(0, 1, 1);
+  publish(1, 10, 1);  // a batch ahead of the other
+  EXPECT_FALSE(board.wait_for(*first, milliseconds(50)));
+  publish(0, 2, 0);
+  ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
+  EXPECT_EQ(first->numbers.at(0), 1.5);
+  EXPECT_FALSE(board.done(*second));
+  publish(1, 20, 0);
+  ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
+  EXPECT_EQ(second->numbers.at(0), 15);
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+}
+
+TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2, 3);
+  const auto slot = board.expect(0);
+  const auto publish = [&](double value, std::vector<double> metrics, int pipeline) {
+    const auto from = static_cast<std::size_t>(pipeline);
+    board.publish(0, BatchLoss{{1, 1}, {number(value)}, from, at::tensor(metrics)}, pipeline);
+  };
+  publish(1, {10, 20}, 0);
+  publish(2, {1, 2}, 1);
+  ASSERT_TRUE(board.wait_for(*slot, milliseconds(10000)));
+  EXPECT_EQ(slot->numbers, (std::vector<double>{1.5, 11, 22}));
+}
+
+TEST_F(LossBoardTest, AFailureEndsTheWait) {
+  const auto slot = board.expect(0);
+  fault->raise("on purpose");
+  EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
+  EXPECT_THROW(board.finish_for(milliseconds(10000)), PipelineError);
+}
+
+TEST_F(LossBoardTest, AnUndefinedLossNamesStageAndBatch) {
+  const auto slot = board.expect(5);
+  board.publish(5, BatchLoss{{1}, {at::Tensor()}});
+  EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
+  EXPECT_EQ(fault->cause().find("stage 1, batch 5, loss: "), 0u) << fault->cause();
+}
+
+TEST_F(LossBoardTest, WhatWasPublishedOutlivesTheThread) {
+  const auto there = board.expect(0), never = board.expect(1);
+  publish(0, 3);
+  board.close();
+  ASSERT_TRUE(board.done(*there));
+  EXPECT_EQ(there->numbers.at(0), 3);
+  EXPECT_FALSE(board.done(*never));
+}
+
+}  // namespace
+}  // namespace pd2

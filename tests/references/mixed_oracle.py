@@ -1,0 +1,137 @@
+"""Delayed training in mixed precision, by definition, on the unsplit model with stock PyTorch.
+
+    W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at round(W(max(t - delay, 0)))
+
+W is float32, and so is g, the sum of the microbatches' gradients; forward and backward are those of
+a model of rounded weights. With a loss scale s(t), a batch's loss is multiplied by that of the
+version that it reads, and a gradient that is not finite anywhere leaves W(t+1) = W(t) and
+s(t+1) = s(t) * backoff. Shares nothing with the package.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.references.oracle import Batch, LossFunction
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+class MixedOracle:
+    """Trains ``model``, which holds the newest float32 weights.
+
+    Args:
+        low: a copy of the model in the dtypes to compute in.
+        optimizer: over the model's parameters.
+        round_to: gives the weights of ``low``; by default as ``copy_`` does.
+        scale: of W(0), if there is loss scaling, with ``growth_interval``; factors 2 and 0.5.
+        clip: called with the model's parameters before a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        low: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        num_microbatches: int,
+        loss_fn: LossFunction,
+        delay: int,
+        *,
+        dtype: torch.dtype,
+        round_to: Round = lambda weight: weight,
+        scale: float | None = None,
+        growth_interval: int = 2000,
+        clip: Callable[[list[nn.Parameter]], object] = lambda parameters: None,
+    ) -> None:
+        self.model, self.low, self.optimizer = model, low, optimizer
+        self.num_microbatches, self.loss_fn, self.delay = num_microbatches, loss_fn, delay
+        self.dtype, self.round_to, self.clip = dtype, round_to, clip
+        self.scales = [1.0 if scale is None else scale]
+        self.has_scale = scale is not None
+        self.growth_interval = growth_interval
+        self.since_change = 0
+        self.versions = [self._weights()]
+        self.num_overflows = 0
+
+    def train_step(self, batch: Batch) -> float:
+        return self.train_replicas([batch])[0]
+
+    def train_replicas(self, batches: Sequence[Batch]) -> list[float]:
+        version = max(len(self.versions) - 1 - self.delay, 0)
+        with torch.no_grad():
+            for low, weight in zip(self.low.parameters(), self.versions[version], strict=True):
+                low.copy_(self.round_to(weight))
+        sums: list[torch.Tensor | None] = [None for _ in self.low.parameters()]
+        losses = []
+        for batch in batches:
+            total: torch.Tensor | None = None
+            for j in range(self.num_microbatches):
+                loss = self._microbatch(batch, j)
+                seed = torch.full_like(loss, 1 / len(batches)) / self.num_microbatches
+                seed = seed * self.scales[version]
+                self.low.zero_grad(set_to_none=True)
+                loss.backward(seed)
+                sums = [
+                    before if p.grad is None else _sum(before, p.grad.float())
+                    for before, p in zip(sums, self.low.parameters(), strict=True)
+                ]
+                share = loss.detach() / self.num_microbatches
+                total = share if total is None else total + share
+            assert total is not None
+            losses.append(float(total))
+        self._update([None if g is None else g * (1 / self.scales[version]) for g in sums])
+        return losses
+
+    def _microbatch(self, batch: Batch, j: int) -> torch.Tensor:
+        def part(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.tensor_split(self.num_microbatches)[j]
+
+        args = pytree.tree_map_only(torch.Tensor, part, batch.args)
+        args = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, args
+        )
+        return self.loss_fn(self.low(*args), part(batch.target))
+
+    def _update(self, gradients: list[torch.Tensor | None]) -> None:
+        finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
+        scale = self.scales[-1]
+        if finite or not self.has_scale:
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self.clip(list(self.model.parameters()))
+            self.optimizer.step()
+            self.since_change += 1
+            if self.has_scale and self.since_change == self.growth_interval:
+                scale, self.since_change = scale * 2, 0
+        else:
+            self.num_overflows += 1
+            scale, self.since_change = scale * 0.5, 0
+        self.scales.append(scale)
+        self.versions.append(self._weights())
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy with all in ``dtype`` but what keeps running statistics."""
+    low = copy.deepcopy(model).to(dtype)
+    for module in low.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.float()
+    return low
+
+
+def half_away(weight: torch.Tensor) -> torch.Tensor:
+    """The nearest bfloat16, of two equally near ones that of larger magnitude, as float32."""
+    bits = weight.contiguous().view(torch.int32)
+    return ((bits + 0x8000) & ~0xFFFF).view(torch.float32)
+
+
+def _sum(before: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if before is None else before + gradient

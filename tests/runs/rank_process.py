@@ -1,0 +1,149 @@
+"""Processes of ranks, forked from one process that has imported torch and done nothing else.
+
+Importing torch takes a processor longer than most tests, and a test run starts hundreds of ranks.
+No rank inherits torch's threads: the process that is forked has started none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw")
+"""By name: an import for its effect alone looks like one that may be removed, and once was."""
+
+
+@dataclasses.dataclass
+class RankProcess:
+    """A rank that runs or has ended, in a process group of its own."""
+
+    rank: int
+    pid: int
+    exit_file: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs. Negative: the signal that ended it."""
+        try:
+            return int(self.exit_file.read_text())
+        except FileNotFoundError:
+            return None
+
+    def end(self) -> None:
+        """Ends what is left of it and of its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        while self.exit_code is None:
+            time.sleep(0.01)
+
+
+_template: subprocess.Popen[str] | None = None
+
+
+def start_rank(folder: Path, rank: int, variables: Mapping[str, str]) -> RankProcess:
+    """A process in which ``launch.run_rank(folder, rank)`` runs, with these variables alone.
+
+    Its output goes to ``folder``/stdout<rank> and stderr<rank>.
+    """
+    global _template
+    if _template is None or _template.poll() is not None:
+        _template = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(os.getpid())],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the test run
+        )
+    assert _template.stdin is not None
+    assert _template.stdout is not None
+    exit_file = folder / f"exit{rank}"
+    print(
+        json.dumps([str(folder), rank, dict(variables), str(exit_file)]),
+        file=_template.stdin,
+        flush=True,
+    )
+    return RankProcess(rank, int(_template.stdout.readline()), exit_file)
+
+
+def _serve(parent: int) -> Callable[[], None] | None:
+    """Forks a rank for each request. Returns in the ranks, with what is to be run there."""
+    _end_with_parent(parent)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # or each rank, when it ends, takes a second to look at all of these objects
+    running: dict[int, Path] = {}
+    while True:
+        asked, _, _ = select.select([sys.stdin], [], [], 0.01 if running else None)
+        if asked:
+            request = sys.stdin.readline()
+            if not request:
+                return None
+            folder, rank, variables, exit_file = json.loads(request)
+            pid = os.fork()
+            if pid == 0:
+                return lambda: _become(Path(folder), rank, variables, os.getppid())
+            running[pid] = Path(exit_file)
+            print(pid, flush=True)
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                partial = running[pid].with_suffix(".partial")
+                partial.write_text(str(os.waitstatus_to_exitcode(status)))
+                partial.rename(running.pop(pid))
+
+
+def _become(folder: Path, rank: int, variables: dict[str, str], parent: int) -> None:
+    os.setsid()
+    _end_with_parent(parent)
+    for descriptor, path, flags in (
+        (0, Path(os.devnull), os.O_RDONLY),
+        (1, folder / f"stdout{rank}", os.O_WRONLY | os.O_CREAT),
+        (2, folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT),
+    ):
+        file = os.open(path, flags, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path += variables.get("PYTHONPATH", "").split(os.pathsep)  # read when Python began
+    os.chdir(folder)
+    random.seed()
+    from tests.runs.launch import run_rank
+
+    run_rank(folder, rank)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A test run that is killed cannot clean up: have the kernel do it (Linux only)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    run = _serve(int(sys.argv[1]))
+    if run is not None:
+        run()

@@ -1,0 +1,176 @@
+"""The same training by the pipeline and by the oracle, and how to compare what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from tests.references.oracle import Batch, Oracle
+from tests.samples.models import Task, whole
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Between = Callable[[int, Any, torch.optim.Optimizer], None]
+"""Called before each batch with its number, the pipeline (or the oracle) and the optimizer."""
+
+
+@dataclasses.dataclass
+class Trajectory:
+    """Losses by batch, and the parameters and buffers of the end by name."""
+
+    losses: list[float]
+    state: dict[str, torch.Tensor]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def do_nothing(batch: int, trained: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing between the batches."""
+
+
+def make_pipeline(
+    task: Task, num_stages: int, num_microbatches: int, example: Batch, **options: Any
+) -> pd2.PipelineModule:
+    options = {"split": task.split(num_stages), "num_stages": num_stages, **options}
+    return pd2.PipelineModule(
+        options.pop("model", None) or task.model(),
+        task.loss_fn,
+        num_microbatches=num_microbatches,
+        example_args=example.args,
+        example_kwargs=dict(example.kwargs),
+        timeout=120.0,
+        **options,
+    )
+
+
+def by_pipeline(
+    task: Task,
+    batches: Sequence[Batch],
+    num_stages: int,
+    num_microbatches: int,
+    make_optimizer: MakeOptimizer = sgd,
+    between: Between = do_nothing,
+    *,
+    staleness: Any = (),
+    **options: Any,
+) -> Trajectory:
+    pipe = make_pipeline(task, num_stages, num_microbatches, batches[0], **options)
+    with pipe:
+        optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
+        losses = []
+        for number, batch in enumerate(batches):
+            between(number, pipe, optimizer)
+            losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
+            if (number + 1) % options.get("accumulate", 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = copy_of(pipe.state_dict())
+        return Trajectory([loss.item() for loss in losses], state)
+
+
+def by_oracle(
+    task: Task,
+    batches: Sequence[Batch],
+    num_microbatches: int,
+    make_optimizer: MakeOptimizer = sgd,
+    between: Between = do_nothing,
+    *,
+    schedule: str = "2bw",
+    model: nn.Module | None = None,
+    delay_of: Mapping[str, int] | None = None,
+    accumulate: int = 1,
+    **options: Any,
+) -> Trajectory:
+    """``delay_of``: under "pipedream", of each parameter. ``accumulate`` divides the batches."""
+    model = whole(task.model()) if model is None else model
+    optimizer = make_optimizer(model.parameters())
+    delay: int | list[int] = int("2bw" in schedule)
+    if schedule == "pipedream":
+        assert delay_of is not None
+        delay = [delay_of[name] for name, _ in model.named_parameters()]
+    if "chimera" in schedule:
+        options["num_pipelines"] = 2
+    oracle = Oracle(model, optimizer, num_microbatches, task.loss_fn, delay, **options)
+    losses: list[float] = []
+    for first in range(0, len(batches), accumulate):
+        steps = batches[first : first + accumulate]
+        for number in range(first, first + accumulate):
+            between(number, oracle, optimizer)
+        losses += [loss for (loss,) in oracle.train_together([[batch] for batch in steps])]
+    return Trajectory(losses, copy_of(model.state_dict()))
+
+
+def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[str, int]:
+    """Stage i is d - 1 - i batches late."""
+    with make_pipeline(task, num_stages, 1, example, schedule="pipedream") as pipe:
+        return {name: num_stages - 1 - stage for name, stage in stage_of_parameters(pipe).items()}
+
+
+def stage_of_parameters(pipe: pd2.PipelineModule) -> dict[str, int]:
+    programs = pipe._modes.first.programs
+    return {name: program.index for program in programs for name in program.parameters}
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def assert_same(got: Trajectory, want: Trajectory, *, exact: bool = True) -> None:
+    """Bitwise, or each tensor (and the losses) within 1e-6 of its norm."""
+    if exact:
+        assert got.losses == want.losses
+    else:
+        assert_close("losses", torch.tensor(got.losses), torch.tensor(want.losses))
+    assert_same_state(got.state, want.state, exact=exact)
+
+
+def assert_same_state(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, exact: bool = True
+) -> None:
+    assert got.keys() == want.keys()
+    for name, theirs in want.items():
+        ours = got[name]
+        assert ours.dtype == theirs.dtype, name
+        assert ours.shape == theirs.shape, name
+        if exact or not theirs.is_floating_point():
+            assert torch.equal(ours, theirs), f"{name} differs by {(ours - theirs).abs().max()}"
+        else:
+            assert_close(name, ours, theirs)
+
+
+def assert_close(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    distance = (ours - theirs).norm()
+    assert distance <= 1e-6 * theirs.norm(), f"{name}: {distance}, norm {theirs.norm()}"
+
+
+def check_task(
+    task: Task,
+    num_stages: int,
+    num_microbatches: int,
+    rows: Sequence[int],
+    make_optimizer: MakeOptimizer = sgd,
+    *,
+    exact: bool | None = None,
+    schedule: str = "2bw",
+    **options: Any,
+) -> None:
+    """Trains by both, on batches of the given numbers of rows, and compares."""
+    batches = task.batches(rows)
+    shared = {
+        key: options[key]
+        for key in ("loss_reduction", "replicated", "accumulate", "warmup_batches")
+        if key in options
+    }
+    if schedule == "pipedream":
+        shared["delay_of"] = delays_under_pipedream(task, num_stages, batches[0])
+    want = by_oracle(task, batches, num_microbatches, make_optimizer, schedule=schedule, **shared)
+    got = by_pipeline(
+        task, batches, num_stages, num_microbatches, make_optimizer, schedule=schedule, **options
+    )
+    assert_same(got, want, exact=task.exact if exact is None else exact)

@@ -1,0 +1,145 @@
+"""setup.py's decisions and messages, and the check that the package makes when it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pipedream2bw._build_check import TorchBuild, check, check_loaded_torch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fake_nvcc(folder: Path, version: str) -> Path:
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
+    nvcc.chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include" / "cuda.h").touch()
+    return nvcc
+
+
+def python(source: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", source]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_cuda_is_used_where_torch_and_nvcc_have_one_major_version(
+    setup_py: ModuleType, tmp_path: Path
+) -> None:
+    nvcc = fake_nvcc(tmp_path, "13.2")
+    assert setup_py.use_cuda("auto", "13.0", nvcc)
+    assert setup_py.use_cuda("1", "13.0", nvcc)
+    assert not setup_py.use_cuda("0", "13.0", nvcc)
+
+
+def test_cuda_1_names_what_is_missing_and_auto_does_without(
+    setup_py: ModuleType, tmp_path: Path
+) -> None:
+    nvcc = fake_nvcc(tmp_path, "12.9")
+    for torch_cuda, compiler, message in (
+        (None, nvcc, "torch is built without CUDA"),
+        ("13.0", None, "torch is built for CUDA 13.0, but there is no nvcc"),
+        ("13.0", nvcc, "torch is built for CUDA 13.0, but .* is of CUDA 12.9"),
+    ):
+        assert not setup_py.use_cuda("auto", torch_cuda, compiler)
+        with pytest.raises(SystemExit, match=message):
+            setup_py.use_cuda("1", torch_cuda, compiler)
+
+
+def test_other_settings_are_refused(setup_py: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="PIPEDREAM2BW_CUDA: 'yes', must be auto, 0 or 1"):
+        setup_py.use_cuda("yes", None, None)
+    with pytest.raises(SystemExit, match="PIPEDREAM2BW_WERROR: 'on', must be 0 or 1"):
+        setup_py.use_werror({"PIPEDREAM2BW_WERROR": "on"})
+    assert setup_py.use_werror({"PIPEDREAM2BW_WERROR": "1"})
+    assert not setup_py.use_werror({})
+
+
+def test_cuda_home_decides_which_nvcc_is_taken(setup_py: ModuleType, tmp_path: Path) -> None:
+    wanted, other = fake_nvcc(tmp_path / "a", "13.0"), fake_nvcc(tmp_path / "b", "12.0")
+    path = {"PATH": str(other.parent)}
+    assert setup_py.find_nvcc({"CUDA_HOME": str(tmp_path / "a"), **path}) == wanted
+    assert setup_py.find_nvcc({"CUDA_HOME": str(tmp_path / "none"), **path}) is None
+    assert setup_py.find_nvcc(path) == other
+
+
+def test_without_torch_the_build_ends_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    hidden = tmp_path / "torch.py"
+    hidden.write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "setup.py"), "--version"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    assert "pip install torch" in result.stderr
+    assert "pip install --no-build-isolation ." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+BUILT = TorchBuild("2.13.0+cpu", None, True)
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        TorchBuild("2.12.0", None, True),
+        TorchBuild("2.14.0", None, True),
+        TorchBuild("3.13.0", None, True),
+        TorchBuild("2.13.0", "13.0", True),
+        TorchBuild("2.13.0", None, False),
+    ],
+    ids=str,
+)
+def test_another_torch_is_an_import_error_that_names_both(loaded: TorchBuild) -> None:
+    with pytest.raises(ImportError) as caught:
+        check(BUILT, loaded)
+    for part in (str(BUILT), str(loaded), "pip install --no-build-isolation"):
+        assert part in str(caught.value)
+
+
+def test_patch_releases_and_cuda_minor_versions_fit() -> None:
+    check(BUILT, TorchBuild("2.13.1", None, True))
+    check(TorchBuild("2.13.0", "13.0", True), TorchBuild("2.13.0+cu132", "13.2", True))
+
+
+def test_the_recorded_build_is_of_the_torch_in_use() -> None:
+    check_loaded_torch()
+    from pipedream2bw import _build_info
+
+    assert torch.__version__ == _build_info.TORCH_VERSION
+    assert not (_build_info.WITH_CUDA and torch.version.cuda is None)
+
+
+def test_importing_the_package_under_another_torch_raises_before_the_extension_loads() -> None:
+    result = python(
+        "import sys, torch; torch.__version__ = '2.1.0'\n"
+        "try: import pipedream2bw\n"
+        "except ImportError as error: print(error); print('pipedream2bw._C' in sys.modules)"
+    )
+    assert "torch 2.1.0" in result.stdout, result.stderr
+    assert result.stdout.endswith("False\n")

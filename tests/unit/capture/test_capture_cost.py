@@ -1,0 +1,106 @@
+"""Costs come from shapes alone: deterministic, without computing anything or touching the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipedream2bw.capture.capture import capture
+from pipedream2bw.capture.captured import Captured
+
+
+def costs_of(model: nn.Module, *example: torch.Tensor, num_stages: int = 1) -> Captured:
+    return capture(model, num_stages=num_stages, example_args=example)
+
+
+def test_twice_the_work_costs_twice() -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 1024, bias=False))
+    small, large = costs_of(model, torch.randn(256, 512)).layers
+    assert large.forward_cost / small.forward_cost == pytest.approx(2, rel=0.05)
+    seconds = 2 * 256 * 512 * 512 / 50e9
+    assert seconds < small.forward_cost < 1.3 * seconds
+
+
+def test_the_backward_of_a_layer_with_and_without_gradients() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    frozen, first, inner = costs_of(model, torch.randn(256, 512)).layers
+    assert frozen.backward_cost == 0
+    assert first.backward_cost == pytest.approx(first.forward_cost, rel=0.4)
+    assert inner.backward_cost == pytest.approx(2 * inner.forward_cost, rel=0.4)
+
+
+def test_parameter_bytes() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2, bias=False))
+    layers = costs_of(model, torch.randn(4, 3)).layers
+    assert [layer.parameter_bytes for layer in layers] == [80, 0, 40]
+
+
+def test_edges_carry_the_bytes_of_their_values() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            return self.b(y) + y + late
+
+    captured = costs_of(Skip(), torch.randn(10, 8), torch.randn(10, 4, dtype=torch.float64))
+    assert [layer.name for layer in captured.layers] == ["a", "b", "add", "add_1"]
+    # x goes to layer 0 only; late, an input, counts as produced there.
+    assert sorted(captured.edges) == [
+        (0, 1, 160),
+        (0, 2, 160),
+        (0, 3, 320),
+        (1, 2, 160),
+        (2, 3, 160),
+    ]
+
+
+def test_the_same_costs_every_time_and_nothing_is_touched() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Flatten(), nn.LazyLinear(4)
+    )
+    x = torch.randn(4, 3, 6, 6)
+    model(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [value._version for value in model.state_dict().values()]
+    state = torch.get_rng_state()
+    first, second = (costs_of(model, x) for _ in range(2))
+    assert first.layers == second.layers
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, value), version in zip(model.state_dict().items(), versions, strict=True):
+        assert torch.equal(value, before[name])
+        assert value._version == version
+    assert all(layer.forward_cost > 0 for layer in first.layers)
+
+
+def test_costs_of_a_model_too_large_for_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(3)))
+        example = torch.empty(1024, 100_000)
+    layers = costs_of(model, example).layers
+    assert all(layer.forward_cost > 100 for layer in layers)
+
+
+def test_a_layer_that_cannot_be_counted_costs_in_proportion_to_its_parameters() -> None:
+    class Routed(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, width)
+            self.back = nn.Linear(width, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = torch.nonzero(x.sum(-1) > 0)[:, 0]
+            y = x.clone()
+            if chosen.numel() > 0:
+                y[chosen] = self.back(self.linear(x[chosen]))
+            return y
+
+    captured = costs_of(nn.Sequential(Routed(1000), Routed(3000)), torch.randn(64, 8))
+    small, large = captured.layers
+    assert large.forward_cost / small.forward_cost == pytest.approx(3, rel=0.2)
+    assert captured.costs.error is None

@@ -1,0 +1,243 @@
+"""``pipedream2bw plan``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipedream2bw as pd2
+from pipedream2bw.__main__ import main
+from pipedream2bw.commands.plan import parse_topology
+from pipedream2bw.commands.plan_report import print_plan
+from pipedream2bw.planning.plan import Alternative
+from tests.samples.plans import frozen_stage, plan_of, stage_plan
+
+GIB = 2.0**30
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    x = torch.zeros(1, 64)
+    return {"model": model, "loss_fn": nn.functional.mse_loss, "example_args": (x,), "target": x}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a module with a model is."""
+    (tmp_path / "planned_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planned_model", raising=False)
+    return tmp_path
+
+
+NEEDED = ("--model", "planned_model:build", "--dry", "v100", "--memory", "16GiB")
+ASKED = ("plan", *NEEDED, "--devices", "4", "--batch", "32")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a bad input gets: one line."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("pipedream2bw")
+    return captured.err
+
+
+def by_hand() -> pd2.Plan:
+    stages = [
+        stage_plan((4 * i, 4 * i + 4), devices=(i, i + 2), message=0.25e-3 if i == 0 else 0.0)
+        for i in range(2)
+    ]
+    first = dataclasses.replace(stages[0], recompute=1e-3, recomputed=("4.1", "4.2"))
+    second = dataclasses.replace(stages[1], recomputed=())
+    other = Alternative(
+        *("1f1b", 1, 4, 1, 2, 8, "stages", 0.2, 80.0, 0.0, 3 * GIB, "the bubble is larger")
+    )
+    return plan_of(
+        [first, second], width=2, num_microbatches=4, alternatives=(other,), price_per_hour=12.5
+    )
+
+
+def test_a_model_is_planned_printed_saved_and_drawn(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = printed(capsys, *ASKED, "-o", "plan.json", "--picture", "plan.png")
+    plan = pd2.Plan.load(folder / "plan.json")
+    assert plan.num_devices <= 4
+    assert plan.batch == 32
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert plan.bound_by in out
+    assert printed(capsys, "plan", "--show", "plan.json") == out
+    # The same from a saved profile.
+    assert main(["profile", *NEEDED[:4], "-o", "profile.json"]) == 0
+    capsys.readouterr()
+    again = printed(capsys, "plan", "--profile", "profile.json", *NEEDED[4:], *ASKED[-4:])
+    assert again == out
+
+
+def test_memory_schedules_and_topology_reach_the_planner(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    printed(
+        capsys,
+        *(*ASKED, "--schedules", "1f1b,gpipe", "--optimizer", "sgd", "-o", "plan.json"),
+        *("--topology", "servers:2,inside=100GB/s,outside=1kB/s,outside_latency=1s"),
+    )
+    plan = pd2.Plan.load("plan.json")
+    assert plan.schedule in ("1f1b", "gpipe")
+    assert all(stage.state_bytes == 0 for stage in plan.stages)
+    # Nothing is worth a second's latency.
+    assert {device // 2 for stage in plan.stages for device in stage.devices} == {0}
+    tight = refused(capsys, *ASKED[:5], "--memory", "20kB", "--devices", "4", "--batch", "32")
+    assert "memory" in tight
+
+
+def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pd2.Calibration(1.0, 2.0**30).save(folder / "calibration.json")
+    printed(
+        capsys,
+        *(*ASKED, "--schedules", "2bw, 1f1b", "--recompute", "stages", "-o", "plan.json"),
+        *("--width", "2", "--num-stages", "2", "--calibration", "calibration.json"),
+    )
+    plan = pd2.Plan.load("plan.json")
+    assert plan.schedule in ("2bw", "1f1b")
+    assert (plan.width, plan.num_stages, plan.recompute) == (2, 2, [True, True])
+    assert {stage.memory_limit for stage in plan.stages} == {15 * GIB}
+    told = refused(capsys, *ASKED, "--precision", "bf16")
+    assert "precision: 'bf16', trained parameters of the profiled model: torch.float32" in told
+
+
+def test_the_least_price_or_memory_is_found_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    servers = ("--topology", "servers:2,inside=100GB/s,outside=100GB/s")
+    mesh = ("--topology", "mesh:2x2,row=100GB/s,column=100GB/s")
+    for topology in ((), servers, mesh):
+        priced = (*ASKED, "--objective", "cost", "--price", "2.5", "-o", "plan.json", *topology)
+        assert "price/h" in printed(capsys, *priced)
+        plan = pd2.Plan.load("plan.json")
+        assert plan.price_per_hour == 2.5 * plan.num_devices
+    assert "--price is missing" in refused(capsys, *ASKED, "--objective", "cost")
+    peaks = []
+    for slack in ("0", "10"):
+        printed(capsys, *ASKED, "--objective", "memory", "--slack", slack, "-o", "plan.json")
+        peaks.append(pd2.Plan.load("plan.json").peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_the_help_tells_what_is_chosen_among(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = "".join(capsys.readouterr().out.split())
+    assert "default:2bw,1f1b,interleaved,zero_bubble,chimera;knownbesides:2bw_eager,gpipe" in out
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(("--optimizer", "adamw"), ("--objective", "throughput"), ("--schedules", "2bw,1f1b")),
+        *(("--rows", "1"), ("--dry", "v100"), ("--topology", "x"), ("--largest-batch", "3")),
+        *(("--width", "1"), ("--num-stages", "1"), ("--recompute", "none"), ("--slack", "0.5")),
+        *(("--precision", "bf16"), ("--price", "2.5"), ("--calibration", "c.json")),
+        *(("--model", "a:b"), ("--profile", "p.json"), ("--memory", "1GiB"), ("--batch", "3")),
+    ],
+)
+def test_a_saved_plan_takes_no_options_of_another_one(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    told = refused(capsys, "plan", "--show", "plan.json", *option)
+    assert f"{option[0]}: {option[1]}, --show: plan.json: a saved plan is as it is" in told
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_tables_tell_times_memory_reason_and_alternatives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_rich: bool
+) -> None:
+    if has_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_plan(by_hand())
+    out = capsys.readouterr().out
+    for words in (
+        *("2bw", "0.05", "4 of 2 rows", "16 rows", "12 ms", "5.0 %", "12.50"),
+        *("0 to 3", "4 to 7", "layer4", "0, 2", "1, 3", "1 ms (2 blocks)", "250 us", "100 us"),
+        *("2.00 GiB", "1.00 GiB", "0.50 GiB", "5.50 GiB", "16.00 GiB", "34 %"),
+        *("1f1b", "1 x 4", "8 of 2", "stages", "200 ms", "3.00 GiB", "the bubble is larger"),
+        "bound by: stage 0 computes all the time",
+        "one more GiB of memory: no better",
+        "one more GB/s of links: 1 ms less a batch",
+    ):
+        if words != "0.05":
+            assert words.replace("0.50 GiB", "512.00 MiB") in out, words
+    assert ("pip install rich" in out) != has_rich
+
+
+def test_a_devices_memory_is_that_of_all_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [frozen_stage((i, i + 1), (5 + i) * GIB, devices=(i % 2,)) for i in range(4)]
+    print_plan(plan_of(stages, schedule="interleaved", stages_per_rank=2, num_microbatches=2))
+    out = capsys.readouterr().out
+    assert "0, 2" in out
+    assert "12.00 GiB" in out  # 5 + 7
+    assert "14.00 GiB" in out  # 6 + 8
+
+
+BAD: list[tuple[tuple[str, ...], str]] = [
+    (("plan",), "--devices is missing"),
+    (("plan", "--devices", "2", "--memory", "1GiB", "--batch", "4"), "--model: None, --profile"),
+    ((*ASKED, "--profile", "p.json"), "one of them must be given"),
+    (("plan", *NEEDED, "--devices", "4", "--batch", "none"), "--batch: invalid int value"),
+    ((*ASKED, "--memory", "16GBs"), "16GBs"),
+    ((*ASKED, "--picture", "plan.gif"), "--picture: plan.gif, suffix: '.gif'"),
+    ((*ASKED, "--dry", "v1000"), "--dry: 'v1000', known: "),
+    ((*ASKED, "--rows", "1,x"), "--rows: '1,x'"),
+    ((*ASKED, "--schedules", "3bw"), "3bw"),
+    ((*ASKED, "--objective", "fun"), "fun"),
+    ((*ASKED, "--optimizer", "none"), "none"),
+    ((*ASKED, "--devices", "0"), "devices: 0"),
+    ((*ASKED, "--topology", "ring:4"), "--topology: 'ring', known: servers, mesh"),
+    ((*ASKED, "--topology", "servers:2,inside=1GB/s"), "--topology: outside is missing"),
+    ((*ASKED, "--topology", "servers:2,inside=1GB/s,outside=1GBs"), "1GBs"),
+    ((*ASKED, "--topology", "servers:2,inside=0GB/s,outside=1GB/s"), "0GB/s"),
+    ((*ASKED, "--topology", "servers:a,inside=1GB/s,outside=1GB/s"), "servers:DEVICES"),
+    ((*ASKED, "--topology", "mesh:4,row=1GB/s,column=1GB/s"), "mesh:ROWSxCOLUMNS"),
+    ((*ASKED, "--topology", "mesh:3x2,row=1GB/s,column=1GB/s"), "3 x 2 = 6 devices, --devices: 4"),
+    ((*ASKED, "--topology", "servers:2,speed=1"), "--topology: 'speed', known: inside"),
+    ((*ASKED, "--show", "plan.json"), "--show: plan.json: a saved plan is as it is"),
+    (("plan", "--show", "none.json"), "none.json"),
+    (("plan", "--show", "planned_model.py"), "no JSON"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_gets_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_topologies_are_clusters() -> None:
+    servers = parse_topology("servers:4,inside=8Gbit/s,outside=1GB/s,inside_latency=2s", 8)
+    assert (servers.topology, servers.sizes, servers.num_devices) == ("servers", (4,), 8)
+    assert servers.links == ((2.0, 1e9), (0.0, 1e9))
+    mesh = parse_topology("mesh:2x3,row=2GB/s,column=1GB/s,column_latency=1s", 6)
+    assert (mesh.topology, mesh.sizes, mesh.num_devices) == ("mesh", (2, 3), 6)
+    assert mesh.links == ((0.0, 2e9), (1.0, 1e9))

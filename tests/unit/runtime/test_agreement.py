@@ -1,0 +1,45 @@
+"""Waiting for the other ranks, in slices so that a failure here ends it."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from pipedream2bw import _C
+from pipedream2bw.ranks.agreement import ControlPlane, Operation, _finish
+
+
+class WorkOfOthers:
+    """Completes as soon as a wait has ended without it; then `error` is what waiting raises."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+        self.completed = False
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        if not self.completed:
+            self.completed = True
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+def wait_for(work: Any) -> _C.Fault:
+    fault = _C.Fault()
+    control = ControlPlane(1, 60.0, fault, "test")
+    control._wait(lambda: _finish(work), Operation.train_step, 3)
+    return fault
+
+
+def test_work_that_completes_just_after_a_slice_of_waiting_has_not_failed() -> None:
+    assert wait_for(WorkOfOthers(None)).cause is None
+
+
+def test_work_that_fails_just_after_a_slice_of_waiting_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"all ranks began train_step 3: Connection closed"):
+        wait_for(WorkOfOthers("Connection closed by peer"))
