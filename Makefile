@@ -4,7 +4,7 @@
 #   make demo        trains a small GPT with two stages under torchrun
 #   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
 #   make test-tsan   C++ tests that start threads, under the thread sanitizer
-#   make lint        clang-format, ruff, mypy
+#   make lint        clang-format, ruff, mypy, and what the rooms of the source may use
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run
 #   make study       how 2BW, the remedies for its delay and each precision converge
@@ -107,6 +107,8 @@ lint: $(STAMPS)/dev
 	ruff check .
 	ruff format --check .
 	mypy --strict pipedream2bw
+	lint-imports --no-logo --no-cache
+	$(BIN)/python -m pytest tests/unit/build/test_rooms.py
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # The kernels, and the C++ files that call them where there is CUDA.

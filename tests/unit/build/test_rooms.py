@@ -1,0 +1,124 @@
+"""The rooms of the source, and what each may use: imports and includes go one way."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "pipedream2bw"
+CSRC = ROOT / "csrc"
+
+MAY_INCLUDE = {
+    "core": (),
+    "core/schedule": ("core",),
+    "core/simulate": ("core/schedule",),
+    "core/partition": ("core",),
+    "core/plan": ("core/partition", "core/simulate"),
+    "kernels": (),
+    "kernels/cpu": ("kernels",),
+    "kernels/cuda": ("kernels",),
+    "transport": (),
+    "engine": ("core",),
+    "engine/channels": ("engine", "transport"),
+    "engine/weights": ("engine", "kernels"),
+    "engine/gradients": ("engine/weights", "engine/channels"),
+    "engine/stage": ("engine/gradients",),
+    "engine/update": ("engine/stage",),
+    "engine/loss": ("engine", "transport"),
+    "engine/run": ("engine/update", "engine/loss", "core/schedule"),
+    "testing": ("engine/channels",),
+    "bindings": ("engine/run", "core/plan", "testing"),
+}
+"""By folder below csrc: the folders that its files may include from, and with them all that those
+may."""
+
+MOST_LINES_OF_A_FILE = 450
+MOST_LINES_OF_A_FUNCTION = 80
+MOST_POSITIONAL_PARAMETERS_OF_A_CONSTRUCTOR = 4
+
+PYTHON = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
+CXX = sorted(path for kind in ("*.h", "*.cpp", "*.cu", "*.cuh") for path in CSRC.rglob(kind))
+
+
+def all_below(folder: str) -> set[str]:
+    return {folder}.union(*(all_below(used) for used in MAY_INCLUDE[folder]))
+
+
+def test_every_include_goes_to_a_room_below() -> None:
+    wrong = []
+    for path in CXX:
+        folder = path.parent.relative_to(CSRC).as_posix()
+        allowed = all_below(folder)
+        for included in re.findall(r'^#include "(.+)"', path.read_text("utf-8"), re.M):
+            if Path(included).parent.as_posix() not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)} includes {included}")
+    assert not wrong
+    assert {path.parent.relative_to(CSRC).as_posix() for path in CXX} == set(MAY_INCLUDE)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path, modules: set[str]) -> Iterator[str]:
+    """The package's modules that a file imports, anywhere in it, for types alone too."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*parts, *filter(None, [node.module])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                if name in modules:
+                    yield name
+                elif base in modules and name != "pipedream2bw._C":  # which is no Python file
+                    yield base
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    modules = {module_of(path) for path in PYTHON}
+    graph = {module_of(path): set(imported(path, modules)) - {module_of(path)} for path in PYTHON}
+    assert sum(map(len, graph.values())) > len(graph)  # the imports were found
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    tree = ast.parse(path.read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def test_no_file_is_longer_than_one_can_read() -> None:
+    sizes = {
+        str(path.relative_to(ROOT)): path.read_text("utf-8").count("\n") for path in [*PYTHON, *CXX]
+    }
+    assert {name for name, size in sizes.items() if size > MOST_LINES_OF_A_FILE} == set()
+
+
+def code_lines(function: ast.FunctionDef) -> int:
+    """Lines of the body: neither of the parameters nor of the docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return 1 + body[-1].end_lineno - body[0].lineno if body else 0
+
+
+def test_no_function_is_longer_than_one_can_read() -> None:
+    sizes = {name: code_lines(node) for path in PYTHON for name, node in functions(path)}
+    assert {name for name, size in sizes.items() if size > MOST_LINES_OF_A_FUNCTION} == set()
+
+
+def test_no_constructor_takes_many_arguments_by_position() -> None:
+    wrong = []
+    for path in PYTHON:
+        for name, node in functions(path):
+            given = [*node.args.posonlyargs, *node.args.args][1:]
+            if node.name == "__init__" and len(given) > MOST_POSITIONAL_PARAMETERS_OF_A_CONSTRUCTOR:
+                wrong.append(f"{name}: {len(given)} arguments by position")
+    assert not wrong
