@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +131,8 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
     whole = task.model()
     oracle = Oracle(whole, sgd(whole.parameters()), M, task.loss_fn, delay=int("2bw" in schedule))
     replica = at.get("dp", 0)
+    # Shards add up a product's terms in another order, which each processor rounds as it does.
+    close = partial(assert_close, within=1e-6 if tp is None else 5e-6)
     want = [oracle.train_replicas(each)[replica] for each in zip(*by_replica, strict=True)]
     pipe = make_pipeline(
         task, d, M, by_replica[0][0], model=model, mesh=mesh, schedule=schedule, **options
@@ -153,14 +156,14 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
         output = pipe(*example)
         assert (output is not None) == pipe.gives_output
         if output is not None:
-            assert_close("output", output, whole(*example).detach())
-    assert_close("losses", torch.tensor(ours), torch.tensor(want))
+            close("output", output, whole(*example).detach())
+    close("losses", torch.tensor(ours), torch.tensor(want))
     assert state
     for local_name, tensor in state.items():
         layer, _, rest = local_name.partition(".")
         name = f"{layer}.{NAMES.get(rest, rest)}"
         theirs = whole.state_dict()[name]
-        assert_close(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
+        close(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
 
 
 def on(ranks: Any, *names: str) -> DeviceMesh:

@@ -34,7 +34,8 @@ class Oracle:
     """Trains ``model`` batch by batch; afterwards it holds the newest weights.
 
     Every weight version that is still read is kept as plain clones. With several replicas every
-    batch is a sequence with one batch for each; their gradients are averaged.
+    batch is a sequence with one batch for each; their gradients, each replica's added up by itself,
+    are averaged.
     """
 
     def __init__(
@@ -91,14 +92,16 @@ class Oracle:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[list[float]] = []
         sums: list[list[torch.Tensor | None]] = [
-            [None for _ in self.model.parameters()] for _ in range(self.num_pipelines)
+            [None for _ in self.model.parameters()]
+            for _ in range(self.num_pipelines * len(steps[0]))
         ]
         for batches in steps:
             losses.append([])
-            for batch in batches:
+            for replica, batch in enumerate(batches):
                 total: torch.Tensor | None = None
                 for j, loss in enumerate(self._scaled_losses(batch)):
-                    mine = sums[j * self.num_pipelines // self.num_microbatches]
+                    pipeline = j * self.num_pipelines // self.num_microbatches
+                    mine = sums[replica * self.num_pipelines + pipeline]
                     self._set_gradients(mine)
                     share = loss / len(steps) if averages else loss
                     (share / len(batches) if len(batches) > 1 else share).backward()

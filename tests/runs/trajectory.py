@@ -144,9 +144,11 @@ def assert_same_state(
             assert_close(name, ours, theirs)
 
 
-def assert_close(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(
+    name: str, ours: torch.Tensor, theirs: torch.Tensor, *, within: float = 1e-6
+) -> None:
     distance = (ours - theirs).norm()
-    assert distance <= 1e-6 * theirs.norm(), f"{name}: {distance}, norm {theirs.norm()}"
+    assert distance <= within * theirs.norm(), f"{name}: {distance}, norm {theirs.norm()}"
 
 
 def check_task(
