@@ -112,7 +112,7 @@ def parse_options() -> argparse.Namespace:
     add("--plan", type=Path, help="JSON of `pipedream2bw plan`, instead of the next four options")
     add("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
     add("--stages", type=int, default=0, help="0: processes / replicas, or 2 in one process")
-    add("--replicas", type=int, default=1, help="copies of the pipeline, under torchrun only")
+    add("--replicas", type=int, default=1, help="replicas of the pipeline, under torchrun only")
     add("--microbatches", type=int, default=0, help="per batch; 0: as many as stages, at least 2")
     add("--steps", type=int, default=0, help="batches to train; 0: only --seconds limits training")
     add("--seconds", type=float, default=0.0, help="time to train; 0: only --steps limits training")
