@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..model.materialize import home_of
 from .arguments import CallLayout
 
 
@@ -91,3 +92,15 @@ def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     if not modules:
         raise ValueError("model: a list of 0 modules given; a pipeline needs at least 1")
     return ModuleChain(modules)
+
+
+def device_type_of(model: Any, args: Any, kwargs: Any) -> str:
+    """The type of the device where the model is; "cpu" where none of these is as it must be.
+
+    For joining other processes, before all of them check their arguments.
+    """
+    try:
+        root = as_root(model)
+        return home_of(root, (args, kwargs)).type
+    except (TypeError, ValueError):
+        return "cpu"

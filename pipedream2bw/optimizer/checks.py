@@ -8,44 +8,44 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..pipeline.module import PipelineModule, open_pipelines
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind
 from .staleness import Remedies
 
 
-def agreed_pipeline_of(
+def agreed_session_of(
     optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping, remedies: Remedies
-) -> PipelineModule:
+) -> Session:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
     error: Exception | None = None
-    pipe: PipelineModule | None = None
+    session: Session | None = None
     try:
         _check_kinds(optimizers)
-        pipe = _pipeline_of(optimizers)
-        _check_parameters(pipe, optimizers)
-        _check_masters(pipe, optimizers)
-        clipping.check(pipe)
-        remedies.check(pipe, optimizers, scales_loss=clipping.loss_scale is not None)
+        session = _session_of(optimizers)
+        _check_parameters(session, optimizers)
+        _check_masters(session, optimizers)
+        clipping.check(session)
+        remedies.check(session, optimizers, scales_loss=clipping.loss_scale is not None)
     except (ValueError, TypeError) as raised:
         error = raised
-        candidates = open_pipelines() if pipe is None else [pipe]
+        candidates = open_sessions() if session is None else [session]
         if len(candidates) != 1:  # nobody can tell whom to warn
             raise
-        (pipe,) = candidates
+        (session,) = candidates
 
     def announce() -> Announcement:
         if error is not None:
             raise error
         return Announcement()
 
-    with pipe._ending.failing_closes():
-        pipe._control.agree(Operation.new_optimizer, pipe._batch, announce)
+    with session.ending.failing_closes():
+        session.control.agree(Operation.new_optimizer, session.num_train_steps, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}
-        pipe._control.agree_on_objects(None, settings)
-    return pipe
+        session.control.agree_on_objects(None, settings)
+    return session
 
 
 def _check_kinds(optimizers: Sequence[object]) -> None:
@@ -90,14 +90,13 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _pipeline_of(optimizers: Sequence[torch.optim.Optimizer]) -> PipelineModule:
+def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:
     given = {id(parameter) for each in optimizers for parameter in _parameters_of(each)}
     found = [
-        pipe
-        for pipe in open_pipelines()
-        # Without parameters at all: a process whose stages have none to train.
-        if any(id(p) in given for p in pipe.parameters())
-        or (not given and not pipe._part.has_trainable)
+        session
+        for session in open_sessions()
+        if any(id(p) in given for _, p in session.local_model.named_parameters())
+        or _stands_for_none(given, session)
     ]
     if len(found) != 1:
         raise ValueError(
@@ -107,16 +106,24 @@ def _pipeline_of(optimizers: Sequence[torch.optim.Optimizer]) -> PipelineModule:
     return found[0]
 
 
-def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    names = {id(parameter): name for name, parameter in pipe._part.named_parameters()}
+def _stands_for_none(given: set[int], session: Session) -> bool:
+    """Whether the process has nothing to train, and nothing or the placeholder was given."""
+    local = session.local_model
+    return not local.has_trainable and (not given or id(local.placeholder) in given)
+
+
+def _check_parameters(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    names = {id(parameter): name for name, parameter in session.local_model.named_parameters()}
     holder: dict[int, str] = {}  # by parameter
     for number, optimizer in enumerate(optimizers):
         here = _called(number, optimizers)
         given = _parameters_of(optimizer)
-        given = [parameter for parameter in given if parameter is not pipe._placeholder]
+        given = [
+            parameter for parameter in given if parameter is not session.local_model.placeholder
+        ]
         foreign = [i for i, parameter in enumerate(given) if id(parameter) not in names]
         if foreign:
-            what = _foreign(pipe, given[foreign[0]])
+            what = _foreign(session, given[foreign[0]])
             raise ValueError(
                 f"parameters of {here}: {len(given)}, of them not the pipeline's: {len(foreign)} "
                 f"(the first is number {foreign[0]}, {what}): build it over pipe.parameters()"
@@ -129,9 +136,9 @@ def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Opt
                     "group of one optimizer"
                 )
             holder[id(parameter)] = here
-    if not any(parameter.requires_grad for parameter in pipe._held[1].parameters()):
+    if not any(parameter.requires_grad for parameter in session.root.parameters()):
         raise ValueError("trainable parameters of the pipeline: 0, there must be at least 1")
-    trainable = [(name, p) for name, p in pipe._part.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in session.local_model.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in holder]
     if missing:
         everyone = " and ".join(_called(number, optimizers) for number in range(len(optimizers)))
@@ -142,9 +149,9 @@ def _check_parameters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Opt
         )
 
 
-def _check_masters(pipe: PipelineModule, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _check_masters(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        if pipe._precision.split_master and fused_kind(optimizer, ()) is None:
+        if session.stages.options.precision.split_master and fused_kind(optimizer, ()) is None:
             raise TypeError(
                 f"split_master: True, optimizer: {type(optimizer).__name__}, whose step() needs "
                 "whole masters: it must be SGD, Adam or AdamW, neither capturable nor "
@@ -158,8 +165,8 @@ def _called(number: int, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     return f"optimizer {number} ({type(optimizers[number]).__name__})"
 
 
-def _foreign(pipe: PipelineModule, parameter: nn.Parameter) -> str:
-    for name, other in pipe._held[1].named_parameters():
+def _foreign(session: Session, parameter: nn.Parameter) -> str:
+    for name, other in session.root.named_parameters():
         if other is parameter:
             return f"{name} of a stage that another rank runs"
     return f"of shape {list(parameter.shape)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,13 +12,11 @@ from .. import _C
 from ..checks import check_number
 from ..ranks.agreement import make_board
 from ..runtime.lazy_numbers import LazyNumber
+from ..runtime.session import Session
 from .loss_scale import LossScale
 
-if TYPE_CHECKING:
-    from ..pipeline.module import PipelineModule
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Clipping:
     """What :class:`PipelineOptimizer` was asked for."""
 
@@ -27,7 +25,7 @@ class Clipping:
     clip_grad_value: float | None = None
     loss_scale: LossScale | None = None
 
-    def check(self, pipe: PipelineModule) -> None:
+    def check(self, session: Session) -> None:
         """Raises ValueError or TypeError, naming the rule and the value."""
         for name in ("max_grad_norm", "norm_type", "clip_grad_value"):
             value = getattr(self, name)
@@ -42,18 +40,18 @@ class Clipping:
         if scale is not None and not isinstance(scale, LossScale):
             kind = type(scale).__name__
             raise TypeError(f"loss_scale: {kind} given, it must be a LossScale or None")
-        delays = pipe._schedule.delay
+        delays = session.schedule.delay
         if self.loss_scale is not None and len(set(delays)) > 1:
             raise ValueError(
-                f"loss_scale: schedule {pipe.schedule!r} reads versions that are {delays} behind: "
-                "all stages must read one, whose scale the loss is multiplied by"
+                f"loss_scale: schedule {session.schedule.name!r} reads versions that are {delays} "
+                "behind: all stages must read one, whose scale the loss is multiplied by"
             )
         if self._needs_norm:
-            pipe._schedule.check_global_updates()
-            if pipe._grid.num_shards > 1:
+            session.schedule.check_global_updates()
+            if session.grid.num_shards > 1:
                 raise ValueError(
                     f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "
-                    f"{pipe._grid.num_shards}, it must be 1: nothing tells which parameters are "
+                    f"{session.grid.num_shards}, it must be 1: nothing tells which parameters are "
                     "shards of one and which are equal on all; clip_grad_value works"
                 )
 
@@ -66,57 +64,59 @@ class Clipping:
         """What has to be the same on every rank."""
         return dataclasses.asdict(self)
 
-    def install(self, pipe: PipelineModule) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
+    def install(self, session: Session) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
         """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
-        newest = pipe._accumulation.num_updates
+        newest = session.accumulation.num_updates
         scale = None if self.loss_scale is None else self.loss_scale.install(newest)
-        norm = self._norm(pipe, scale) if self._needs_norm else None
-        number_of = _numbers(pipe)
-        for stage in pipe._stages:
+        norm = self._norm(session, scale) if self._needs_norm else None
+        number_of = _numbers(session)
+        for stage in session.stages:
             stage.executor.set_clipping(
                 stage=stage.index,
                 norm=norm,
                 max_norm=math.inf if self.max_grad_norm is None else self.max_grad_norm,
                 parameters=[
-                    number_of[name] if stage.state.counts(name) else -1
-                    for name in stage.state.trainable
+                    number_of[name] if stage.weights.counts(name) else -1
+                    for name in stage.weights.trainable
                 ],
-                gives_norms=pipe._grid.pipeline(stage.index) == 0,
+                gives_norms=session.grid.pipeline(stage.index) == 0,
                 max_value=self.clip_grad_value,
                 loss_scale=scale,
             )
         return norm, scale
 
-    def _norm(self, pipe: PipelineModule, scale: _C.LossScale | None) -> _C.GradientNorm:
-        group = pipe._grid.group_of_replica()
-        num_parameters = len(_numbers(pipe))
-        dtypes = {parameter.dtype for parameter in pipe._held[1].parameters()}
+    def _norm(self, session: Session, scale: _C.LossScale | None) -> _C.GradientNorm:
+        group = session.grid.group_of_replica()
+        num_parameters = len(_numbers(session))
+        dtypes = {parameter.dtype for parameter in session.root.parameters()}
         return _C.GradientNorm(
-            fault=pipe._fault,
+            fault=session.control.fault,
             num_parameters=num_parameters,
-            num_stages=len(pipe._stages.of_first_pipeline()),
-            num_readers=len(list(pipe._stages)),
+            num_stages=len(session.stages.of_first_pipeline()),
+            num_readers=len(list(session.stages)),
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
-            shared=None if group is None else make_board(group, 2 * num_parameters, pipe._timeout),
+            shared=None
+            if group is None
+            else make_board(group, 2 * num_parameters, session.control.timeout),
             loss_scale=scale,
         )
 
 
-def _numbers(pipe: PipelineModule) -> dict[str, int]:
+def _numbers(session: Session) -> dict[str, int]:
     """The trainable parameters of the whole model, in its order."""
-    named = pipe._held[1].named_parameters()
+    named = session.root.named_parameters()
     return {name: i for i, (name, _) in enumerate(p for p in named if p[1].requires_grad)}
 
 
 class GradNorm(LazyNumber):
     """The norm of a batch's gradients before clipping, read when it is wanted."""
 
-    def __init__(self, pipeline: PipelineModule, norm: _C.GradientNorm, batch: int) -> None:
-        super().__init__(pipeline, batch)
+    def __init__(self, session: Session, norm: _C.GradientNorm) -> None:
+        super().__init__(session)
         self.norm = norm
-        self.slot = norm.expect(batch)
+        self.slot = norm.expect(self.batch)
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""

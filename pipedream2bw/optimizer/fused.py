@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.stage_weights import StageState
+from ..runtime.stage_weights import StageWeights
 
 _STATE_NAMES = {
     "sgd": ("momentum_buffer",),
@@ -58,10 +58,10 @@ def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> di
 
 
 def read_state(
-    kind: str, state: StageState, parameter: int, group: dict[str, Any]
+    kind: str, stage: StageWeights, parameter: int, group: dict[str, Any]
 ) -> dict[str, Any]:
     """A parameter's state as the stock optimizer would have it; its tensors are the live ones."""
-    count = state.engine.step_count(parameter)
+    count = stage.engine.step_count(parameter)
     read: dict[str, Any] = {}
     if kind == "adam" and count:
         read["step"] = torch.tensor(float(count))
@@ -69,20 +69,20 @@ def read_state(
         # A flat state buffer covers all groups as soon as one of them needs it.
         if name in _STATE_SWITCH and not group[_STATE_SWITCH[name]]:
             continue
-        value = state.engine.optimizer_state(name, parameter)
+        value = stage.engine.optimizer_state(name, parameter)
         if value is not None and count:
             read[name] = value
     return read
 
 
-def write_state(kind: str, state: StageState, parameter: int, values: dict[str, Any]) -> None:
+def write_state(kind: str, stage: StageWeights, parameter: int, values: dict[str, Any]) -> None:
     """Sets a parameter's state to what a stock optimizer has."""
     for name in _STATE_NAMES[kind]:
-        value, old = values.get(name), state.engine.optimizer_state(name, parameter)
+        value, old = values.get(name), stage.engine.optimizer_state(name, parameter)
         if value is None and old is not None:
             value = torch.zeros_like(old)
         if value is not None:
-            state.engine.set_optimizer_state(name, parameter, value)
+            stage.engine.set_optimizer_state(name, parameter, value)
     # SGD has no count of its own; the engine needs to know that the buffer is there.
     default = 1 if values.get("momentum_buffer") is not None else 0
-    state.engine.set_step_count(parameter, int(values.get("step", default)))
+    stage.engine.set_step_count(parameter, int(values.get("step", default)))

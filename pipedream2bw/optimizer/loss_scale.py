@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _C
 from ..checks import check_number, check_whole_number
 from ..runtime.lazy_numbers import LazyNumber
-
-if TYPE_CHECKING:
-    from ..pipeline.module import PipelineModule
+from ..runtime.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """By which losses are multiplied before their backward (Micikevicius et al., arXiv 1710.03740).
+    """Multiplies losses before their backward (Micikevicius et al., arXiv 1710.03740).
 
     The rule is ``torch.amp.GradScaler``'s. A scale belongs to a weight version: a batch's loss is
     multiplied by the scale of the version that it reads, and its update, which divides the gradient
@@ -57,14 +55,13 @@ class NewestScale(LazyNumber):
 
     def __init__(
         self,
-        pipeline: PipelineModule,
+        session: Session,
         scale: _C.LossScale,
-        version: int,
         update: tuple[_C.GradientNorm, _C.NormSlot] | None,
     ) -> None:
-        super().__init__(pipeline, pipeline._batch - 1)
+        super().__init__(session)
         self._scale = scale
-        self._version = version
+        self._version = session.accumulation.num_updates
         self._update = update
 
     def done(self) -> bool:

@@ -7,20 +7,20 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..ranks.agreement import Operation
-from .checks import agreed_pipeline_of
+from ..runtime.local_stages import LocalStage
+from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
+from .checks import agreed_session_of
 from .clipping import Clipping, GradNorm
 from .fused import fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale, load_state, state_of
 from .own_step import StageStepper, changes, differ, options_of
 from .staleness import Remedies, Remedy, StepCorrection
-
-if TYPE_CHECKING:
-    from ..pipeline.module import PipelineModule
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -73,24 +73,29 @@ class PipelineOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
     ) -> None:
-        clipping = Clipping(max_grad_norm, norm_type, clip_grad_value, loss_scale)
+        clipping = Clipping(
+            max_grad_norm=max_grad_norm,
+            norm_type=norm_type,
+            clip_grad_value=clip_grad_value,
+            loss_scale=loss_scale,
+        )
         self._remedies = Remedies(staleness)
-        self._pipe = agreed_pipeline_of(optimizers, clipping, self._remedies)
+        self._session = session = agreed_session_of(optimizers, clipping, self._remedies)
         self._delayed_batches = 0  # steps since the warm-up
-        with self._pipe._ending.failing_closes():
-            self._pipe._drain()  # updates that were registered are the former optimizer's
-            self._norm, self._scale = clipping.install(self._pipe)
+        with session.ending.failing_closes():
+            session.drain()  # updates that were registered are the former optimizer's
+            self._norm, self._scale = clipping.install(session)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
         # Not the wrapped ones' groups, to which it would add defaults.
         super().__init__([{"params": []}], {})
         self._wrapped = optimizers
         self.defaults = _common_defaults(optimizers)
-        self._states = [stage.state for stage in self._pipe._stages]
+        self._weights = [stage.weights for stage in session.stages]
         dtypes = {
             id(original): dtype
-            for state in self._states
-            for original, dtype in zip(state.originals, state.stepped_dtypes(), strict=True)
+            for weights in self._weights
+            for original, dtype in zip(weights.originals, weights.stepped_dtypes(), strict=True)
         }
         self._kinds = [
             fused_kind(
@@ -105,35 +110,45 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for optimizer in optimizers
         ]
         self._share()
-        group_of: dict[int, tuple[str | None, int]] = {}
-        for number, (kind, group) in enumerate(self._kinds_and_groups()):
-            group_of.update({id(parameter): (kind, number) for parameter in group["params"]})
+        self._corrections: dict[int, StepCorrection] = {}  # by stage
         # In one order on all ranks: a stage may wait there for its copies.
-        for state in sorted(self._states, key=lambda state: state.index_in_model):
-            with self._pipe._ending.failing_closes():
-                state.engine.arrange(
-                    reads_first=None not in self._kinds,
-                    waits=self._norm is not None,
-                    fault=self._pipe._fault,
-                )
-            state.show_newest()
-            rule = self._remedies.correction
-            state.correction = None if rule is None else StepCorrection(rule, state)
-            places = [group_of[id(original)] for original in state.originals]
-            state.engine.set_optimizers(
-                {
-                    fused: [group if kind == fused else -1 for kind, group in places]
-                    for fused in set(self._kinds) - {None}
-                    if fused is not None
-                }
-            )
+        for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
+            self._take_over(weights)
         self._make_steppers()
-        self._pipe._optimizer = weakref.ref(self)
+        session.optimizer = weakref.ref(self)
         for optimizer in optimizers:
-            keep_from_zeroing(optimizer, self._pipe)
+            keep_from_zeroing(optimizer, session)
+
+    def _take_over(self, weights: StageWeights) -> None:
+        """Makes the engine step a stage's weights as these optimizers do."""
+        session = self._session
+        with session.ending.failing_closes():
+            weights.engine.arrange(
+                reads_first=None not in self._kinds,
+                waits=self._norm is not None,
+                fault=session.control.fault,
+            )
+        weights.show_newest()
+        rule = self._remedies.correction
+        weights.correction = None
+        if rule is not None:
+            weights.correction = self._corrections[weights.index] = StepCorrection(rule, weights)
+        group_of = {
+            id(parameter): (kind, number)
+            for number, (kind, group) in enumerate(self._kinds_and_groups())
+            for parameter in group["params"]
+        }
+        places = [group_of[id(original)] for original in weights.originals]
+        weights.engine.set_optimizers(
+            {
+                fused: [group if kind == fused else -1 for kind, group in places]
+                for fused in self._kinds
+                if fused is not None
+            }
+        )
 
     def _check_in_charge(self) -> None:
-        if self._pipe._optimizer() is not self:
+        if self._session.optimizer() is not self:
             raise ValueError(
                 "this PipelineOptimizer is no longer the pipeline's: another one was made over its "
                 "parameters; give several optimizers to one: PipelineOptimizer(first, second)"
@@ -159,9 +174,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             if self._kinds[number] is None
         }
         self._steppers = {
-            (number, state.index): StageStepper(self._wrapped[number], state)
+            (number, weights.index): StageStepper(self._wrapped[number], weights)
             for number in self._options
-            for state in self._states
+            for weights in self._weights
         }
 
     def _kinds_and_groups(self) -> list[tuple[str | None, dict[str, Any]]]:
@@ -198,47 +213,40 @@ class PipelineOptimizer(torch.optim.Optimizer):
         }
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
-        batch = self._pipe._accumulation.num_updates
-        is_delayed = batch >= self._pipe._warmup_batches
-
-        def submit(stage: Any, run: int) -> int:
-            steppers = [self._steppers[number, stage.index] for number in changed]
-            for stepper, groups in zip(steppers, changed.values(), strict=True):
-                stepper.change(batch, groups)
-            divisor = self._divisor(stage.index) if is_delayed else 1.0
-            discounted = (
-                fused
-                if divisor == 1
-                else [{**each, "lr": each["lr"] / divisor} if each else each for each in fused]
-            )
-            correction = stage.state.correction
-            stale = (
-                correction is not None
-                and stage.executor.version_of_batch(stage.index, batch) < batch
-            )
-            steps = (
-                _steps(steppers, batch, divisor, correction, stale=stale)
-                if steppers or correction is not None
-                else None
-            )
-            ticket: int = stage.executor.submit_update(stage.index, run, discounted, steps)
-            return ticket
-
-        self._pipe._check_update_is_due()
-        if self._norm is not None:
-            self._grad_norm = GradNorm(self._pipe, self._norm, self._pipe._batch - 1)
-        self._pipe._submit_updates(submit)
+        batch = self._session.accumulation.num_updates
+        is_delayed = batch >= self._session.stages.options.warmup_batches
+        with self._session.update() as train_step:
+            if self._norm is not None:
+                self._grad_norm = GradNorm(self._session, self._norm)
+            for stage in self._session.stages.in_update_order():
+                steppers = [self._steppers[number, stage.index] for number in changed]
+                for stepper, groups in zip(steppers, changed.values(), strict=True):
+                    stepper.change(batch, groups)
+                divisor = self._divisor(stage.index) if is_delayed else 1.0
+                steps = self._steps_of(stage, steppers, batch, divisor)
+                discounted = [_discounted(options, divisor) for options in fused]
+                stage.executor.submit_update(stage.index, train_step, discounted, steps)
         self._options = current
         self._delayed_batches += is_delayed
         for optimizer in self._wrapped:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
+
+    def _steps_of(
+        self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int, divisor: float
+    ) -> Callable[[int], None] | None:
+        """What a stage does in a batch's update beside the fused pass."""
+        correction = self._corrections.get(stage.index)
+        if correction is None:
+            return _steps(steppers, batch, divisor) if steppers else None
+        stale = stage.executor.version_of_batch(stage.index, batch) < batch
+        return _steps(steppers, batch, divisor, correction, stale=stale)
 
     def _divisor(self, stage: int) -> float:
         """Of the learning rate of a step after the warm-up."""
         discount = self._remedies.discount
         if discount is None:
             return 1.0
-        return discount.divisor(self._pipe._schedule.delay[stage], self._delayed_batches)
+        return discount.divisor(self._session.schedule.delay[stage], self._delayed_batches)
 
     @property
     def grad_norm(self) -> GradNorm:
@@ -266,10 +274,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
             raise ValueError("loss_scale: None was given, it must be a LossScale")
         norm = self._grad_norm
         update = None if norm is None else (norm.norm, norm.slot)
-        return NewestScale(self._pipe, self._scale, self._pipe._accumulation.num_updates, update)
+        return NewestScale(self._session, self._scale, update)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine owns the gradients and starts each batch's anew."""
+        """Does nothing: the engine owns the gradients and begins each batch's with zeros."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses: all parameters that the pipeline trains are in a group.
@@ -297,7 +305,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _call(self, name: str) -> None:
         self._check_in_charge()
-        self._pipe._flush_for(Operation.flush)
+        self._session.flush_for(Operation.flush)
         for stepper in self._steppers.values():
             stepper.call(name)
         self._read_counters()
@@ -310,11 +318,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Every rank calls it.
         """
         self._check_in_charge()
-        self._pipe._flush_for(Operation.optimizer_state_dict)
+        self._session.flush_for(Operation.optimizer_state_dict)
         where = {
-            id(handle): (state, i)
-            for state in self._states
-            for i, handle in enumerate(state.handles if state.is_shown else ())
+            id(handle): (weights, i)
+            for weights in self._weights
+            for i, handle in enumerate(weights.handles if weights.is_shown else ())
         }
         for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
             for group in optimizer.param_groups if kind is not None else ():
@@ -327,9 +335,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         states = [optimizer.state_dict() for optimizer in self._wrapped]
         result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
         if self._scale is not None:
-            result["loss_scale"] = state_of(self._scale, self._pipe._accumulation.num_updates)
+            result["loss_scale"] = state_of(self._scale, self._session.accumulation.num_updates)
         if self._remedies:
-            kept = [state.correction.state() for state in self._states if state.correction]
+            kept = [correction.state() for correction in self._corrections.values()]
             result["staleness"] = {
                 "delayed_batches": self._delayed_batches,
                 "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
@@ -343,13 +351,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError, KeyError: it is not of these optimizers; on every rank.
         """
         self._check_in_charge()
-        self._pipe._flush_for(Operation.optimizer_load_state_dict)
-        error: Exception | None = None
-        try:
-            self._load(state_dict)
-        except Exception as raised:
-            error = raised
-        self._pipe._control.agree_on_objects(error, {})
+        self._session.flush_for(Operation.optimizer_load_state_dict)
+        self._session.control.together(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         states = [state_dict] if len(self._wrapped) == 1 else state_dict.get("optimizers", [])
@@ -359,32 +362,31 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "it must be one that PipelineOptimizer.state_dict() gave"
             )
         with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
-            for state in self._states:
-                shown.enter_context(state.masters_shown())
+            for weights in self._weights:
+                shown.enter_context(weights.masters_shown())
             for optimizer, theirs in zip(self._wrapped, states, strict=True):
                 optimizer.load_state_dict(theirs)
         if self._scale is not None and "loss_scale" in state_dict:
-            version = self._pipe._accumulation.num_updates
+            version = self._session.accumulation.num_updates
             load_state(self._scale, version, state_dict["loss_scale"])
         self._share()
         self._make_steppers()
         # One that was saved without remedies lets them begin anew.
         staleness = state_dict.get("staleness", {"delayed_batches": 0, "kept": {}})
         self._delayed_batches = int(staleness["delayed_batches"])
-        for state in self._states:
-            if state.correction is not None:
-                state.correction.load(staleness["kept"])
+        for correction in self._corrections.values():
+            correction.load(staleness["kept"])
         holder = {
             id(parameter): (kind, optimizer)
             for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        for state in self._states:
-            for i, original in enumerate(state.originals):
+        for weights in self._weights:
+            for i, original in enumerate(weights.originals):
                 kind, optimizer = holder[id(original)]
                 if kind is not None:
-                    write_state(kind, state, i, optimizer.state.get(original, {}))
+                    write_state(kind, weights, i, optimizer.state.get(original, {}))
 
     def __repr__(self) -> str:
         lines = []
@@ -396,7 +398,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _read_counters(self) -> None:
         """Takes over what the stages' optimizers changed in their groups; all are drained."""
         for number, seen_by_group in self._options.items():
-            steppers = [self._steppers[number, state.index] for state in self._states]
+            steppers = [self._steppers[number, weights.index] for weights in self._weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
             groups = self._wrapped[number].param_groups
             for group, theirs, seen in zip(groups, stepper.options(), seen_by_group, strict=True):
@@ -410,13 +412,12 @@ def _steps(
     steppers: Sequence[StageStepper],
     batch: int,
     divisor: float,
-    correction: StepCorrection | None,
+    correction: StepCorrection | None = None,
     *,
-    stale: bool,
+    stale: bool = False,
 ) -> Callable[[int], None]:
-    """What a stage does in an update beside the fused pass."""
+    """A function of its own, since what waits in the engine must not hold the pipeline."""
 
-    # What waits in the engine must not hold the pipeline.
     def steps(slot: int) -> None:
         for stepper in steppers:
             stepper.step(batch, slot, divisor)
@@ -426,22 +427,29 @@ def _steps(
     return steps
 
 
+def _discounted(options: dict[str, Any], divisor: float) -> dict[str, Any]:
+    """A fused pass's options with the learning rate divided; {} stays, which no fused pass has."""
+    if not options or divisor == 1:
+        return options
+    return {**options, "lr": options["lr"] / divisor}
+
+
 def _common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """The options that all have, for schedulers that ask whether they can set them."""
     first, *rest = (optimizer.defaults for optimizer in optimizers)
     return {key: first[key] for key in first if all(key in other for other in rest)}
 
 
-def keep_from_zeroing(optimizer: torch.optim.Optimizer, pipe: PipelineModule) -> None:
+def keep_from_zeroing(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Makes ``optimizer.zero_grad()`` do nothing while the pipeline is open.
 
     Its own step may just compute, in another thread, with the gradients that it would take away.
     """
-    optimizer_alive, pipe_alive = weakref.ref(optimizer), weakref.ref(pipe)
+    optimizer_alive, session_alive = weakref.ref(optimizer), weakref.ref(session)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        mine, its_pipe = optimizer_alive(), pipe_alive()
-        is_open = its_pipe is not None and its_pipe._ending.closed_because is None
+        mine, its_session = optimizer_alive(), session_alive()
+        is_open = its_session is not None and its_session.ending.is_open
         if mine is not None and not is_open:
             type(mine).zero_grad(mine, set_to_none)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.stage_weights import StageState
+from ..runtime.stage_weights import StageWeights
 
 
 class StageStepper:
@@ -21,7 +21,7 @@ class StageStepper:
     stay equal also where an optimizer combines values over the parameters that it is given.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stage: StageState) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stage: StageWeights) -> None:
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
         for i, name in enumerate(stage.trainable):
@@ -78,7 +78,7 @@ class _PartStepper:
     """Steps the parameters at ``positions`` of the stage."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, stage: StageState, positions: list[int]
+        self, optimizer: torch.optim.Optimizer, stage: StageWeights, positions: list[int]
     ) -> None:
         self._stage = stage
         self.positions = positions
@@ -135,7 +135,7 @@ def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
 class _Restriction:
     """The same optimizer with some of a stage's parameters only; state is shared by parameter."""
 
-    def __init__(self, stage: StageState, positions: Sequence[int]) -> None:
+    def __init__(self, stage: StageWeights, positions: Sequence[int]) -> None:
         self._pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
         self._handle_of = {id(original): handle for original, handle in self._pairs}
         self._groups: dict[int, dict[str, Any]] = {}  # by the original's id

@@ -9,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..checks import check_number, check_whole_number
-
-if TYPE_CHECKING:
-    from ..pipeline.module import PipelineModule
-    from ..runtime.stage_weights import StageState
-
+from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
 """What is added to a parameter's step, and what is remembered of it until the next."""
@@ -153,7 +150,7 @@ class Remedies:
 
     def check(
         self,
-        pipe: PipelineModule,
+        session: Session,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         scales_loss: bool,
@@ -172,12 +169,12 @@ class Remedies:
             number = sum(isinstance(remedy, kind) for remedy in self._given)
             if number > 1:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
-        name, delays = pipe._schedule.name, pipe._schedule.delay
+        name, delays = session.schedule.name, session.schedule.delay
         tied = [
             name
-            for stage in pipe._stages
-            for name in stage.state.trainable
-            if len(stage.state.stages_of(name)) > 1
+            for stage in session.stages
+            for name in stage.weights.trainable
+            if len(stage.weights.stages_of(name)) > 1
         ]
         if self.discount is not None and tied and len(set(delays)) > 1:
             raise ValueError(
@@ -195,7 +192,7 @@ class Remedies:
                 f'staleness: {self.correction}, schedule: "{name}" with the delays '
                 f"{', '.join(map(str, delays))}: it corrects a delay of 1 on every stage"
             )
-        precision = pipe._precision.dtype
+        precision = session.stages.options.precision.dtype
         if self.correction is not None and (scales_loss or precision not in (None, torch.float32)):
             raise ValueError(
                 f"staleness: {self.correction}, loss_scale: {scales_loss}, precision: {precision}: "
@@ -216,14 +213,14 @@ class StepCorrection:
         rule: the remedy.
     """
 
-    def __init__(self, rule: Correction, stage: StageState) -> None:
+    def __init__(self, rule: Correction, stage: StageWeights) -> None:
         self._rule = rule
         self._stage = stage
         self._kept: dict[int, torch.Tensor] = {}  # by parameter
 
     @property
     def nbytes(self) -> int:
-        """Of what it remembers."""
+        """Bytes that it keeps from one step to the next."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def apply(self, slot: int, *, stale: bool) -> None:

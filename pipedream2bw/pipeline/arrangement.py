@@ -1,4 +1,4 @@
-"""How a model is laid out over processes: given one by one, or as a plan says."""
+"""How a model is arranged over processes: as options or a plan say."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..model.fingerprint import describe_parameters, fingerprint_of
 from ..model.materialize import Example
 from ..model.precision import Precision
 from ..planning.plan import Plan
+from ..profiling.prepared import layer_names
 from ..ranks.mesh import check_mesh, described
 from ..schedules.load import fingerprint, schedule_for
-from .options import length_of, what_to_recompute
+from .options import Options, length_of, what_to_recompute
 
-# A string of its own: by its identity it is told from a "2bw" that the caller gives.
-DEFAULT_SCHEDULE = "".join(("2", "bw"))
+DEFAULT_SCHEDULE = "2bw"
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """What ``PipelineModule`` takes under these names.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How stages, microbatches and replicas are arranged over processes.
 
-    None, and of the schedule ``DEFAULT_SCHEDULE``: not given.
+    The attributes are those options of :class:`PipelineModule`; None: it was not given.
 
     Attributes:
         order: the process of each replica's rank, [replicas][ranks], if it is not the usual one.
@@ -35,7 +35,7 @@ class Layout:
 
     num_stages: int | None
     num_microbatches: int | None
-    schedule: str | os.PathLike[str] | Schedule
+    schedule: str | os.PathLike[str] | Schedule | None
     stages_per_rank: int | None
     split: str | Sequence[str] | None
     width: int | None
@@ -43,34 +43,52 @@ class Layout:
     mesh: DeviceMesh | None
     order: list[list[int]] | None = None
 
-    def complete(self, model: nn.Module | Sequence[nn.Module], plan: Plan | None) -> Layout:
-        """The plan's, or with the defaults where nothing was given.
+    @classmethod
+    def given(cls, options: Options) -> Arrangement:
+        """What was given; ``num_stages="auto"`` is none."""
+        num_stages: Any = options.num_stages
+        return cls(
+            num_stages=None if is_auto(options) else num_stages,
+            num_microbatches=options.num_microbatches,
+            schedule=options.schedule,
+            stages_per_rank=options.stages_per_rank,
+            split=options.split,
+            width=options.width,
+            recompute=options.recompute,
+            mesh=options.mesh,
+        )
+
+    def complete(self, model: nn.Module | Sequence[nn.Module], plan: Plan | None) -> Arrangement:
+        """The plan's arrangement; without a plan this one, with defaults where nothing was given.
 
         Raises:
-            ValueError: there is no number of stages.
+            ValueError: there is no number of stages, or what was given is not what the plan says.
+            ValueError, TypeError: the mesh does not fit.
         """
         if plan is None:
             return dataclasses.replace(
                 self,
                 num_stages=length_of(model) if self.num_stages is None else self.num_stages,
+                schedule=DEFAULT_SCHEDULE if self.schedule is None else self.schedule,
                 stages_per_rank=1 if self.stages_per_rank is None else self.stages_per_rank,
                 split="auto" if self.split is None else self.split,
-                width=1 if self.width is None else self.width,
+                width=check_mesh(self.mesh, 1 if self.width is None else self.width),
                 recompute=False if self.recompute is None else self.recompute,
             )
-        return Layout(
-            plan.num_stages,
-            plan.num_microbatches,
-            plan.schedule,
-            plan.stages_per_rank,
-            plan.split,
-            plan.width,
-            plan.recompute,
-            self.mesh,
-            order_of(plan) if self.mesh is None else None,
+        self._check_agreement(plan)
+        return Arrangement(
+            num_stages=plan.num_stages,
+            num_microbatches=plan.num_microbatches,
+            schedule=plan.schedule,
+            stages_per_rank=plan.stages_per_rank,
+            split=plan.split,
+            width=check_mesh(self.mesh, plan.width),
+            recompute=plan.recompute,
+            mesh=self.mesh,
+            order=order_of(plan) if self.mesh is None else None,
         )
 
-    def check_agreement(self, plan: Plan) -> None:
+    def _check_agreement(self, plan: Plan) -> None:
         """Raises ValueError if something was given that the plan says differently."""
         for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
             given, planned = getattr(self, name), getattr(plan, name)
@@ -79,7 +97,7 @@ class Layout:
         made = schedule_for(
             plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank
         )
-        if self.schedule is not DEFAULT_SCHEDULE and self.schedule != plan.schedule:
+        if self.schedule is not None and self.schedule != plan.schedule:
             if isinstance(self.schedule, str) and "\n" not in self.schedule:
                 raise _contradiction("schedule", self.schedule, plan.schedule)
             own = schedule_for(self.schedule, None, None)
@@ -99,32 +117,24 @@ class Layout:
                 f"'dp' of the mesh: {size}, width of the plan: {plan.width}: they must be equal"
             )
 
-    def on_mesh(self) -> Layout:
-        """With the mesh's width.
-
-        Raises:
-            ValueError, TypeError: the mesh does not fit.
-        """
-        return dataclasses.replace(
-            self, width=check_mesh(self.mesh, 1 if self.width is None else self.width)
-        )
-
     def made(self) -> Schedule:
-        """The checked schedule, once the layout is complete."""
+        """The checked schedule of a complete arrangement."""
         return schedule_for(
-            self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank or 1
+            self.schedule or DEFAULT_SCHEDULE,
+            self.num_stages,
+            self.num_microbatches,
+            self.stages_per_rank or 1,
         )
 
     def settings(self) -> dict[str, Any]:
-        """For comparing them between ranks; none if there is no plan to be compared."""
-        if self.stages_per_rank is None:
-            return {}
+        """What of a complete arrangement has to be the same on every rank.
+
+        Raises:
+            ValueError, TypeError: a schedule of one's own is malformed or illegal.
+        """
         schedule: object = self.schedule
         if not isinstance(schedule, str) or "\n" in schedule:
-            try:  # the same file may differ between machines
-                schedule = fingerprint(self.made())
-            except Exception:  # which is raised anyway
-                schedule = None
+            schedule = fingerprint(self.made())  # the same file may differ between machines
         return {
             "num_stages": self.num_stages,
             "num_microbatches": self.num_microbatches,
@@ -136,6 +146,12 @@ class Layout:
             "order of the plan's devices": str(self.order),
             "schedule": schedule,
         }
+
+
+def is_auto(options: Options) -> bool:
+    """Whether the arrangement is to be planned for the devices at hand."""
+    wants = isinstance(options.num_stages, str) and options.num_stages == "auto"
+    return wants and options.plan is None
 
 
 def order_of(plan: Plan) -> list[list[int]] | None:
@@ -167,8 +183,6 @@ def check_model(
 
     It may be the model as it is, in the dtype of the precision, or as its stages will have it.
     """
-    from ..profiling.prepared import layer_names  # which measures pipelines
-
     args, kwargs = example
     names = layer_names(root, example_args=args, example_kwargs=kwargs, replicated=replicated)
     planned = plan.stages[-1].layers[1]

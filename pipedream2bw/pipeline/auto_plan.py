@@ -9,148 +9,152 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .. import _C
 from ..capture.chain import as_root
 from ..checks import check_whole_number
-from ..model.materialize import home_of
+from ..model.materialize import Example, home_of
 from ..model.precision import Precision
 from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..profiling.links import with_links
+from ..profiling.prepared import layer_names
 from ..profiling.profile import Profile
+from ..profiling.profiler import profile_together
 from ..ranks.agreement import ControlPlane
-from ..ranks.grid import join_world
 from ..ranks.mesh import check_mesh
 from ..schedules.load import make_schedule
-from .arrangement import Layout
+from .arrangement import DEFAULT_SCHEDULE
+from .options import Options
 
 _SIZES = 3  # numbers of rows that are tried where num_microbatches is not given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What is planned for.
+
+    Attributes:
+        root: the model as one module.
+        device: where the model is.
+        rows: of a replica's batch.
+        width: of all plans, if it was given.
+        num_processes: that there are; with one, every stage has one of ``devices``.
+    """
+
+    root: nn.Module
+    example: Example
+    device: torch.device
+    precision: Precision
+    rows: int
+    width: int | None
+    num_processes: int
+    options: Options
+
+    @property
+    def num_devices(self) -> int:
+        """Processes, or in one process devices, which the plan uses all."""
+        in_process = len(self.options.devices or ())
+        return self.num_processes if self.num_processes > 1 else in_process
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return str(self.options.schedule or DEFAULT_SCHEDULE)
 
 
 def plan_for_devices_at_hand(
     model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor],
-    given: Layout,
-    *,
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    example_target: Any,
-    replicated: Sequence[str],
-    profile: Profile | str | os.PathLike[str] | None,
-    devices: Sequence[torch.device | str] | None,
-    precision: str | None,
-    split_master: bool,
-    timeout: float,
+    options: Options,
+    control: ControlPlane,
 ) -> Plan:
     """The fastest plan that uses all processes, or all of ``devices``. Every rank gets the same.
 
-    Args:
-        given: num_microbatches and width, which the plan keeps to if they are not None, schedule
-            and stages_per_rank.
-        example_target: of as many rows as a replica's batch has.
-        profile: a path that does not exist is written. Links between these processes that it has
-            not are measured, and written there too. It is of the model in the dtypes that its
-            stages have.
+    It keeps to num_microbatches and width where they are given, to schedule and stages_per_rank.
+    If ``profile`` is a path that does not exist, what is measured is saved there; so are links
+    between these processes that it lacks. It is of the model in the dtypes that its stages have.
 
     Raises:
         ValueError, TypeError: on every rank.
     """
-    error: Exception | None = None
-    device = torch.device("cpu")
-    rows = 0
-    dtypes = Precision(nn.Module(), None, False, None, "cpu")
-    try:
-        root = as_root(model)
-        device = home_of(root, (tuple(example_args), dict(example_kwargs or {})))
-        dtypes = Precision(root, precision, split_master, None, device.type)
-        rows = _check(given, example_target, profile)
-    except Exception as raised:
-        error = raised
-    control = ControlPlane(join_world(device.type), timeout, _C.Fault(), "plan")
-    try:
-        if error is None and control.size == 1 and not devices:
-            error = ValueError(
-                f"num_stages: 'auto', devices: {devices}, processes: 1: in one process give "
-                "devices=, one for each stage"
-            )
-        weights = {"precision": precision, "split_master": split_master}
-        settings = {
-            "num_stages": "auto",
-            "rows of example_target": rows,
-            **vars_of(given),
-            **{name: str(value) for name, value in weights.items()},
-        }
-        control.agree_on_objects(error, settings)
-        ranks = control.size if control.size > 1 else len(devices or ())
-        width = _width(given)
-        with dtypes.as_in_stages():
-            example_args, example_kwargs = dtypes.cast(
-                (tuple(example_args), dict(example_kwargs or {}))
-            )
-            found = _shared(control, lambda: _cached(profile))
-            if found is None:
-                from ..profiling.profiler import profile as measure  # which measures pipelines
-
-                found = measure(
-                    model,
-                    loss_fn,
-                    example_args=example_args,
-                    example_kwargs=example_kwargs,
-                    target=example_target,
-                    microbatch_rows=_sizes(given, rows, ranks // (width or 1)),
-                    replicated=replicated,
-                    parallel=ranks if control.size == 1 and device.type == "cpu" else 1,
-                    timeout=timeout,
-                )
-                if isinstance(profile, (str, os.PathLike)):
-                    _shared(control, lambda: found.save(profile))
-            if control.group is not None and _lacks_links(found, control.size):
-                found = with_links(found, control.group, device, timeout)
-                if isinstance(profile, (str, os.PathLike)):
-                    _shared(control, lambda: found.save(profile))
-            _shared(
-                control,
-                lambda: _check_profile(found, model, example_args, example_kwargs, replicated),
-            )
-        in_processes = control.size > 1
-        made: Plan = _shared(
-            control, lambda: _best(found, given, rows, ranks, width, in_processes, weights)
-        )
-        return made
-    finally:
-        control.close()
+    wanted = control.together(lambda: _checked(model, options, control.size), same=_settings)
+    with wanted.precision.as_in_stages():
+        found = _profile(wanted, loss_fn, control)
+    return control.from_first(lambda: _best(found, wanted))
 
 
-def vars_of(given: Layout) -> dict[str, Any]:
-    """For comparing them between ranks, before there is a plan."""
-    names = ("num_microbatches", "width", "stages_per_rank")
-    return {name: getattr(given, name) for name in names} | {"schedule": str(given.schedule)}
-
-
-def _check(given: Layout, example_target: Any, profile: object) -> int:
-    """The rows of a batch."""
-    if not isinstance(given.schedule, str) or "\n" in given.schedule:
+def _checked(
+    model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int
+) -> _Wanted:
+    root = as_root(model)
+    example = (tuple(options.example_args), dict(options.example_kwargs or {}))
+    device = home_of(root, example)
+    precision = Precision(
+        root=root,
+        precision=options.precision,
+        split_master=options.split_master,
+        autocast=None,
+        device_type=device.type,
+    )
+    rows = _check(options)
+    if num_processes == 1 and not options.devices:
         raise ValueError(
-            f"schedule: {type(given.schedule).__name__}, num_stages: 'auto': give a schedule's name"
+            f"num_stages: 'auto', devices: {options.devices}, processes: 1: in one process give "
+            "devices=, one for each stage"
+        )
+    return _Wanted(
+        root=root,
+        example=precision.cast(example),
+        device=device,
+        precision=precision,
+        rows=rows,
+        width=_width(options),
+        num_processes=num_processes,
+        options=options,
+    )
+
+
+def _settings(wanted: _Wanted) -> dict[str, Any]:
+    options = wanted.options
+    return {
+        "num_stages": "auto",
+        "rows of example_target": wanted.rows,
+        "num_microbatches": options.num_microbatches,
+        "width": options.width,
+        "stages_per_rank": options.stages_per_rank,
+        "schedule": wanted.schedule,
+        "precision": str(options.precision),
+        "split_master": str(options.split_master),
+    }
+
+
+def _check(options: Options) -> int:
+    """The rows of a batch."""
+    if options.schedule is not None and (
+        not isinstance(options.schedule, str) or "\n" in options.schedule
+    ):
+        raise ValueError(
+            f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
+            "name"
         )
     for name in ("num_microbatches", "width", "stages_per_rank"):
-        if getattr(given, name) is not None:
-            check_whole_number(name, getattr(given, name))
-    if given.split is not None:
-        raise ValueError(f"split: {given.split!r}, num_stages: 'auto': the plan says it")
+        if getattr(options, name) is not None:
+            check_whole_number(name, getattr(options, name))
+    if options.split is not None:
+        raise ValueError(f"split: {options.split!r}, num_stages: 'auto': the plan says it")
+    profile = options.profile
     if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
         raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
-    tensors = [leaf for leaf in pytree.tree_leaves(example_target) if torch.is_tensor(leaf)]
+    leaves = pytree.tree_leaves(options.example_target)
+    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
     if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
         raise ValueError(
             "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
             "target"
         )
-    m = given.num_microbatches or 1
+    m = options.num_microbatches or 1
     if tensors[0].shape[0] < m:
         raise ValueError(
             f"example_target: {tensors[0].shape[0]} rows, num_microbatches: {m}: every microbatch "
@@ -159,130 +163,150 @@ def _check(given: Layout, example_target: Any, profile: object) -> int:
     return int(tensors[0].shape[0])
 
 
-def _width(given: Layout) -> int | None:
-    return given.width if given.mesh is None else check_mesh(given.mesh, given.width or 1)
+def _width(options: Options) -> int | None:
+    return options.width if options.mesh is None else check_mesh(options.mesh, options.width or 1)
 
 
-def _sizes(given: Layout, rows: int, most_ranks: int) -> list[int]:
-    """The rows of the microbatches that are profiled."""
-    if given.num_microbatches is not None:
-        return [-(-rows // given.num_microbatches)]
-    return sorted({max(1, rows // (most_ranks * 2**k)) for k in range(_SIZES)})
+# ---------------------------------------------------------------- the profile
 
 
-def _cached(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
+def _profile(
+    wanted: _Wanted, loss_fn: Callable[[Any, Any], torch.Tensor], control: ControlPlane
+) -> Profile:
+    """The given profile, or a measured one, with links between all processes."""
+    options, path = wanted.options, wanted.options.profile
+    args, kwargs = wanted.example
+    found: Profile | None = control.from_first(lambda: _given(path))
+    if found is None:
+        shares_cores = control.size == 1 and wanted.device.type == "cpu"
+        found = _saved(
+            profile_together(
+                control,
+                wanted.root,
+                loss_fn,
+                example_args=args,
+                example_kwargs=kwargs,
+                target=options.example_target,
+                microbatch_rows=_sizes(wanted),
+                replicated=options.replicated,
+                parallel=wanted.num_devices if shares_cores else 1,
+            ),
+            path,
+            control,
+        )
+    if control.group is not None and _lacks_links(found, control.size):
+        found = _saved(
+            with_links(found, control.group, wanted.device, control.timeout), path, control
+        )
+    checked = found
+    control.from_first(lambda: _check_profile(checked, wanted.root, args, kwargs, options))
+    return found
+
+
+def _given(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
     if isinstance(profile, (str, os.PathLike)):
         return Profile.load(profile) if Path(profile).exists() else None
     return profile
 
 
+def _saved(found: Profile, place: object, control: ControlPlane) -> Profile:
+    """The profile, saved where a path was given."""
+    if isinstance(place, (str, os.PathLike)):
+        control.from_first(lambda: found.save(place))
+    return found
+
+
+def _sizes(wanted: _Wanted) -> list[int]:
+    """The rows of the microbatches that are profiled."""
+    if wanted.options.num_microbatches is not None:
+        return [-(-wanted.rows // wanted.options.num_microbatches)]
+    most_ranks = wanted.num_devices // (wanted.width or 1)
+    return sorted({max(1, wanted.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
+
+
 def _lacks_links(profile: Profile, num_processes: int) -> bool:
-    """Without them messages between processes would seem to be free."""
+    """Whether messages between some processes would seem to be free."""
     return profile.links is None or len(profile.links.latency) < num_processes
 
 
 def _check_profile(
     found: Profile,
-    model: nn.Module | Sequence[nn.Module],
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    replicated: Sequence[str],
+    root: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
 ) -> None:
-    from ..profiling.prepared import layer_names
-
     names = layer_names(
-        model, example_args=example_args, example_kwargs=example_kwargs, replicated=replicated
+        root, example_args=args, example_kwargs=kwargs, replicated=options.replicated
     )
-    found.check_model(model, names)
+    found.check_model(root, names)
 
 
-def _best(
-    found: Profile,
-    given: Layout,
-    rows: int,
-    ranks: int,
-    width: int | None,
-    in_processes: bool,
-    weights: Mapping[str, Any],
-) -> Plan:
-    """Of the widths that use all ranks the one with the most rows per second."""
+# ---------------------------------------------------------------- the plan
+
+
+def _best(found: Profile, wanted: _Wanted) -> Plan:
+    """Of the widths that use all devices the one with the most rows per second."""
+    width, devices = wanted.width, wanted.num_devices
+    in_processes = wanted.num_processes > 1
     if width is not None and width > 1 and not in_processes:
         raise ValueError(f"width: {width}, processes: 1: every replica needs some of its own")
-    widths = [width] if width is not None else range(1, ranks + 1 if in_processes else 2)
+    widths = [width] if width is not None else range(1, devices + 1 if in_processes else 2)
     plans: list[Plan] = []
     errors: list[ValueError] = []
-    v = given.stages_per_rank or 1
     for w in widths:
-        if ranks % w:
+        if devices % w:
             continue
         # In one process a device is a stage's.
-        d = ranks // w * v if in_processes else ranks
+        v = (wanted.options.stages_per_rank or 1) if in_processes else 1
         try:
-            plans.append(_with(found, given, rows, w, d, v, ranks, weights))
+            plans.append(_of_width(found, wanted, w, devices // w * v))
         except ValueError as error:
             errors.append(error)
     if not plans and not errors:
-        raise ValueError(f"width: {width}, processes: {ranks}: every replica needs as many of them")
+        raise ValueError(
+            f"width: {width}, processes: {devices}: every replica needs as many of them"
+        )
     if not plans:
         raise errors[0]
     return max(plans, key=lambda each: each.rows_per_second)
 
 
-def _with(
-    found: Profile,
-    given: Layout,
-    rows: int,
-    w: int,
-    d: int,
-    v: int,
-    ranks: int,
-    weights: Mapping[str, Any],
-) -> Plan:
+def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> Plan:
+    options, devices = wanted.options, wanted.num_devices
+    v = options.stages_per_rank or 1
     sizes = tuple(item.rows for item in found.microbatches)
-    if given.num_microbatches is not None:
-        make_schedule(str(given.schedule), d, given.num_microbatches, v)  # or the rule is told
-        found = _of_rows(found, -(-rows // given.num_microbatches))
-        batch = largest = w * found.microbatches[0].rows * given.num_microbatches
+    m = options.num_microbatches
+    if m is not None:
+        make_schedule(wanted.schedule, num_stages, m, v)  # raises the schedule's rule
+        found = _of_rows(found, -(-wanted.rows // m))
+        batch = largest = width * found.microbatches[0].rows * m
     else:
-        batch = w * rows
-        largest = batch + w * sizes[-1]
+        batch = width * wanted.rows
+        largest = batch + width * sizes[-1]
     # Ranks on a CPU share its memory.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if found.device.type == "cpu" else 1
+    on_cpu = found.device.type == "cpu"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", devices)) if on_cpu else 1
     return plan(
         found,
-        devices=ranks,
+        devices=devices,
         memory=found.device.memory_bytes // max(1, local),
         batch=batch,
         largest_batch=largest,
-        schedules=(str(given.schedule),),
+        schedules=(wanted.schedule,),
         stages_per_rank=(max(2, v),),  # of schedules that have several at all
-        width=w,
-        num_stages=d,
-        **weights,
+        width=width,
+        num_stages=num_stages,
+        precision=options.precision,
+        split_master=options.split_master,
     )
 
 
 def _of_rows(found: Profile, rows: int) -> Profile:
-    """The profile of microbatches of so many rows alone."""
+    """The profile of microbatches of that many rows alone."""
     known = {item.rows: item for item in found.microbatches}
     if rows not in known:
         raise ValueError(
             f"profile: microbatches of {sorted(known)} rows, a batch has them of {rows}"
         )
     return dataclasses.replace(found, microbatches=(known[rows],))
-
-
-def _shared(control: ControlPlane, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives on rank 0; what it raises there is raised on every rank."""
-    made: list[Any] = [None]
-    error: Exception | None = None
-    is_first = control.group is None or control.group.rank() == 0
-    if is_first:
-        try:
-            made = [make()]
-        except Exception as raised:
-            error = raised
-    control.agree_on_objects(error, {})
-    if control.group is not None:
-        dist.broadcast_object_list(made, group=control.group, group_src=0)
-    return made[0]

@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _C
 from .._C import Schedule
-from ..capture.chain import as_root
-from ..checks import check_whole_number
-from ..json_document import given_or_loaded
-from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..model.materialize import home_of, materialize
-from ..model.metrics import Metric, check_metrics
-from ..model.precision import Precision
-from ..model.refusals import check_example, check_loadable, check_parameters
+from ..model.metrics import Metric
 from ..planning.plan import Plan
 from ..profiling.profile import Profile
-from ..ranks.agreement import Announcement, ControlPlane, Operation
-from ..ranks.grid import RankGrid, join_world
-from ..ranks.mesh import mesh_of
-from ..runtime.accumulation import Accumulation, check_same_part
-from ..runtime.ending import Ending
-from ..runtime.intake import Batch, Intake
+from ..ranks.agreement import Operation
+from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
-from ..runtime.local_model import LocalPart
-from ..runtime.local_stages import LocalStage, LocalStages
-from ..runtime.microbatch import join_outputs
-from ..runtime.stage_memory import StageMemory
+from ..runtime.stage_memory import StageMemory, memory_of
 from ..runtime.timeline import Timeline
-from ..schedules.load import check_runnable
-from ..stages.compile import compile_options
-from ..stages.modes import Mode, Modes
-from ..stages.tied import check_ties, find_ties
-from .arrangement import DEFAULT_SCHEDULE, Layout, check_model
-from .auto_plan import plan_for_devices_at_hand
-from .options import bucket_bytes, check_settings, stage_devices, what_to_recompute
-
-_names = itertools.count()
+from .opening import open_session
+from .options import Options
+from .session_module import SessionModule
 
 
-_PLACEHOLDER = "_placeholder"
-
-
-class PipelineModule(nn.Module):
+class PipelineModule(SessionModule):
     """Trains ``model`` as a pipeline of ``num_stages`` stages.
 
     Without a process group each stage is a thread of this process; under ``torchrun`` each stage of
@@ -100,8 +72,8 @@ class PipelineModule(nn.Module):
         num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
             ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"``
             m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
-        schedule: ``"2bw"``, ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``, ``"1f1b"``,
-            ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
+        schedule: ``"2bw"`` (or None), ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``,
+            ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
             ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
             ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``. Or one's own:
             what :func:`load_schedule` takes.
@@ -176,6 +148,10 @@ class PipelineModule(nn.Module):
             of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
+    Attributes:
+        session: this process's part of the open pipeline: its stages, schedule and processes. Tools
+            and tests read it; scripts that train do not need it.
+
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values.
     """
@@ -188,7 +164,7 @@ class PipelineModule(nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         num_stages: int | str | None = None,
         num_microbatches: int | None = None,
-        schedule: str | os.PathLike[str] | Schedule = DEFAULT_SCHEDULE,
+        schedule: str | os.PathLike[str] | Schedule | None = None,
         stages_per_rank: int | None = None,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
@@ -211,181 +187,48 @@ class PipelineModule(nn.Module):
         autocast: torch.dtype | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        super().__init__()
-        error: Exception | None = None
-        model_device = torch.device("cpu")
-        is_auto = isinstance(num_stages, str) and num_stages == "auto" and plan is None
-        given = layout = Layout(
-            None if is_auto else num_stages,  # type: ignore[arg-type]
-            num_microbatches,
-            schedule,
-            stages_per_rank,
-            split,
-            width,
-            recompute,
-            mesh,
+        options = Options(
+            plan=plan,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            example_target=example_target,
+            profile=profile,
+            split=split,
+            width=width,
+            mesh=mesh,
+            devices=devices,
+            replicated=replicated,
+            recompute=recompute,
+            accumulate=accumulate,
+            loss_reduction=loss_reduction,
+            metrics=metrics,
+            warmup_batches=warmup_batches,
+            compile=compile,
+            bucket_cap_mb=bucket_cap_mb,
+            precision=precision,
+            split_master=split_master,
+            autocast=autocast,
+            timeout=timeout,
         )
-        if is_auto:
-            plan = plan_for_devices_at_hand(
-                model,
-                loss_fn,
-                given,
-                example_args=example_args,
-                example_kwargs=example_kwargs,
-                example_target=example_target,
-                replicated=replicated,
-                profile=profile,
-                devices=devices,
-                precision=precision,
-                split_master=split_master,
-                timeout=timeout,
-            )
-        try:
-            made_plan = None if plan is None else given_or_loaded("plan", plan, Plan)
-            layout = given.complete(model, made_plan)
-            if made_plan is not None:
-                given.check_agreement(made_plan)
-            layout = layout.on_mesh()
-            check_settings(
-                layout.width,
-                loss_fn,
-                loss_reduction,
-                timeout,
-                replicated,
-                bucket_cap_mb,
-            )
-            self._accumulation = Accumulation(accumulate, averages=loss_reduction == "mean")
-            check_whole_number("warmup_batches", warmup_batches, at_least=0)
-            check_example(example_args, example_kwargs)
-            self._metrics = check_metrics(metrics)
-            self._schedule = layout.made()
-            check_runnable(self._schedule)
-            self._recompute, blocks = what_to_recompute(layout.recompute, self._schedule)
-            root = as_root(model)
-            check_parameters(root, loss_fn)
-            example = (tuple(example_args), dict(example_kwargs or {}))
-            check_loadable(root)
-            model_device = home_of(root, example)
-            recomputes = bool(blocks) or any(self._recompute)
-            self._compile = compile_options(compile, model_device, recomputes=recomputes)
-            self._precision = Precision(root, precision, split_master, autocast, model_device.type)
-            if made_plan is not None:
-                check_model(made_plan, root, example, tuple(replicated), self._precision)
-            self._modes = Modes(
-                root,
-                self._schedule.depth,
-                example,
-                layout.split if isinstance(layout.split, str) else tuple(layout.split or ()),
-                tuple(replicated),
-                blocks,
-                self._precision,
-            )
-        except Exception as raised:
-            error = raised
-        self._timeout = timeout
-        self._mesh = mesh
-        self._fault = _C.Fault()
-        self._control = ControlPlane(
-            join_world(model_device.type),
-            timeout if isinstance(timeout, (int, float)) and timeout > 0 else 60.0,
-            self._fault,
-            f"pipeline{next(_names)}",
-        )
-        settings = {
-            **layout.settings(),
-            "accumulate": accumulate,
-            "loss_reduction": loss_reduction,
-            "replicated": str(replicated),
-            "compile": str(compile),
-            "bucket_cap_mb": bucket_cap_mb,
-            "metrics": str(list(metrics) if isinstance(metrics, Mapping) else metrics),
-            "precision": str(precision),
-            "split_master": str(split_master),
-            "autocast": str(autocast),
-            "warmup_batches": warmup_batches,
-            "timeout": timeout,
-            "torch version": torch.__version__,
-            "type of the model's device": model_device.type,
-        }
-        # Whatever waits for other ranks comes after this: it relies on these being the same.
-        with self._closing_control_on_error():
-            self._control.agree_on_objects(error, settings)
-            self._grid = RankGrid(
-                self._schedule.placement,
-                self._schedule.num_pipelines,
-                layout.width or 1,
-                timeout,
-                mesh,
-                layout.order,
-            )
-            self._control.place = f"rank {self.rank} (stage {', '.join(map(str, self.stages))})"
-        self._device_type = model_device.type
-        # A tuple, so that nn.Module does not register the model as a submodule.
-        self._held = (model, root)
-        self._intake = Intake(
-            self._grid,
-            self._schedule.total_microbatches,
-            tuple(replicated),
-            losses_are_means=loss_reduction == "mean",
-        )
-        self._placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
-        self._batch = 0  # the next train_step's number
-        self._evaluations = 0
-        self._warmup_batches = warmup_batches
-        self._optimizer: Callable[[], object] = lambda: None  # the one in charge, while it lives
-        self._drained = True
-        self._mode_of_last_batch = root.training
-        try:
-            in_processes = dist.get_world_size() if self._grid.in_processes else 1
-            places = stage_devices(devices, self.num_stages, in_processes, model_device)
-            mode = self._modes.capture(root.training)
-            check_ties(self._schedule, find_ties(mode.programs), root)
-            without_values = materialize(root, self._modes.names_in(self.stages))
-        except Exception as raised:
-            error = raised
-        with self._closing_control_on_error():
-            self._control.agree_on_objects(error, self._modes.settings())
-        self._precision.take_over()
-        self._stages = LocalStages(
-            root,
-            self._modes.first,
-            self._schedule,
-            self._grid,
-            places,
-            self._control,
-            self._fault,
-            loss_fn,
-            self._metrics,
-            self._compile,
-            self._recompute,
-            bool(blocks),
-            bucket_bytes(bucket_cap_mb),
-            self._precision,
-            warmup_batches,
-            timeout,
-        )
-        # Without a reference to the pipeline: it goes when nobody holds it.
-        place = functools.partial(_place, weakref.ref(self), self._control.place)
-        self._ending = Ending(self._stages, self._control, self._fault, place, timeout)
-        self._part = LocalPart(
-            root, self._stages, without_values, has_first_stage=0 in self._grid.stages
-        )
-        self.training = root.training
-        _all.add(self)
+        super().__init__(open_session(model, loss_fn, options))
 
     # ------------------------------------------------------------------ what the user reads
 
     @property
     def num_stages(self) -> int:
-        return self._schedule.depth
+        return self.session.schedule.depth
 
     @property
     def num_microbatches(self) -> int:
-        return self._schedule.total_microbatches
+        return self.session.schedule.total_microbatches
 
     @property
     def width(self) -> int:
-        return self._grid.width
+        return self.session.grid.width
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -396,30 +239,25 @@ class PipelineModule(nn.Module):
         Raises:
             RuntimeError: in one process, where there is none.
         """
-        if self._mesh is None:
-            if not self._grid.in_processes:
-                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
-            self._ending.check_open()
-            self._mesh = mesh_of(self._grid.places, self._device_type)
-        return self._mesh
+        return self.session.mesh
 
     @property
     def schedule(self) -> str:
-        return self._schedule.name
+        return self.session.schedule.name
 
     @property
     def rank(self) -> int:
         """This process among all: without a mesh replica * ranks + the schedule's rank."""
-        return self._grid.rank
+        return self.session.grid.rank
 
     @property
     def replica(self) -> int:
-        return self._grid.replica
+        return self.session.grid.replica
 
     @property
     def stages(self) -> list[int]:
         """The model's stages that this process runs, in whichever pipeline."""
-        return sorted({stage % self.num_stages for stage in self._grid.stages})
+        return self.session.grid.stages_of_model
 
     @property
     def is_first_stage(self) -> bool:
@@ -443,7 +281,7 @@ class PipelineModule(nn.Module):
 
         It does where the last stage is; of two pipelines the first one evaluates.
         """
-        return self.num_stages - 1 in self._grid.stages
+        return self.session.gives_output
 
     # ------------------------------------------------------------------ training
 
@@ -465,31 +303,8 @@ class PipelineModule(nn.Module):
                 :meth:`no_sync` and others not.
             RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
         """
-        self._ending.check_open()
-        with self._ending.failing_closes():
-            # The batches that the schedule keeps unfinished, and one to go on with.
-            self._stages.wait_for_room(max(2, self._schedule.most_batches_behind + 1))
-            batch, mode, sizes, layouts = self._take(args, kwargs, target, training=True)
-            self._mode_of_last_batch = self.training
-            slot = self._stages.losses.expect(self._batch)
-            assert batch.part is not None
-            for stage in self._stages:
-                inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
-                stage.runner.runs[self._batch] = inputs
-            self._stages.submit_batch(
-                self._batch, mode.wiring, layouts, self._intake.weighing_rows(sizes), batch.part
-            )
-            self._accumulation.take(batch.part)
-            self._drained = False
-            loss = Loss(self, self._stages.losses, slot, self._batch, list(self._metrics))
-            self._batch += 1
-            return loss
-
-    def _steps_until_finished(self, batch: int) -> int:
-        """How many more ``train_step`` calls the batch's last backward on every stage needs."""
-        if self._drained:
-            return 0
-        return batch + self._schedule.most_batches_behind + 1 - self._batch
+        slot = self.session.train_step(Call(args, kwargs, target), is_train=self.training)
+        return Loss(self.session, slot)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
@@ -508,7 +323,7 @@ class PipelineModule(nn.Module):
         Raises:
             ValueError: ``accumulate`` is more than 1.
         """
-        return self._accumulation.no_sync()
+        return self.session.accumulation.no_sync()
 
     def flush(self) -> None:
         """Drains the pipeline: every batch's backward is done when this returns.
@@ -516,14 +331,7 @@ class PipelineModule(nn.Module):
         Every rank calls it. Changes timing, never numbers. An update whose ``opt.step()`` has not
         been called yet waits for it.
         """
-        self._flush_for(Operation.flush)
-
-    def _flush_for(self, operation: Operation) -> None:
-        """Drains as the first part of ``operation``."""
-        self._ending.check_open()
-        with self._ending.failing_closes():
-            self._control.agree(operation, self._batch, Announcement)
-            self._drain()
+        self.session.flush_for(Operation.flush)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the newest weights, computed by the pipeline without gradients.
@@ -541,148 +349,7 @@ class PipelineModule(nn.Module):
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "
                 "under torch.no_grad() or after eval()"
             )
-        self._ending.check_open()
-        with self._ending.failing_closes():
-            batch, mode, sizes, layouts = self._take(args, kwargs, None, training=False)
-            self._drain()
-            run = ~self._evaluations  # never a batch's number
-            self._evaluations += 1
-            stages = self._stages.of_first_pipeline()
-            for stage in stages:
-                inputs = self._intake.inputs(batch, stage, mode, sizes, layouts)
-                stage.runner.runs[run] = inputs
-            self._stages.submit_evaluation(run, mode.wiring, layouts)
-            self._stages.finish_submitted()
-            outputs = [stage.runner.runs.pop(run).outputs for stage in stages]
-        return join_outputs(outputs[-1], sizes) if self.gives_output else None
-
-    def train(self, mode: bool = True) -> PipelineModule:
-        """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
-        if mode != self.training:
-            self._ending.check_open()
-            with self._ending.failing_closes():
-                self._stages.finish_submitted()  # what was submitted in one mode runs in it
-            self._held[1].train(mode)
-            for stage in self._stages:
-                stage.state.copy_training_flags()
-            self.training = mode
-        return self
-
-    # ------------------------------------------------------------------ weights
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the model's own names; drained, the newest weights.
-
-        Each once in one process. With two pipelines two processes hold each, and all processes that
-        run a tied one's stages hold that, with the same bits. A process that has none to train
-        gives one more of no elements, ``_placeholder``, so that the same script can build its
-        optimizer there. A list that a process may find empty otherwise (say, no matrices there) has
-        to be given to the optimizer as a group, ``[{"params": list}]``: torch takes an empty group,
-        but no empty list.
-        """
-        yield from self._part.named_parameters(prefix, recurse, remove_duplicate)
-        if not self._part.has_trainable:
-            yield f"{prefix}.{_PLACEHOLDER}" if prefix else _PLACEHOLDER, self._placeholder
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """This process's buffers under the model's own names."""
-        return self._part.named_buffers(prefix, recurse, remove_duplicate)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the engine owns the gradients and starts each batch's anew."""
-
-    def state_dict(  # type: ignore[override]
-        self, *, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """This process's part of the model's ``state_dict``, newest weights, after a drain.
-
-        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``.
-        """
-        self._flush_for(Operation.state_dict)
-        return self._part.state(prefix, keep_vars)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
-
-        Raises:
-            ValueError: with tensor-parallel stages, of which every process has a shard.
-        """
-        if self._grid.num_shards > 1:
-            raise ValueError(
-                f"full_state_dict(): 'tp' of the mesh: {self._grid.num_shards}, it must be 1: no "
-                "process knows how shards are put together; save state_dict() of every process"
-            )
-        self._flush_for(Operation.full_state_dict)
-        # Copies, as a view would be sent with the whole buffer that it is a part of.
-        mine = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for name, value in self._part.state().items()
-        }
-        if self.replica > 0:
-            mine = {}
-        parts = self._control.gather(mine)
-        merged = {name: value for part in parts for name, value in part.items()}
-        order = self._held[1].state_dict().keys()
-        return {name: merged[name] for name in order if name in merged}
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
-
-        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does, but takes
-        one entry for enough if a parameter has several names. Of a mapping that reads when it is
-        asked, a process asks for its part only.
-        """
-        if assign:
-            raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
-        return self._load(lambda: Checkpoint.of(state_dict), strict)
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True
-    ) -> Any:
-        """Loads the unsplit model's ``state_dict`` from files, of which a process reads its part.
-
-        Every rank calls it. Drains, and sets every weight version, so the delay starts anew.
-
-        Args:
-            path: a file of safetensors or of ``torch.save``; the index (``.index.json``) of files
-                among which either is split, as Hugging Face writes it; a folder that holds one of
-                these under its usual name, or that ``torch.distributed.checkpoint`` has written.
-                Shapes must be the model's, dtypes are converted. Nested dictionaries are known by
-                the joined name, ``{"model": {"weight": ...}}`` by ``model.weight``.
-            prefix: only entries whose names begin with it are read, and known without it:
-                ``"model."``.
-            strict: as in ``nn.Module.load_state_dict``; of a parameter with several names one
-                entry is enough.
-
-        Raises:
-            ValueError: there is no such file, or none of these formats; on every rank.
-            RuntimeError: missing or unexpected entries, or other shapes; on every rank.
-            ImportError: safetensors is not installed (``pip install pipedream2bw[safetensors]``).
-        """
-        return self._load(lambda: open_checkpoint(path, prefix), strict)
-
-    def _load(self, opened: Callable[[], Checkpoint], strict: bool) -> Any:
-        self._flush_for(Operation.load_state_dict)
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = self._part.load(opened(), strict)
-        except Exception as raised:
-            error = raised
-        has_failed = True
-        try:
-            self._control.agree_on_objects(error, {})
-            has_failed = False
-        finally:  # some may have loaded a part before they found an error
-            if self._fault.cause is None:
-                self._stages.restart_delay(replicas_too=has_failed)
-        return result
+        return self.session.evaluate(Call(args, kwargs), is_train=self.training)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.
@@ -690,16 +357,12 @@ class PipelineModule(nn.Module):
         Raises:
             RuntimeError: under torchrun, where no process has the whole model.
         """
-        if self._grid.in_processes:
+        if self.session.grid.in_processes:
             raise RuntimeError(
                 "unsplit() works in one process; under torchrun use full_state_dict()"
             )
-        self.flush()
-        for stage in self._stages.of_first_pipeline():
-            stage.state.give_back()
-        self._precision.give_back()
-        self.close()
-        return self._held[0]
+        self.session.give_back()
+        return self.session.model
 
     # ------------------------------------------------------------------ reports
 
@@ -708,30 +371,20 @@ class PipelineModule(nn.Module):
 
         With two pipelines stage d + i is the second one's copy of stage i.
         """
-        return {stage.index: StageMemory.of(stage.state, stage.executor) for stage in self._stages}
+        return {stage.index: memory_of(stage) for stage in self.session.stages}
 
-    @contextlib.contextmanager
-    def timeline(self) -> Iterator[Timeline]:
+    def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
-        self._ending.check_open()
-        timeline = Timeline(self._control, self._schedule.placement)
-        self._stages.record(True)
-        try:
-            yield timeline
-            self._flush_for(Operation.end_of_timeline)
-        finally:
-            self._stages.record(False)
-            records = self._stages.take_records()
-            timeline.add(self.replica, records if self._grid.shard == 0 else [])
+        return self.session.recording()
 
     def extra_repr(self) -> str:
-        mode = self._modes.first
+        mode = self.session.modes.first
         lines = [
             f"schedule={self.schedule!r}, num_stages={self.num_stages}, "
             f"num_microbatches={self.num_microbatches}, width={self.width}",
-            f"model={type(self._held[1]).__name__}, captured by {mode.captured.how}",
+            f"model={type(self.session.root).__name__}, captured by {mode.captured.how}",
             *(f"  {note}" for note in mode.captured.notes),
-            *self._part.describe(mode),
+            *self.session.local_model.describe(mode),
         ]
         return "\n".join(lines)
 
@@ -741,12 +394,12 @@ class PipelineModule(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._ending.closed_because is None:
+        if self.session.ending.is_open:
             if kind is None:
                 self.flush()
                 self.close()
             else:
-                self._ending.abort(f"an exception left the with block: {kind.__name__}")
+                self.session.ending.abort(f"an exception left the with block: {kind.__name__}")
 
     def close(self) -> None:
         """Ends the pipeline's threads and connections once what was submitted is done.
@@ -754,93 +407,4 @@ class PipelineModule(nn.Module):
         Every rank calls it. Batches whose backward needs a later batch or a :meth:`flush` to
         proceed are dropped.
         """
-        if self._ending.closed_because is not None:
-            return
-        with self._ending.failing_closes():
-            self._ending.finish_submitted()
-            self._control.agree(Operation.close, self._batch, Announcement)
-        self._ending.end("close() was called")
-
-    # ------------------------------------------------------------------ parts of the above
-
-    @contextlib.contextmanager
-    def _closing_control_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._control.close()
-            raise
-
-    def _take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
-    ) -> tuple[Batch, Mode, list[int], list[int]]:
-        """A checked batch, the mode to run it in, rows and layout of each microbatch."""
-        batch = Batch(training)
-
-        def check() -> Announcement:
-            if training:
-                batch.part = self._accumulation.next()
-            first = self._modes.first
-            self._part.check_values()
-            self._stages.check_before_batch(self._modes.get(self.training), training=training)
-            return self._intake.take(batch, first, self.training, args, kwargs, target)
-
-        operation = Operation.train_step if training else Operation.evaluation
-        number = self._batch if training else self._evaluations
-        announced = self._control.agree(operation, number, check)
-        check_same_part(announced)
-        sizes, layouts = self._intake.microbatches(announced, training=training)
-        return batch, self._mode_in_use(), sizes, layouts
-
-    def _mode_in_use(self) -> Mode:
-        """The capture for the current mode; made when first used, on all ranks together."""
-        if self._mode_of_last_batch != self.training:
-            # The modes' stages may be wired differently; and torch.fx, if this mode has yet to be
-            # captured, traces by replacing nn.Module's call for all threads.
-            self._drain()
-        if self.training not in self._modes:
-            others = self._stages.others
-            error: Exception | None = None
-            try:
-                with others.in_place() if others else contextlib.nullcontext():
-                    self._modes.capture(self.training)
-            except Exception as raised:
-                error = raised
-            self._control.agree_on_objects(error, {})
-            self._stages.connect(self._modes[self.training])
-        return self._modes[self.training]
-
-    def _drain(self) -> None:
-        if not self._drained:
-            self._stages.drain()
-            self._drained = True
-        self._stages.finish_submitted()  # updates submitted after the last drain
-        for stage in self._stages:
-            stage.state.show_newest()
-
-    # ------------------------------------------------------------------ for PipelineOptimizer
-
-    def _submit_updates(self, submit: Callable[[LocalStage, int], int]) -> None:
-        """Registers the update of the last batch on every local stage."""
-        with self._ending.failing_closes():
-            for stage in self._stages.in_update_order():
-                submit(stage, self._batch - 1)
-        self._accumulation.take_update()
-
-    def _check_update_is_due(self) -> None:
-        self._ending.check_open()
-        self._accumulation.check_update()
-
-
-def _place(pipeline: weakref.ref[PipelineModule], place: str) -> str:
-    """In front of a cause that other ranks are told."""
-    alive = pipeline()
-    return f"{place}, batch {alive._batch}: " if alive and alive._grid.in_processes else ""
-
-
-def open_pipelines() -> list[PipelineModule]:
-    """The pipelines of this process that have not been closed."""
-    return [pipe for pipe in _all if pipe._ending.closed_because is None]
-
-
-_all: weakref.WeakSet[PipelineModule] = weakref.WeakSet()
+        self.session.close()

@@ -1,16 +1,85 @@
-"""Checks of what the caller sets."""
+"""What the caller of PipelineModule sets, and checks of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
 from ..checks import check_number, check_whole_number
+from ..model.metrics import Metric
+from ..planning.plan import Plan
+from ..profiling.profile import Profile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of :class:`PipelineModule`, as they were given there."""
+
+    plan: Plan | str | os.PathLike[str] | None
+    num_stages: int | str | None
+    num_microbatches: int | None
+    schedule: str | os.PathLike[str] | Schedule | None
+    stages_per_rank: int | None
+    example_args: Sequence[Any]
+    example_kwargs: Mapping[str, Any] | None
+    example_target: Any
+    profile: Profile | str | os.PathLike[str] | None
+    split: str | Sequence[str] | None
+    width: int | None
+    mesh: DeviceMesh | None
+    devices: Sequence[torch.device | str] | None
+    replicated: Sequence[str]
+    recompute: bool | str | Sequence[bool] | Sequence[str] | None
+    accumulate: int
+    loss_reduction: str
+    metrics: Mapping[str, Metric] | None
+    warmup_batches: int
+    compile: bool | Mapping[str, Any]
+    bucket_cap_mb: float
+    precision: str | None
+    split_master: bool
+    autocast: torch.dtype | None
+    timeout: float
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same on every rank, beside the arrangement."""
+        metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
+        return {
+            "accumulate": self.accumulate,
+            "loss_reduction": self.loss_reduction,
+            "replicated": str(self.replicated),
+            "compile": str(self.compile),
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "metrics": str(metrics),
+            "precision": str(self.precision),
+            "split_master": str(self.split_master),
+            "autocast": str(self.autocast),
+            "warmup_batches": self.warmup_batches,
+            "timeout": self.timeout,
+            "torch version": torch.__version__,
+        }
+
+
+def check_options(options: Options, loss_fn: object, width: object) -> None:
+    """Raises ValueError or TypeError that names the setting and its value."""
+    check_whole_number("width", width)
+    if options.loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction: {options.loss_reduction!r}, known: 'mean', 'sum'")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
+    check_number("timeout", options.timeout, below=math.inf)
+    check_number("bucket_cap_mb", options.bucket_cap_mb)
+    if isinstance(options.replicated, str):
+        raise TypeError(f"replicated: {options.replicated!r} given, it must be a sequence of names")
+    check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
 
 
 def length_of(model: Any) -> int:
@@ -18,26 +87,6 @@ def length_of(model: Any) -> int:
     if not isinstance(model, (list, tuple, nn.ModuleList)):
         raise ValueError("num_stages is missing: it may be left out for a list of modules")
     return len(model)
-
-
-def check_settings(
-    width: object,
-    loss_fn: object,
-    loss_reduction: str,
-    timeout: float,
-    replicated: Sequence[str],
-    bucket_cap_mb: float,
-) -> None:
-    """Raises ValueError or TypeError that names the setting and its value."""
-    check_whole_number("width", width)
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction: {loss_reduction!r}, known: 'mean', 'sum'")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
-    check_number("timeout", timeout, below=math.inf)
-    check_number("bucket_cap_mb", bucket_cap_mb)
-    if isinstance(replicated, str):
-        raise TypeError(f"replicated: {replicated!r} given, it must be a sequence of names")
 
 
 def stage_devices(
@@ -89,8 +138,3 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
     if len(items) != d:
         raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
     return items, ()
-
-
-def bucket_bytes(bucket_cap_mb: float) -> int:
-    """``bucket_cap_mb``, which may be infinite, in bytes."""
-    return int(min(bucket_cap_mb * 2**20, 2.0**62))

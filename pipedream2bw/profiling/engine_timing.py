@@ -10,14 +10,25 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..optimizer.optimizer import PipelineOptimizer
-from ..pipeline.module import PipelineModule
+from ..model.precision import Precision
+from ..ranks.agreement import ControlPlane
+from ..ranks.grid import RankGrid
+from ..runtime.accumulation import Accumulation
+from ..runtime.intake import Call
+from ..runtime.local_stages import LocalStages
+from ..runtime.session import Session
+from ..runtime.stage_options import StageOptions
+from ..schedules.load import make_schedule
+from ..stages.modes import Modes
 
 # Larger than caches are, with Adam's state 80 MB.
 _ELEMENTS = 4 * 2**20
 
 
 _PASSES = 5
+
+
+_TIMEOUT = 60.0  # seconds
 
 
 _PLAIN = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
@@ -63,36 +74,67 @@ def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
     return found
 
 
-def seconds_per_action(device: torch.device, world: int) -> float:
+def seconds_per_action(device: torch.device) -> float:
     """What the engine adds to every forward and every backward of a microbatch.
 
-    The time by which a batch of a pipeline of one stage, and hardly any work, grows with the number
-    of its microbatches, less that work's time. Under a process group every rank calls this.
+    The time by which a train_step of a pipeline of one stage, and hardly any work, grows with the
+    number of its microbatches, less that work's time.
     """
-    few, many = (_batch_seconds(count, device, world) for count in (8, 72))
+    few, many = (_train_step_seconds(count, device) for count in (8, 72))
     return max(0.0, ((many - few) / 64 - _work_seconds(device)) / 2)
 
 
-def _batch_seconds(num_microbatches: int, device: torch.device, world: int) -> float:
+def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
     rows = torch.zeros(num_microbatches, 1, device=device)
-    with PipelineModule(
-        nn.Linear(1, 1).to(device),
-        nn.functional.mse_loss,
-        num_stages=1,
-        num_microbatches=num_microbatches,
-        schedule="1f1b",
-        width=world,
-        example_args=(rows,),
-    ) as pipe:
-        optimizer = PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.0))
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            pipe.train_step(rows, target=rows)
-            optimizer.step()
-            pipe.flush()
-            times.append(time.perf_counter() - start)
+    session = _session(num_microbatches, rows)
+    for stage in session.stages:
+        stage.weights.engine.set_optimizers({"sgd": [0, 0]})
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        session.train_step(Call((rows,), {}, rows), is_train=True)
+        with session.update() as train_step:
+            for stage in session.stages:
+                stage.executor.submit_update(stage.index, train_step, [_SGD | {"lr": 0.0}], None)
+        session.drain()
+        times.append(time.perf_counter() - start)
+    session.close()
     return statistics.median(times[2:])
+
+
+def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
+    """A pipeline of one small layer in this process alone."""
+    layer, device = nn.Linear(1, 1).to(rows.device), rows.device
+    precision = Precision(
+        root=layer, precision=None, split_master=False, autocast=None, device_type=device.type
+    )
+    modes = Modes(
+        root=layer,
+        num_stages=1,
+        example=((rows,), {}),
+        split="auto",
+        replicated=(),
+        recomputed_blocks=(),
+        precision=precision,
+    )
+    schedule = make_schedule("1f1b", 1, num_microbatches)
+    control = ControlPlane(1, _TIMEOUT, _C.Fault(), "engine timing")
+    stages = LocalStages(
+        root=layer,
+        mode=modes.capture(training=True),
+        schedule=schedule,
+        grid=RankGrid(
+            placement=schedule.placement, num_pipelines=1, width=1, world=1, timeout=_TIMEOUT
+        ),
+        control=control,
+        options=StageOptions(
+            loss_fn=nn.functional.mse_loss,
+            precision=precision,
+            devices=[device],
+            recompute=[False],
+        ),
+    )
+    return Session(model=layer, modes=modes, stages=stages, accumulation=Accumulation())
 
 
 def _work_seconds(device: torch.device) -> float:

@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import _C
-from ..capture.chain import as_root
+from ..capture.chain import as_root, device_type_of
 from ..capture.device_figures import NOMINAL, DeviceFigures
 from ..checks import check_whole_number
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, home_of, is_on_meta
 from ..model.refusals import check_example, check_parameters
 from ..model.surroundings import plain_modes, random_state_kept
-from ..ranks.agreement import ControlPlane
-from ..ranks.grid import join_world
+from ..ranks.agreement import ControlPlane, join
 from .assembly import median_of, message_bytes, microbatch_of, profile_of, shared_out
 from .engine_timing import TRAFFIC, seconds_per_action, seconds_per_update_byte
 from .group_timing import Measured, measure_groups
@@ -75,48 +73,103 @@ def profile(
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values.
     """
-    error: Exception | None = None
-    settings: dict[str, Any] = {}
-    device = torch.device("cpu")
-    prepared: Prepared | None = None
-    try:
-        root = as_root(model)
-        example = _checked_example(root, loss_fn, example_args, example_kwargs)
-        rows = _checked_rows(microbatch_rows)
-        _check_numbers(parallel, seconds, timeout)
-        device = home_of(root, example)
-        if dry is None and is_on_meta(root):
-            raise ValueError(
-                "the model is on meta, a measured profile needs weights: give dry= for a profile "
-                "from a device's figures"
-            )
-        settings = {
-            "microbatch_rows": rows,
-            "parameters": list(describe_parameters(root)),
-            "dry": str(dry),
-            "seconds": seconds,
-            "type of the model's device": device.type,
-        }
-        prepared = Prepared.of(root, loss_fn, example, target, rows, replicated, dry or NOMINAL)
-        settings["layers"] = list(prepared.names)
-    except Exception as raised:
-        error = raised
+    call: dict[str, Any] = {
+        "example_args": example_args,
+        "example_kwargs": example_kwargs,
+        "target": target,
+    }
     if dry is not None:
-        if error is not None or prepared is None:
-            raise error or AssertionError
+        _check_numbers(parallel, seconds, timeout)
+        prepared, _ = _prepare(model, loss_fn, microbatch_rows, replicated, dry, **call)
         return _dry_profile(prepared, dry)
-    control = ControlPlane(join_world(device.type), timeout, _C.Fault(), "profile")
+    control = join("profile", device_type_of(model, example_args, example_kwargs), timeout)
     try:
-        if error is None and control.size > 1 and parallel != 1:
-            error = ValueError(
+        control.together(lambda: _check_numbers(parallel, seconds, timeout))
+        return profile_together(
+            control,
+            model,
+            loss_fn,
+            microbatch_rows=microbatch_rows,
+            replicated=replicated,
+            parallel=parallel,
+            seconds=seconds,
+            **call,
+        )
+    finally:
+        control.close()
+
+
+def profile_together(
+    control: ControlPlane,
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    target: Any,
+    microbatch_rows: Sequence[int],
+    replicated: Sequence[str],
+    parallel: int,
+    seconds: float = 2.0,
+) -> Profile:
+    """Measures on all processes that ``control`` has joined; see :func:`profile`."""
+
+    def prepare() -> tuple[Prepared, torch.device]:
+        found = _prepare(
+            model,
+            loss_fn,
+            microbatch_rows,
+            replicated,
+            None,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            target=target,
+        )
+        if control.size > 1 and parallel != 1:
+            raise ValueError(
                 f"parallel: {parallel}, processes: {control.size}: with several processes it must "
                 "be 1, since all of them measure at the same time"
             )
-        control.agree_on_objects(error, settings)
-        assert prepared is not None
-        return _measured_profile(prepared, control, device, seconds, parallel, timeout)
-    finally:
-        control.close()
+        return found
+
+    prepared, device = control.together(
+        prepare,
+        same=lambda made: {
+            "microbatch_rows": list(microbatch_rows),
+            "parameters": list(describe_parameters(made[0].root)),
+            "seconds": seconds,
+            "type of the model's device": made[1].type,
+            "layers": list(made[0].names),
+        },
+    )
+    return _measured_profile(prepared, control, device, seconds, parallel)
+
+
+def _prepare(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    microbatch_rows: Sequence[int],
+    replicated: Sequence[str],
+    dry: DeviceFigures | None,
+    *,
+    example_args: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    target: Any,
+) -> tuple[Prepared, torch.device]:
+    """The model made ready, and where it is."""
+    root = as_root(model)
+    example = _checked_example(root, loss_fn, example_args, example_kwargs)
+    rows = _checked_rows(microbatch_rows)
+    device = home_of(root, example)
+    if dry is None and is_on_meta(root):
+        raise ValueError(
+            "the model is on meta, a measured profile needs weights: give dry= for a profile "
+            "from a device's figures"
+        )
+    return (
+        Prepared.of(root, loss_fn, example, target, rows, replicated, dry or NOMINAL),
+        device,
+    )
 
 
 def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
@@ -155,23 +208,18 @@ def _measured_profile(
     device: torch.device,
     seconds: float,
     parallel: int,
-    timeout: float,
 ) -> Profile:
-    error: Exception | None = None
-    measured: list[Measured] = []
-    update: dict[str, float] = {}
-    try:
+    def measure() -> tuple[list[Measured], dict[str, float]]:
         with random_state_kept(), plain_modes():
-            for run in prepared.runs:
-                measured.append(
-                    measure_groups(run, prepared.root, prepared.groups, device, seconds, parallel)
-                )
-            update = seconds_per_update_byte(device)
-    except Exception as raised:
-        error = raised
-    control.agree_on_objects(error, {})
+            found = [
+                measure_groups(run, prepared.root, prepared.groups, device, seconds, parallel)
+                for run in prepared.runs
+            ]
+            return found, seconds_per_update_byte(device)
+
+    measured, update = control.together(measure)
     with random_state_kept():
-        action = seconds_per_action(device, control.size)
+        action = seconds_per_action(device)
     links: ProfiledLinks | None = None
     all_reduce: tuple[tuple[int, int, float], ...] = ()
     if control.group is not None:
@@ -181,8 +229,8 @@ def _measured_profile(
         update = {name: statistics.median(told[1][name] for told in everyone) for name in update}
         action = statistics.median(told[2] for told in everyone)
         size = message_bytes(prepared)
-        links = measure_links(control.group, device, size, timeout)
-        all_reduce = measure_all_reduce(control.group, device, timeout)
+        links = measure_links(control.group, device, size, control.timeout)
+        all_reduce = measure_all_reduce(control.group, device, control.timeout)
     microbatches = [
         shared_out(run, prepared.groups, found)
         for run, found in zip(prepared.runs, measured, strict=True)

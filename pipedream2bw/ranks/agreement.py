@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import enum
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .. import _C
+from .grid import join_world
 
 
 class Operation(enum.IntEnum):
@@ -62,6 +64,9 @@ _WAIT_SLICE_SECONDS = 0.1
 _Found = TypeVar("_Found")
 
 
+_Made = TypeVar("_Made")
+
+
 class ControlPlane:
     """Agreement among all ranks of the pipeline; with one rank, agreement with itself.
 
@@ -73,19 +78,24 @@ class ControlPlane:
 
     Args:
         world: number of processes.
-        timeout: seconds.
+        timeout: seconds that a rank waits for another.
         fault: ends waiting when this process fails; raised when another one has.
         name: of the pipeline, the same on every rank.
+
+    Attributes:
+        group: all ranks' processes; None with one rank, and once the agreement has ended.
+        board: the memory that they share.
+        place: this rank, in messages.
     """
 
     def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
-        self._fault = fault
-        self._timeout = timeout
+        self.fault = fault
+        self.timeout = timeout
         self._cause_key = f"pipedream2bw/{name}/cause"
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
         self._store: Store | None = None
-        self.place = "here"  # this rank, in messages
+        self.place = "here"
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         if world > 1:
@@ -130,7 +140,7 @@ class ControlPlane:
             self._raise_together(error)
         return [Announcement(*row[3:]) for row in table]
 
-    def agree_on_objects(self, error: Exception | None, settings: dict[str, Any]) -> None:
+    def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
         if self.group is None:
             if error is not None:
@@ -145,6 +155,41 @@ class ControlPlane:
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
                 raise ValueError(f"{key} must be the same on every rank, got {listed}")
         _raise_first(error, [told for told, _ in everyone])
+
+    def together(
+        self,
+        make: Callable[[], _Made],
+        *,
+        same: Callable[[_Made], Mapping[str, Any]] | None = None,
+    ) -> _Made:
+        """Calls ``make`` on every rank; returns what it gives here, or raises on every rank.
+
+        Args:
+            same: settings of what was made, which must be equal on all ranks.
+
+        Raises:
+            Exception: what ``make`` raised here; on the other ranks the same with the rank named.
+            ValueError: ranks differ in a setting.
+        """
+        error: Exception | None = None
+        made: list[_Made] = []
+        settings: Mapping[str, Any] = {}
+        try:
+            made.append(make())
+            settings = {} if same is None else same(made[0])
+        except Exception as raised:
+            error = raised
+        self.agree_on_objects(error, settings)
+        return made[0]
+
+    def from_first(self, make: Callable[[], _Made]) -> _Made:
+        """Calls ``make`` on rank 0 alone; every rank returns what it gives, or raises."""
+        if self.group is None:
+            return make()
+        made: list[Any] = [self.together(make if self.group.rank() == 0 else lambda: None)]
+        dist.broadcast_object_list(made, group=self.group, group_src=0)
+        found: _Made = made[0]
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` on rank 0 of the pipeline, an empty list elsewhere."""
@@ -185,7 +230,7 @@ class ControlPlane:
 
         So Ctrl-C and a failure of this process end the waiting.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         why = ""
         while not why:
             try:
@@ -194,14 +239,14 @@ class ControlPlane:
                     return found
             except RuntimeError as error:
                 why = str(error)
-            if self._fault.cause is not None:
-                raise RuntimeError(self._fault.cause)
+            if self.fault.cause is not None:
+                raise RuntimeError(self.fault.cause)
             if time.monotonic() > deadline:
-                why = why or f"timeout after {self._timeout} s"
+                why = why or f"timeout after {self.timeout} s"
         cause = (
             f"{self.place}: a rank was lost while all ranks began {operation.name} {number}: {why}"
         )
-        self._fault.raise_(cause)
+        self.fault.raise_(cause)
         raise RuntimeError(cause)
 
     def _check_same_operation(self, table: list[list[int]]) -> None:
@@ -211,13 +256,22 @@ class ControlPlane:
                 f"rank {rank}: {name} {number}" for rank, (name, number) in enumerate(called)
             )
             cause = f"all ranks must make the same calls in the same order: {listed}"
-            self._fault.raise_(cause)
+            self.fault.raise_(cause)
             raise RuntimeError(cause)
 
     def _raise_together(self, error: Exception | None) -> None:
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, _describe(error), group=self.group)
         _raise_first(error, everyone)
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Closes the agreement if what is inside raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the agreement; ranks that wait for this one get an error."""
@@ -232,6 +286,16 @@ class ControlPlane:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(self.group)
             self.group = None
+
+
+def join(name: str, device_type: str, timeout: object) -> ControlPlane:
+    """Joins the other processes; with a timeout of a minute where the given one is none.
+
+    So ranks can agree on the error that it is.
+    """
+    is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
+    seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
+    return ControlPlane(join_world(device_type), seconds, _C.Fault(), name)
 
 
 def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:

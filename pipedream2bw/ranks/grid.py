@@ -39,6 +39,9 @@ class RankGrid:
     Args:
         placement: the schedule's rank of each stage.
         num_pipelines: the schedule's.
+        width: number of replicas.
+        world: number of processes.
+        timeout: seconds that a process waits for another.
         mesh: of all processes, see :func:`check_mesh`.
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
@@ -49,9 +52,11 @@ class RankGrid:
 
     def __init__(
         self,
+        *,
         placement: Sequence[int],
         num_pipelines: int,
         width: int,
+        world: int,
         timeout: float,
         mesh: DeviceMesh | None = None,
         order: Sequence[Sequence[int]] | None = None,
@@ -71,7 +76,7 @@ class RankGrid:
         self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
         self._own_replica: list[dist.ProcessGroup] = []  # none, or one
         self._groups_of_stages: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        self.mesh = mesh
         self.in_processes = world > 1
         if not self.in_processes:
             if width != 1:
@@ -113,6 +118,11 @@ class RankGrid:
         """The stages that this process runs."""
         here = self.local_ranks
         return [stage for stage, rank in enumerate(self._placement) if rank in here]
+
+    @property
+    def stages_of_model(self) -> list[int]:
+        """The model's stages that this process runs, in whichever pipeline."""
+        return sorted({stage % self.depth for stage in self.stages})
 
     def is_first(self, stage: int) -> bool:
         """Whether a pipeline begins with it."""

@@ -11,13 +11,13 @@ from ..ranks.agreement import Announcement
 
 
 class BatchPart(NamedTuple):
-    """What a train_step is of its batch.
+    """Which part of its batch a train_step is.
 
     Attributes:
         batch: the batch's number: optimizer steps before it.
-        begins: its first train_step, whose gradients replace those of the batch before.
-        ends: its last one, after which comes the step.
-        num_averaged: the batch's gradient is the mean of as many train_steps'.
+        begins: it is the first train_step, whose gradients replace those of the batch before.
+        ends: it is the last one; the optimizer's step follows.
+        num_averaged: the number of train_steps over which the batch's gradient is averaged.
     """
 
     batch: int
@@ -31,12 +31,13 @@ class Accumulation:
 
     Args:
         num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
-        averages: their gradients are averaged, not added.
+        averages: their gradients are averaged, not added; so are those of microbatches.
     """
 
-    def __init__(self, num_steps: int, *, averages: bool) -> None:
+    def __init__(self, num_steps: int = 1, *, averages: bool = True) -> None:
         check_whole_number("accumulate", num_steps)
         self._num_steps = num_steps
+        self.averages = averages
         self._num_averaged = num_steps if averages else 1
         self._holds = False  # inside no_sync()
         self._updates = 0
@@ -63,7 +64,7 @@ class Accumulation:
             self._holds = before
 
     def next(self) -> BatchPart:
-        """What the next train_step will be.
+        """Which part of which batch the next train_step will be.
 
         Raises:
             ValueError: the batch is complete and waits for its step.
@@ -91,7 +92,7 @@ class Accumulation:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps so far, which is the number of the batch that comes or waits for its."""
+        """Optimizer steps so far: the number of the batch that comes or waits for its step."""
         return self._updates
 
     @property

@@ -10,35 +10,30 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from .. import _C
-from ..ranks.agreement import ControlPlane
 from .local_stages import LocalStages
 
 
 class Ending:
     """Whether this process's part of a pipeline is open, and what has ended it."""
 
-    def __init__(
-        self,
-        stages: LocalStages,
-        control: ControlPlane,
-        fault: _C.Fault,
-        place: Callable[[], str],
-        timeout: float,
-    ) -> None:
+    def __init__(self, stages: LocalStages, place: Callable[[], str]) -> None:
         """``place`` says who and where this is, in front of a cause that others are told."""
         self.closed_because: str | None = None
         self._stages = stages
-        self._control = control
-        self._fault = fault
+        self._control = stages.control
         self._place = place
-        self._timeout = timeout
         _all.add(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has ended it."""
+        return self.closed_because is None
+
     def check_open(self) -> None:
+        """Raises RuntimeError, naming the first cause, if the pipeline was closed or has failed."""
         if self.closed_because is not None:
             raise RuntimeError(f"the pipeline is closed: {self.closed_because}")
-        if self._fault.cause is not None:
+        if self._control.fault.cause is not None:
             self._fail()
 
     @contextlib.contextmanager
@@ -47,11 +42,11 @@ class Ending:
         try:
             yield
         except (ValueError, TypeError):
-            if self._fault.cause is not None:
+            if self._control.fault.cause is not None:
                 self._fail()
             raise
         except BaseException as error:
-            if self._fault.cause is not None:
+            if self._control.fault.cause is not None:
                 self._fail()
             self.abort(f"{type(error).__name__} {error}".strip())
             raise
@@ -59,13 +54,13 @@ class Ending:
     def finish_submitted(self) -> None:
         """Waits for what needs no later batch, and for the losses that others wait for."""
         self._stages.finish_submitted()
-        self._stages.losses.finish(self._timeout)
+        self._stages.losses.finish(self._control.timeout)
 
     def abort(self, reason: str) -> None:
         """Ends this process's part at once; ranks that wait for it learn the reason."""
         reason = f"{self._place()}{reason}"
         self._control.report_cause(reason)
-        self._fault.raise_(reason)
+        self._control.fault.raise_(reason)
         self.end(reason)
 
     def end(self, reason: str) -> None:
@@ -75,7 +70,7 @@ class Ending:
             stage.runner.forget()
         self._stages.end()
         for stage in self._stages:  # no update is under way any more
-            stage.state.remove_guards()
+            stage.weights.remove_guards()
 
     def at_exit(self) -> None:
         """Work that others wait for is finished first."""
@@ -85,7 +80,7 @@ class Ending:
         reason = "the program ended"
         if error is not None:
             reason += f" with {type(error).__name__}: {error}"
-        elif self._fault.cause is None:
+        elif self._control.fault.cause is None:
             with contextlib.suppress(Exception):
                 self.finish_submitted()
         with contextlib.suppress(Exception):
@@ -93,7 +88,7 @@ class Ending:
 
     def _fail(self) -> NoReturn:
         """Raises the first cause of the fault on all ranks, and ends this one's part."""
-        mine = self._fault.cause or "unknown cause"
+        mine = self._control.fault.cause or "unknown cause"
         original = self._stages.first_error()
         cause = self._control.report_cause(mine)
         self.end(cause)

@@ -1,11 +1,11 @@
-"""From the caller's batch to what each stage needs of it."""
+"""From what the caller gives to what each stage needs of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..capture.capture import split_model_args
 from ..model.added_loss import LossWeight
@@ -18,19 +18,39 @@ from .microbatch import SplitTree, common_rows, microbatch_rows, signature, spli
 from .runner import RunInputs
 
 
-@dataclasses.dataclass
-class Batch:
-    """What this rank was given of a batch, checked, not yet split."""
+@dataclasses.dataclass(kw_only=True)
+class Given:
+    """What this rank was given for a train_step or an evaluation: checked, not yet split."""
 
-    training: bool
-    part: BatchPart | None = None  # in training: of what the optimizer takes for one batch
+    part: BatchPart | None  # what the train_step is of its batch; None: it is an evaluation
+    # What the other ranks need to know of it.
+    announcement: Announcement = dataclasses.field(default_factory=Announcement)
     values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
     whole: list[bool] = dataclasses.field(default_factory=list)
     target: SplitTree | None = None  # last stage
 
+    @property
+    def training(self) -> bool:
+        return self.part is not None
+
+
+class Microbatches(NamedTuple):
+    """Rows and layout of each microbatch, the same on all ranks of a replica."""
+
+    sizes: list[int]
+    layouts: list[int]
+
+
+class Call(NamedTuple):
+    """What the model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+
 
 class Intake:
-    """Checks batches, agrees on their microbatches and splits them."""
+    """Checks calls, agrees on their microbatches and splits them."""
 
     def __init__(
         self,
@@ -46,39 +66,41 @@ class Intake:
         self._replicated = replicated
         self._layouts: dict[tuple[int, int], int] = {}  # (signature, rows) -> number
 
-    def take(
-        self,
-        batch: Batch,
-        mode: Mode,
-        mode_is_train: bool,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-    ) -> Announcement:
-        """Checks what this rank was given, and tells what the others need to know of it."""
+    def take(self, call: Call, part: BatchPart | None, mode: Mode, *, is_train: bool) -> Given:
+        """Checks what this rank was given, before ranks agree.
+
+        Args:
+            part: what the train_step is of its batch; None: it is an evaluation.
+            is_train: whether the modules are in train mode.
+
+        Raises:
+            ValueError, TypeError: the call is none that the captured model takes.
+        """
+        given = Given(part=part)
         rows = target_rows = number = -1
         grid = self._grid
         # The first pipeline evaluates alone.
-        stages = grid.stages if batch.training else [s for s in grid.stages if s < grid.depth]
+        stages = grid.stages if given.training else [s for s in grid.stages if s < grid.depth]
         if any(map(grid.is_first, stages)):
-            batch.values = split_model_args(mode.captured, args, kwargs)
-            batch.whole = mode.whole
-            rows = self._rows(batch, mode)
-            number = signature(batch.values, batch.whole, (mode_is_train, batch.training))
-        if any(map(grid.is_last, stages)) and batch.training:
-            batch.target = SplitTree.of(target, "target", self._replicated)
-            target_rows = -1 if batch.target.rows is None else batch.target.rows
+            given.values = split_model_args(mode.captured, call.args, call.kwargs)
+            given.whole = mode.whole
+            rows = self._rows(given, mode)
+            number = signature(given.values, given.whole, (is_train, given.training))
+        if any(map(grid.is_last, stages)) and given.training:
+            given.target = SplitTree.of(call.target, "target", self._replicated)
+            target_rows = -1 if given.target.rows is None else given.target.rows
             if rows >= 0 and target_rows >= 0 and rows != target_rows:
                 raise ValueError(_rows_differ(rows, target_rows))
-        ends_batch = -1 if batch.part is None else int(batch.part.ends)
-        return Announcement(rows, target_rows, number, int(mode_is_train), ends_batch)
+        ends_batch = -1 if part is None else int(part.ends)
+        given.announcement = Announcement(rows, target_rows, number, int(is_train), ends_batch)
+        return given
 
-    def _rows(self, batch: Batch, mode: Mode) -> int:
+    def _rows(self, given: Given, mode: Mode) -> int:
         captured = mode.captured
         named = [
             (f"argument {captured.layout.tensors[position].path}", value)
             for position, value, keep in zip(
-                captured.input_positions, batch.values, batch.whole, strict=True
+                captured.input_positions, given.values, given.whole, strict=True
             )
             if not keep
         ]
@@ -88,17 +110,19 @@ class Intake:
                 "arguments: no tensor to split into microbatches; a batch needs one with rows "
                 "in dimension 0 that is not in replicated"
             )
-        if batch.training and rows < self._num_microbatches:
+        if given.training and rows < self._num_microbatches:
             raise ValueError(
                 f"rows of the batch: {rows}, num_microbatches: {self._num_microbatches}: every "
                 "microbatch needs at least 1 row"
             )
         return rows
 
-    def microbatches(
-        self, announced: Sequence[Announcement], *, training: bool
-    ) -> tuple[list[int], list[int]]:
-        """Rows and layout of each microbatch of this replica's run, the same on all its ranks."""
+    def microbatches(self, announced: Sequence[Announcement], *, training: bool) -> Microbatches:
+        """What all ranks' calls are split into on this replica.
+
+        Raises:
+            ValueError: on every rank: what the ranks were given does not go together.
+        """
         modes = [("eval", "train")[rank.training] for rank in announced]
         if len(set(modes)) > 1:
             listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
@@ -120,36 +144,41 @@ class Intake:
         layouts = [
             self._layouts.setdefault((mine.signature, size), len(self._layouts)) for size in sizes
         ]
-        return sizes, layouts
+        return Microbatches(sizes, layouts)
 
     def weighing_rows(self, sizes: list[int]) -> tuple[int, ...]:
         """By microbatch, weighs the losses' means; empty if losses are sums."""
         return tuple(sizes) if self._losses_are_means else ()
 
     def inputs(
-        self, batch: Batch, stage: LocalStage, mode: Mode, sizes: list[int], layouts: list[int]
+        self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
     ) -> RunInputs:
-        """The stage's share of a batch."""
+        """The stage's share of what was given."""
         grid = self._grid
+        sizes, layouts = microbatches
         mine = slice(None)
-        if batch.training:  # a pipeline's part of the microbatches
+        if given.training:  # a pipeline's part of the microbatches
             count = len(sizes) // grid.num_pipelines
             first = grid.pipeline(stage.index) * count
             mine = slice(first, first + count)
-        bound = stage.bound[mode.wiring]
-        inputs = RunInputs(bound, sizes[mine], sum(sizes), layouts[mine], batch.training)
-        if batch.training:
+        inputs = RunInputs(
+            bound=stage.bound[mode.wiring],
+            sizes=sizes[mine],
+            total_rows=sum(sizes),
+            layouts=layouts[mine],
+            training=given.training,
+        )
+        if given.part is not None:
             rows = self.weighing_rows(sizes)
-            assert batch.part is not None
             inputs.loss_weights = [
-                LossWeight(rows, microbatch, grid.width, batch.part.num_averaged)
+                LossWeight(rows, microbatch, grid.width, given.part.num_averaged)
                 for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):
-            inputs.values = split_values(batch.values, batch.whole, sizes, stage.device)[mine]
-        if grid.is_last(stage.index) and batch.training:
-            assert batch.target is not None
-            inputs.targets = batch.target.split(sizes, stage.device)[mine]
+            inputs.values = split_values(given.values, given.whole, sizes, stage.device)[mine]
+        if grid.is_last(stage.index) and given.training:
+            assert given.target is not None
+            inputs.targets = given.target.split(sizes, stage.device)[mine]
         return inputs
 
     def _check_same_batch(

@@ -4,41 +4,44 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from .. import _C
-
-if TYPE_CHECKING:
-    from ..pipeline.module import PipelineModule
-
+from .session import Session
 
 _Read = TypeVar("_Read")
 
 
 class LazyNumber(abc.ABC):
-    """A number of a ``train_step``, which may not exist yet."""
+    """A number of the last ``train_step``, which may not exist yet.
 
-    def __init__(self, pipeline: PipelineModule, batch: int) -> None:
-        self._pipeline = weakref.ref(pipeline)
-        self.batch = batch  # the train_step's number
+    It does not keep the pipeline alive.
+
+    Attributes:
+        batch: the number of the ``train_step``.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self.batch = session.num_train_steps - 1
 
     def _wait(self, read: Callable[[], _Read]) -> _Read:
         """What ``read`` gives; if the pipeline fails first, the first cause of any rank."""
         try:
             return read()
         except RuntimeError:
-            pipeline = self._pipeline()
-            if pipeline is not None:
-                pipeline._ending.check_open()
+            session = self._session()
+            if session is not None:
+                session.ending.check_open()
             raise
 
     def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
         """As :meth:`_wait`, for what exists after the batch's last backward on every stage."""
-        pipeline = self._pipeline()
-        if pipeline is not None and not self.done():
-            pipeline._ending.check_open()
-            missing = pipeline._steps_until_finished(self.batch)
+        session = self._session()
+        if session is not None and not self.done():
+            session.ending.check_open()
+            missing = session.train_steps_until_finished(self.batch)
             if missing > 0:
                 raise RuntimeError(
                     f"{type(self).__name__} of train_step {self.batch}: its last backwards run "
@@ -71,21 +74,14 @@ class Loss(LazyNumber):
 
     ``float(loss)`` waits until the last stage has forwarded the batch; on any rank, at any time, in
     any order. Reading it one batch late costs nothing. With ``width`` > 1 it is this replica's own.
-    So it is with :attr:`metrics`, which travel with it.
+    The same holds for :attr:`metrics`, which travel with it.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineModule,
-        board: _C.LossBoard,
-        slot: _C.LossSlot,
-        batch: int,
-        names: Sequence[str],
-    ) -> None:
-        super().__init__(pipeline, batch)
-        self._board = board
+    def __init__(self, session: Session, slot: _C.LossSlot) -> None:
+        super().__init__(session)
+        self._board = session.stages.losses
         self._slot = slot
-        self._names = names  # of the metrics
+        self._names = list(session.stages.options.metrics)
         self._numbers: list[float] | None = None
 
     def done(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,35 +12,32 @@ from torch import nn
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
 from .local_stages import LocalStages
-from .stage_memory import StageMemory
+from .stage_memory import memory_of
 
 
-class LocalPart:
+class LocalModel:
     """Parameters, buffers and ``state_dict`` of the stages of this process.
 
+    Extra state, which has no stage of its own, is with stage 0.
+
     Args:
-        root: the model.
         without_values: names of the parameters and buffers that are to be loaded.
-        has_first_stage: extra state, which has no stage of its own, is with stage 0.
+
+    Attributes:
+        placeholder: stands for the trainable parameters of a process that has none.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        stages: LocalStages,
-        without_values: set[str],
-        *,
-        has_first_stage: bool,
-    ) -> None:
-        self._root = root
-        self._without_values = without_values
+    def __init__(self, stages: LocalStages, without_values: Collection[str]) -> None:
+        self._root = stages.root
+        self._without_values = set(without_values)
         self._stages = stages
-        self._has_first_stage = has_first_stage
+        self._has_first_stage = 0 in stages.grid.stages
+        self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        mine = {id(tensor) for stage in self._stages for tensor in stage.state.parameters()}
+        mine = {id(tensor) for stage in self._stages for tensor in stage.weights.parameters()}
         for name, parameter in self._root.named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) in mine:
                 yield name, parameter
@@ -69,7 +66,7 @@ class LocalPart:
     def _masters_shown(self, *, change: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as shown:
             for stage in self._stages:
-                shown.enter_context(stage.state.masters_shown(change=change))
+                shown.enter_context(stage.weights.masters_shown(change=change))
             yield
 
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
@@ -109,7 +106,7 @@ class LocalPart:
     def describe(self, mode: Mode) -> list[str]:
         """A line for each stage of the model, with what this process holds of it."""
         depth = len(mode.programs)
-        has_copies = any(stage.state.pipeline > 0 for stage in self._stages)
+        has_copies = any(stage.weights.pipeline > 0 for stage in self._stages)
         lines = []
         for program in mode.programs:
             names = [mode.captured.layers[i].name for i in program.layers]
@@ -118,14 +115,14 @@ class LocalPart:
             for stage in self._stages:
                 if stage.index % depth != program.index:
                     continue
-                engine = stage.state.engine
-                memory = StageMemory.of(stage.state, stage.executor)
-                of = f" (pipeline {stage.state.pipeline})" if has_copies else ""
-                frozen = stage.state.num_frozen_elements
-                versions = engine.num_versions if stage.state.trainable else 1
-                tied = stage.state.num_tied_elements
+                engine = stage.weights.engine
+                memory = memory_of(stage)
+                of = f" (pipeline {stage.weights.pipeline})" if has_copies else ""
+                frozen = stage.weights.num_frozen_elements
+                versions = engine.num_versions if stage.weights.trainable else 1
+                tied = stage.weights.num_tied_elements
                 line += (
-                    f"{of}, {stage.state.num_elements:,} parameters "
+                    f"{of}, {stage.weights.num_elements:,} parameters "
                     f"{f'({frozen:,} frozen) ' if frozen else ''}"
                     f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {stage.device}, "
                     f"{versions} weight version{'s' if versions > 1 else ''} "
@@ -137,7 +134,7 @@ class LocalPart:
     def _buffer_names(self) -> set[str]:
         """Of two pipelines each has statistics of its own; the first one's are the model's."""
         stages = self._stages.of_first_pipeline()
-        return {name for stage in stages for name in stage.state.buffer_names}
+        return {name for stage in stages for name in stage.weights.buffer_names}
 
     def _names(self) -> set[str]:
         """Entries of the model's state_dict that this process holds, aliases of tied ones too."""

@@ -6,37 +6,35 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from .. import _C
 from ..model.hooks import LateHooks
-from ..model.metrics import Metric
-from ..model.precision import Precision
 from ..model.replacing import return_freed_memory
 from ..ranks.agreement import ControlPlane
 from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
-from ..stages.tied import find_ties
+from ..stages.tied import Tie, find_ties
 from .accumulation import BatchPart
 from .released import OtherStages
 from .runner import BoundProgram, StageRunner
-from .stage_weights import StagePart, StageState, share_out, take_over
-from .tied_copies import Ties
+from .stage_options import StageOptions
+from .stage_weights import StageSpec, StageWeights, share_out, take_over
+from .tied_copies import TiedCopies
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class LocalStage:
     """One of the stages that this process runs."""
 
     index: int
     device: torch.device
-    state: StageState
+    weights: StageWeights
     runner: StageRunner
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
@@ -45,132 +43,57 @@ class LocalStage:
 class LocalStages:
     """Takes the model over and runs this process's stages.
 
-    ``end()`` ends the threads and the connections; it is called by itself when nobody refers to
-    this object any more.
+    ``end()`` ends the threads and the connections, the control plane's too; it is called by itself
+    when nobody refers to this object any more.
+
+    Attributes:
+        root: the model.
+        schedule: what the stages do in which order.
+        grid: which process runs which stages.
+        control: how all ranks agree.
+        options: how the stages compute.
+        losses: where the last stage's losses arrive.
+        others: the stages of other processes; None in one process.
     """
 
     def __init__(
         self,
+        *,
         root: nn.Module,
         mode: Mode,
         schedule: _C.Schedule,
         grid: RankGrid,
-        devices: Sequence[torch.device],
         control: ControlPlane,
-        fault: _C.Fault,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        metrics: Mapping[str, Metric],
-        compile_options: Mapping[str, Any],
-        recompute: Sequence[bool],
-        recomputes_blocks: bool,
-        bucket_bytes: int,
-        precision: Precision,
-        warmup_batches: int,
-        timeout: float,
+        options: StageOptions,
     ) -> None:
-        d = schedule.depth
-        # A copy of a stage is where the stage of the first pipeline is that shares its rank.
-        placed = dict(zip(schedule.placement[:d], devices, strict=True))
-        devices = [
-            placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)
-        ]
-        in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
-        self._root = root
-        self._compile_options = compile_options
+        self.root = root
+        self.schedule = schedule
+        self.grid = grid
+        self.control = control
+        self.options = options
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
-        self._grid = grid
-        self._channels = Channels(grid, devices, in_flight, timeout)
+        devices = _device_of_each(schedule, options.devices)
+        in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
+        self._channels = Channels(grid, devices, in_flight, control.timeout)
         self.losses = _C.LossBoard(
-            fault=fault,
+            fault=control.fault,
             group="" if control.group is None else control.group.group_name,
             shared=control.board,
             ranks=[grid.process_of(stage) for stage in range(schedule.num_stages)],
             replica=grid.replica,
             num_replicas=grid.width,
             num_pipelines=schedule.num_pipelines,
-            num_numbers=1 + len(metrics),
+            num_numbers=1 + len(options.metrics),
         )
-        has_copies = schedule.num_pipelines > 1 and not grid.in_processes
-        sums = [_C.CopySum() if has_copies else None for _ in range(d)]
         ties = find_ties(mode.programs)
-        tied = {name: tie.stages for tie in ties for name in tie.names}
-        states = share_out(
-            root,
-            [
-                StagePart(
-                    index=stage,
-                    pipeline=grid.pipeline(stage),
-                    program=mode.programs[stage % d],
-                    device=devices[stage],
-                    num_versions=schedule.num_versions[stage],
-                    group=grid.replica_group(stage),
-                    bucket_bytes=bucket_bytes,
-                    first=grid.process_of(stage % d, replica=0),
-                    copies=sums[stage % d],
-                    tied=tied,
-                    precision=precision,
-                )
-                for stage in grid.stages
-            ],
-        )
-        self._ties = Ties(ties, grid, states)
-        kept = [*root.buffers(), *(tensor for state in states for tensor in state.parameters())]
+        weights = share_out(root, self._specs(mode, devices, ties))
+        self._ties = TiedCopies(ties, grid, weights)
+        kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
-        runners = {
-            state.index: StageRunner(
-                state.index % d,
-                d,
-                loss_fn,
-                metrics,
-                state.device,
-                state.storage_pointers,
-                state.replayed_places,
-                list(state.frozen.values()),
-                precision,
-                recompute=recompute[state.index % d],
-            )
-            for state in states
-        }
-        state_of = {state.index: state for state in states}
-        self._stages: list[LocalStage] = []
-        self._executors: list[_C.Executor] = []
-        self._in_update_order: list[LocalStage] = []
-        seed = _C.draw_seed() if any(recompute) or recomputes_blocks else 0
-        threads = torch.get_num_threads()
-        for rank in grid.local_ranks:
-            executor = _C.Executor(
-                schedule=schedule,
-                rank=rank,
-                replica=grid.replica,
-                num_replicas=grid.width,
-                # The ranks of one process share its cores.
-                num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
-                seed=seed,
-                warmup_batches=warmup_batches,
-                stages=[
-                    (
-                        stage,
-                        state_of[stage].engine,
-                        runners[stage].forward_while_alive(),
-                        recompute[stage % d],
-                        recomputes_blocks,
-                    )
-                    for stage in grid.stages_of(rank)
-                ],
-                fault=fault,
-                losses=self.losses,
-            )
-            self._executors.append(executor)
-            here = {
-                i: LocalStage(i, devices[i], state_of[i], runners[i], executor)
-                for i in grid.stages_of(rank)
-            }
-            self._stages += here.values()
-            self._in_update_order += (here[i] for i in schedule.update_order(rank))
-        self._stages.sort(key=lambda stage: stage.index)
-        self._tickets: list[list[int]] = []  # of the unfinished batches, one for each executor
-        torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
+        self._stages, self._in_update_order = self._with_executors(weights)
+        self._executors = list(dict.fromkeys(stage.executor for stage in self._in_update_order))
+        self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
             self,
@@ -181,10 +104,84 @@ class LocalStages:
             self._channels,
             control,
             grid,
-            fault,
         )
         self.end.atexit = False
         self.connect(mode)
+
+    def _specs(
+        self, mode: Mode, devices: Sequence[torch.device], ties: Sequence[Tie]
+    ) -> list[StageSpec]:
+        schedule, grid, d = self.schedule, self.grid, self.schedule.depth
+        has_copies = schedule.num_pipelines > 1 and not grid.in_processes
+        sums = [_C.CopySum() if has_copies else None for _ in range(d)]
+        tied = {name: tie.stages for tie in ties for name in tie.names}
+        return [
+            StageSpec(
+                index=stage,
+                pipeline=grid.pipeline(stage),
+                program=mode.programs[stage % d],
+                device=devices[stage],
+                num_versions=schedule.num_versions[stage],
+                group=grid.replica_group(stage),
+                bucket_bytes=self.options.bucket_bytes,
+                first=grid.process_of(stage % d, replica=0),
+                copies=sums[stage % d],
+                tied=tied,
+                precision=self.options.precision,
+            )
+            for stage in grid.stages
+        ]
+
+    def _with_executors(
+        self, weights: Sequence[StageWeights]
+    ) -> tuple[list[LocalStage], list[LocalStage]]:
+        """The stages by their numbers, and in the order of their updates."""
+        schedule, grid, options, d = self.schedule, self.grid, self.options, self.schedule.depth
+        weights_of = {each.index: each for each in weights}
+        stages: list[LocalStage] = []
+        in_update_order: list[LocalStage] = []
+        draws = any(options.recompute) or options.recomputes_blocks
+        seed = _C.draw_seed() if draws else 0
+        threads = torch.get_num_threads()
+        for rank in grid.local_ranks:
+            here = grid.stages_of(rank)
+            runners = {i: StageRunner(i % d, d, weights_of[i], options) for i in here}
+            executor = _C.Executor(
+                schedule=schedule,
+                rank=rank,
+                replica=grid.replica,
+                num_replicas=grid.width,
+                # The ranks of one process share its cores.
+                num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
+                seed=seed,
+                warmup_batches=options.warmup_batches,
+                stages=[
+                    (
+                        i,
+                        weights_of[i].engine,
+                        runners[i].forward_while_alive(),
+                        options.recompute[i % d],
+                        options.recomputes_blocks,
+                    )
+                    for i in here
+                ],
+                fault=self.control.fault,
+                losses=self.losses,
+            )
+            made = {
+                i: LocalStage(
+                    index=i,
+                    device=weights_of[i].device,
+                    weights=weights_of[i],
+                    runner=runners[i],
+                    executor=executor,
+                )
+                for i in here
+            }
+            stages += made.values()
+            in_update_order += (made[i] for i in schedule.update_order(rank))
+        torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
+        return sorted(stages, key=lambda stage: stage.index), in_update_order
 
     def __getitem__(self, position: int) -> LocalStage:
         return self._stages[position]
@@ -195,19 +192,20 @@ class LocalStages:
     def connect(self, mode: Mode) -> None:
         """Gives the stages the mode's functions and channels. Every rank calls it."""
         channels = self._channels
-        d = self._grid.depth
-        firsts = range(0, self._grid.num_stages, d)
+        d = self.grid.depth
+        firsts = range(0, self.grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
-        clones = {id(clone): clone for stage in self._stages for clone in stage.state.clones}
+        clones = {id(clone): clone for stage in self._stages for clone in stage.weights.clones}
+        options = self.options.compile_options
         self._late_hooks[mode.wiring] = LateHooks(
-            self._root, clones.values(), mode.captured.graph, compiled=bool(self._compile_options)
+            self.root, clones.values(), mode.captured.graph, compiled=bool(options)
         )
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
-            functions = stage.state.bind(program)
+            functions = stage.weights.bind(program)
             stage.bound[mode.wiring] = BoundProgram.of(
-                program, [compiled(function, self._compile_options) for function in functions]
+                program, [compiled(function, options) for function in functions]
             )
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]
@@ -225,15 +223,15 @@ class LocalStages:
                 ],
             )
 
-    def check_before_batch(self, mode: Mode, *, training: bool) -> None:
+    def check_before_run(self, mode: Mode, *, training: bool) -> None:
         """Raises ValueError if the model was changed in a way that the stages cannot follow."""
         self._late_hooks[mode.wiring].check()
         for stage in self._stages if training else ():
-            stage.state.check_requires_grad()
+            stage.weights.check_requires_grad()
 
     def of_first_pipeline(self) -> list[LocalStage]:
         """Those that evaluate, and whose buffers are the model's."""
-        return [stage for stage in self._stages if self._grid.pipeline(stage.index) == 0]
+        return [stage for stage in self._stages if self.grid.pipeline(stage.index) == 0]
 
     def restart_delay(self, *, replicas_too: bool = False) -> None:
         """After weights were loaded: all copies get them, older versions are gone.
@@ -242,16 +240,20 @@ class LocalStages:
             replicas_too: they may have loaded what is their own, unless loading failed.
         """
         self._ties.take_over()
-        if self._grid.num_pipelines > 1 or replicas_too:
-            take_over([stage.state for stage in self._stages], self._grid.replica_group)
+        if self.grid.num_pipelines > 1 or replicas_too:
+            take_over([stage.weights for stage in self._stages], self.grid.replica_group)
         else:
             for stage in self._stages:
-                stage.state.engine.restart_delay()
+                stage.weights.engine.restart_delay()
 
-    def submit_batch(
+    def submit_train_step(
         self, run: int, wiring: int, layouts: Sequence[int], rows: Sequence[int], part: BatchPart
     ) -> None:
-        """``rows``: of each microbatch, none if losses are sums."""
+        """Begins a train_step.
+
+        Args:
+            rows: of each microbatch; none if losses are sums.
+        """
         self._tickets.append(
             [
                 executor.submit_batch(run, wiring, layouts, rows, *part)
@@ -277,7 +279,7 @@ class LocalStages:
         return [action for executor in self._executors for action in executor.take_record()]
 
     def wait_for_room(self, max_unfinished: int) -> None:
-        """Waits until fewer than ``max_unfinished`` batches are unfinished."""
+        """Waits until fewer than ``max_unfinished`` train_steps are unfinished."""
         while len(self._tickets) >= max_unfinished:
             self._wait_for(self._tickets.pop(0))
 
@@ -302,6 +304,16 @@ class LocalStages:
         return next((error for error in errors if error is not None), None)
 
 
+def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> list[torch.device]:
+    """The device of each of the schedule's stages, given those of the model's stages.
+
+    A copy of a stage is where the stage of the first pipeline is that shares its rank.
+    """
+    d = schedule.depth
+    placed = dict(zip(schedule.placement[:d], devices, strict=True))
+    return [placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)]
+
+
 def _end_engine(
     executors: list[_C.Executor],
     threads: list[list[int]],
@@ -309,17 +321,16 @@ def _end_engine(
     channels: Channels,
     control: ControlPlane,
     grid: RankGrid,
-    fault: _C.Fault,
 ) -> None:
     """Ends a pipeline's threads and connections."""
     if [threading.get_ident()] in threads:
         # The garbage collector runs in any thread, also in one that is to be ended here.
-        arguments: tuple[object, ...] = (executors, [], losses, channels, control, grid, fault)
+        arguments: tuple[object, ...] = (executors, [], losses, channels, control, grid)
         threading.Thread(target=_end_engine, args=arguments).start()
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
         # Ends waiting for a loss that will never exist.
-        steps.callback(fault.raise_, "the pipeline was closed")
+        steps.callback(control.fault.raise_, "the pipeline was closed")
         # The engine lets go of the groups after Python has, and so frees them without Python's
         # lock, which their threads may need to end.
         for executor in executors:

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 
 from ..capture.saved_bytes import SavedBytes
 from ..model.added_loss import LossWeight, weighing
-from ..model.metrics import Metric, check_loss, measure
-from ..model.precision import Precision
+from ..model.metrics import check_loss, measure
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
-from ..stages.recompute import BufferPlaces, Replay, Replayer
+from ..stages.recompute import Replay, Replayer
+from .stage_options import StageOptions
+from .stage_weights import StageWeights
 
 Structured = tuple[bytes, list[torch.Tensor]]
 """A message: how to rebuild its values (empty: each value is one tensor), and its tensors."""
@@ -54,18 +55,18 @@ class BoundProgram:
         return [pack([outputs[i] for i in positions]) for positions in self.sends]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class RunInputs:
-    """What one run (a batch, or an evaluation) needs on this stage beside the messages."""
+    """What one run (a train_step, or an evaluation) needs on this stage beside the messages."""
 
     bound: BoundProgram
     sizes: list[int]  # rows of each microbatch of this pipeline
     total_rows: int  # of all pipelines
     layouts: list[int]
     training: bool
-    loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a batch
+    loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a train_step
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
-    targets: list[Any] | None = None  # last stage of a training batch
+    targets: list[Any] | None = None  # last stage of a train_step
     outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
 
 
@@ -78,7 +79,7 @@ class _Given:
 
     values: list[Any]  # stage 0: the model's inputs
     target: Any
-    loss_weight: LossWeight | None = None  # of a batch
+    loss_weight: LossWeight | None = None  # of a train_step
     bytes_kept: int = 0
 
     @classmethod
@@ -107,46 +108,41 @@ class StageRunner:
     """Runs one stage's forwards; called by the stage's executor thread.
 
     Args:
-        device: the stage's.
-        state_pointers: storages of weights and buffers, which are no activations.
-        buffer_places: where the stage's buffers are.
-        frozen: the stage's frozen parameters.
-        precision: in which the model's inputs come, and under which autocast forwards run.
-        recompute: a forward of a batch is called again before its backward.
+        stage: the stage of the model.
+        weights: its own.
+        options: how the pipeline's stages compute. With ``recompute`` a forward of a train_step is
+            called again before its backward.
     """
 
     def __init__(
-        self,
-        stage: int,
-        num_stages: int,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        metrics: Mapping[str, Metric],
-        device: torch.device,
-        state_pointers: Callable[[], set[int]],
-        buffer_places: BufferPlaces,
-        frozen: Sequence[torch.Tensor],
-        precision: Precision,
-        *,
-        recompute: bool,
+        self, stage: int, num_stages: int, weights: StageWeights, options: StageOptions
     ) -> None:
         self._is_first = stage == 0
         self._is_last = stage == num_stages - 1
-        self._loss_fn = loss_fn
-        self._metrics = metrics
-        self._device = device
-        self._state_pointers = state_pointers
+        self.loss_fn = loss_fn = options.loss_fn
+        self._metrics = options.metrics
+        self._device = weights.device
+        self._state_pointers = weights.storage_pointers
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
         loss_places = [(module._buffers, leaf) for module in losses for leaf in module._buffers]
-        self._buffer_places = lambda: [*buffer_places(), *loss_places]
-        self._frozen = frozen
-        self._precision = precision
-        self.recompute = recompute
-        self._bytes_kept: dict[int, int] = {}  # by layout
+        self._buffer_places = lambda: [*weights.replayed_places(), *loss_places]
+        self._frozen = list(weights.frozen.values())
+        self._precision = options.precision
+        self._recompute = options.recompute[stage]
+        self.bytes_kept: dict[int, int] = {}  # by layout
         self._replayers: dict[int, Replayer] = {}  # by layout
         self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
+        self._runs: dict[int, RunInputs] = {}
         self.thread: list[int] = []  # the executor's, once it is known
-        self.runs: dict[int, RunInputs] = {}
         self.error: BaseException | None = None
+
+    def begin(self, run: int, inputs: RunInputs) -> None:
+        """Takes what a run needs, before it is submitted to the engine."""
+        self._runs[run] = inputs
+
+    def outputs_of(self, run: int) -> list[Any]:
+        """What an evaluation gave on the last stage, by microbatch; the run is done."""
+        return self._runs.pop(run).outputs
 
     def forward(
         self,
@@ -163,7 +159,7 @@ class StageRunner:
         try:
             if again:
                 return self._forward_again(run, microbatch, slot, inbound)
-            inputs = self.runs[run]
+            inputs = self._runs[run]
             if not inputs.training:
                 given = _Given.of(inputs, microbatch)
                 with self._precision.computing(self._device.type):
@@ -173,7 +169,7 @@ class StageRunner:
                     return [], None, 0, None
                 return inputs.bound.messages(outputs), None, 0, None
             if microbatch == len(inputs.sizes) - 1:
-                del self.runs[run]
+                del self._runs[run]
             weight = inputs.loss_weights[microbatch]
             inputs.loss_weights[microbatch] = dataclasses.replace(weight, scale=loss_scale)
             return self._train(inputs, run, microbatch, slot, inbound)
@@ -194,25 +190,25 @@ class StageRunner:
         owes_gradients = _is_differentiable(inbound)
         with contextlib.ExitStack() as around:
             replay = None
-            if self.recompute:
+            if self._recompute:
                 if layout not in self._replayers:
                     self._replayers[layout] = Replayer(self._device, self._buffer_places)
                 replayer = self._replayers[layout]
                 replay = around.enter_context(replayer.first(given.tensors(), keep_inputs=True))
                 around.enter_context(self._frozen_stay())
             saved = None
-            if layout not in self._bytes_kept:
+            if layout not in self.bytes_kept:
                 # The first microbatch of a layout tells how much every one of them keeps. Views of
                 # the user's batch cost nothing beyond the batch itself; what was received is
                 # counted apart if it is kept to be received again.
                 not_counted = self._state_pointers() | _storages(given.tensors())
-                if self.recompute:
+                if self._recompute:
                     not_counted |= _storages(tensor for _, part in inbound for tensor in part)
                 saved = around.enter_context(SavedBytes(not_counted))
             messages, loss, output = self._compute(inputs.bound, slot, given, inbound)
         if saved is not None:
-            self._bytes_kept[layout] = saved.total
-        kept = self._bytes_kept[layout]
+            self.bytes_kept[layout] = saved.total
+        kept = self.bytes_kept[layout]
         has_backward = owes_gradients or _is_differentiable(messages, loss)
         if replay is not None and not has_backward:
             kept = 0  # the forward will not be called again
@@ -240,7 +236,7 @@ class StageRunner:
 
     def forget(self) -> None:
         """Drops what was kept for microbatches that will not be finished."""
-        self.runs.clear()
+        self._runs.clear()
         self._replays.clear()
 
     def _forward_again(
@@ -272,13 +268,13 @@ class StageRunner:
         return values
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        return check_loss(self._loss_fn(output, target))
+        return check_loss(self.loss_fn(output, target))
 
     def forward_while_alive(self) -> Callable[..., Any]:
         """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
 
         If the engine held this object, a ``loss_fn`` or a model that knows the pipeline would keep
-        it alive for ever.
+        it alive.
         """
         method = weakref.WeakMethod(self.forward)
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from .. import _C
-
-if TYPE_CHECKING:
-    from .stage_weights import StageState
+from .local_stages import LocalStage
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes that one stage holds (arXiv 2006.09503, section 3: 2bw keeps 2|W|/d of weights).
 
@@ -60,21 +56,22 @@ class StageMemory:
             + self.message_buffers
         )
 
-    @classmethod
-    def of(cls, state: StageState, executor: _C.Executor) -> StageMemory:
-        """Reads a stage."""
-        engine = state.engine.bytes()
-        kept = 0 if state.correction is None else state.correction.nbytes
-        return cls(
-            weights=engine["weights"],
-            masters=engine["masters"],
-            gradients=engine["gradients"],
-            optimizer_state=engine["optimizer_state"] + kept,
-            frozen_weights=state.frozen_bytes,
-            buffers=sum(buffer.nbytes for buffer in state.buffers),
-            padding=engine["padding"],
-            activations=executor.most_bytes_in_flight(state.index),
-            message_buffers=executor.message_buffer_bytes(state.index),
-            most_in_flight=executor.most_in_flight(state.index),
-            most_live_versions=state.engine.most_live_versions,
-        )
+
+def memory_of(stage: LocalStage) -> StageMemory:
+    """Reads what a stage of this process holds now, and the most that it has held."""
+    weights, executor = stage.weights, stage.executor
+    engine = weights.engine.bytes()
+    kept = 0 if weights.correction is None else weights.correction.nbytes
+    return StageMemory(
+        weights=engine["weights"],
+        masters=engine["masters"],
+        gradients=engine["gradients"],
+        optimizer_state=engine["optimizer_state"] + kept,
+        frozen_weights=weights.frozen_bytes,
+        buffers=sum(buffer.nbytes for buffer in weights.buffers),
+        padding=engine["padding"],
+        activations=executor.most_bytes_in_flight(stage.index),
+        message_buffers=executor.message_buffer_bytes(stage.index),
+        most_in_flight=executor.most_in_flight(stage.index),
+        most_live_versions=weights.engine.most_live_versions,
+    )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,22 @@ from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
 
-if TYPE_CHECKING:
-    from ..optimizer.staleness import StepCorrection
+
+class CorrectsSteps(Protocol):
+    """What corrects the steps that an optimizer makes on one stage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps from one step to the next."""
+        ...
+
+    def apply(self, slot: int, *, stale: bool) -> None:
+        """Corrects the step that leads to the weights in ``slot``, within an update."""
+        ...
 
 
-@dataclasses.dataclass(frozen=True)
-class StagePart:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSpec:
     """One of the stages that a process runs, and with whom it adds up its gradients."""
 
     index: int  # the schedule's: with two pipelines every stage of the model has two
@@ -40,8 +50,8 @@ class StagePart:
     precision: Precision
 
 
-class StageState:
-    """The parameters, buffers and clones of one stage.
+class StageWeights:
+    """The parameters and buffers of one stage, and a clone of its modules for each weight slot.
 
     The model's own Parameters stay as handles: optimizers and ``state_dict`` know them. They are
     views of the newest version's buffer, brought up to date by :meth:`show_newest`, or of the
@@ -56,17 +66,17 @@ class StageState:
     """
 
     def __init__(
-        self, model: nn.Module, root: nn.Module, part: StagePart, taken: frozenset[str]
+        self, model: nn.Module, root: nn.Module, spec: StageSpec, taken: frozenset[str]
     ) -> None:
-        program, device = part.program, part.device
-        self.index = part.index
+        program, device = spec.program, spec.device
+        self.index = spec.index
         self.index_in_model = program.index
-        self.pipeline = part.pipeline
+        self.pipeline = spec.pipeline
         self.device = device
         self._model = model
         self._root = root
-        self._first = part.first
-        self._tied = part.tied
+        self._first = spec.first
+        self._tied = spec.tied
         self._taken = taken
         used = (*program.parameters, *program.unused_parameters)
         self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
@@ -74,7 +84,7 @@ class StageState:
             if not parameter.requires_grad and name not in taken:
                 parameter.data = parameter.data.to(device)
         own = {  # on one device in the same memory, if frozen
-            name: _another(p, part.precision, device) if name in taken else p
+            name: _another(p, spec.precision, device) if name in taken else p
             for name, p in self.in_root.items()
         }
         self.trainable = {name: p for name, p in own.items() if p.requires_grad}
@@ -92,13 +102,13 @@ class StageState:
         self.engine = _C.Stage(
             parameters=[handle.detach().to(device) for handle in self.handles],
             names=list(self.trainable),
-            num_versions=part.num_versions,
-            replica_group="" if part.group is None else part.group.group_name,
-            bucket_bytes=part.bucket_bytes,
-            copy_sum=part.copies,
-            copy=part.pipeline,
-            dtypes=[part.precision.of_parameter(name, p) for name, p in self.trainable.items()],
-            split_master=part.precision.split_master,
+            num_versions=spec.num_versions,
+            replica_group="" if spec.group is None else spec.group.group_name,
+            bucket_bytes=spec.bucket_bytes,
+            copy_sum=spec.copies,
+            copy=spec.pipeline,
+            dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
+            split_master=spec.precision.split_master,
         )
         self.slot_parameters: list[list[nn.Parameter]] = []
         for slot in range(self.engine.num_slots):
@@ -108,7 +118,7 @@ class StageState:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
-        self.correction: StepCorrection | None = None  # of the optimizer's steps
+        self.correction: CorrectsSteps | None = None  # of the optimizer's steps
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 
@@ -136,7 +146,7 @@ class StageState:
 
     @property
     def num_frozen_elements(self) -> int:
-        """Elements of the frozen ones of them."""
+        """Elements of the frozen parameters that count here."""
         return sum(p.numel() for name, p in self.frozen.items() if self.counts(name))
 
     @property
@@ -146,7 +156,7 @@ class StageState:
 
     @property
     def frozen_bytes(self) -> int:
-        """Of its own: what is on one device exists once in a process."""
+        """Bytes of frozen parameters; what a process's stages share on a device counts once."""
         shared = self._taken.intersection(self.frozen) if self.is_shown else self.frozen
         others = {self._model.get_parameter(name).data_ptr() for name in shared}
         return sum(p.nbytes for p in self.frozen.values() if p.data_ptr() not in others)
@@ -157,7 +167,7 @@ class StageState:
         return [holder[leaf] for holder, leaf in self.buffer_places()]
 
     def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
-        """The modules' dictionaries and names under which they are."""
+        """The modules' dictionaries that hold the stage's buffers, and the names there."""
         places = []
         for name in self.buffer_names:
             owner, _, leaf = name.rpartition(".")
@@ -167,7 +177,7 @@ class StageState:
         return places
 
     def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
-        """The same of all buffers, None ones too, of the modules of which the stage has a part."""
+        """Like :meth:`buffer_places`, for every buffer (None too) of the stage's modules."""
         names = (*self.trainable, *self.frozen, *self.buffer_names)
         owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
         modules = [self._root.get_submodule(owner) for owner in owners]
@@ -272,7 +282,7 @@ class StageState:
             *self.buffers,
         ]
 
-    def take_over(self, first: StageState | None, group: dist.ProcessGroup | None) -> None:
+    def take_over(self, first: StageWeights | None, group: dist.ProcessGroup | None) -> None:
         """Sets every version to what the first of those that hold the stage has.
 
         Args:
@@ -290,44 +300,44 @@ class StageState:
         self.engine.restart_delay()
 
 
-def share_out(model: nn.Module, parts: Sequence[StagePart]) -> list[StageState]:
-    """Takes the model over: the states of the stages that this process runs."""
-    states: list[StageState] = []
+def share_out(model: nn.Module, specs: Sequence[StageSpec]) -> list[StageWeights]:
+    """Takes the model over: the weights of the stages that this process runs."""
+    made: list[StageWeights] = []
     taken: dict[nn.Module, set[str]] = {}  # by root
-    for pipeline in sorted({part.pipeline for part in parts}):
-        mine = [part for part in parts if part.pipeline == pipeline]
+    for pipeline in sorted({spec.pipeline for spec in specs}):
+        mine = [spec for spec in specs if spec.pipeline == pipeline]
         root = (
             model
             if pipeline == 0 or mine[0].copies is None
             else _second_model(model, mine[0].precision)
         )
-        of_pipeline: list[StageState] = []
+        of_pipeline: list[StageWeights] = []
         names = taken.setdefault(root, set())
-        for part in mine:
-            of_pipeline.append(StageState(model, root, part, frozenset(names)))
+        for spec in mine:
+            of_pipeline.append(StageWeights(model, root, spec, frozenset(names)))
             names.update(of_pipeline[-1].in_root)
         for group in _without_common_parameters(of_pipeline):
             _make_clones(model, root, group)
-        states += of_pipeline
-    take_over(states, {part.index: part.group for part in parts}.get)
-    return states
+        made += of_pipeline
+    take_over(made, {spec.index: spec.group for spec in specs}.get)
+    return made
 
 
 def take_over(
-    states: Sequence[StageState], group_of: Callable[[int], dist.ProcessGroup | None]
+    stages: Sequence[StageWeights], group_of: Callable[[int], dist.ProcessGroup | None]
 ) -> None:
     """Gives replicas and copies of a stage the weights of the first. All processes call it."""
-    firsts = {state.index_in_model: state for state in states if state.is_shown}
+    firsts = {stage.index_in_model: stage for stage in stages if stage.is_shown}
     # In one order everywhere: two processes may hold the same two stages.
-    for state in sorted(states, key=lambda state: state.index_in_model):
-        first = None if state.is_shown else firsts[state.index_in_model]
-        state.take_over(first, group_of(state.index))
+    for stage in sorted(stages, key=lambda stage: stage.index_in_model):
+        first = None if stage.is_shown else firsts[stage.index_in_model]
+        stage.take_over(first, group_of(stage.index))
 
 
 def _another(
     parameter: nn.Parameter, precision: Precision, device: torch.device | None = None
 ) -> nn.Parameter:
-    """One for another copy, to be given the first one's values: that may show rounded ones."""
+    """A parameter for another copy, which gets the first one's values later: these are exact."""
     data = parameter.detach().to(device, precision.of_master(parameter))
     return nn.Parameter(data, parameter.requires_grad)
 
@@ -338,26 +348,26 @@ def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
     return structural_clone(model, parameters, own_buffers=True)
 
 
-def _without_common_parameters(states: Sequence[StageState]) -> list[list[StageState]]:
+def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[StageWeights]]:
     """Groups of stages that one clone serves."""
-    groups: list[list[StageState]] = []
-    for state in states:
+    groups: list[list[StageWeights]] = []
+    for stage in stages:
         for group in groups:
-            if all(state.in_root.keys().isdisjoint(other.in_root) for other in group):
-                group.append(state)
+            if all(stage.in_root.keys().isdisjoint(other.in_root) for other in group):
+                group.append(stage)
                 break
         else:
-            groups.append([state])
+            groups.append([stage])
     return groups
 
 
-def _make_clones(model: nn.Module, root: nn.Module, states: Sequence[StageState]) -> None:
-    for slot in range(max(state.engine.num_slots for state in states)):
+def _make_clones(model: nn.Module, root: nn.Module, stages: Sequence[StageWeights]) -> None:
+    for slot in range(max(stage.engine.num_slots for stage in stages)):
         mapping: dict[nn.Parameter, nn.Parameter] = {}
-        for state in states:
-            mapping.update(state.in_slot(slot % state.engine.num_slots))
+        for stage in stages:
+            mapping.update(stage.in_slot(slot % stage.engine.num_slots))
         clone = structural_clone(root, mapping)
         copy_training_flags(model, clone)
-        for state in states:
-            if slot < state.engine.num_slots:
-                state.clones.append(clone)
+        for stage in stages:
+            if slot < stage.engine.num_slots:
+                stage.clones.append(clone)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..ranks.grid import RankGrid
 from ..stages.tied import Tie
-
-if TYPE_CHECKING:
-    from ..ranks.grid import RankGrid
-    from .stage_weights import StageState
+from .stage_weights import StageWeights
 
 
-class Ties:
+class TiedCopies:
     """Keeps the copies of tied parameters bitwise equal.
 
     Every update begins with the sum of the copies' gradients, in the order of the stages, and so
@@ -25,20 +22,22 @@ class Ties:
     stages' copies have already added up. All processes make it, with the same ties.
     """
 
-    def __init__(self, ties: Sequence[Tie], grid: RankGrid, states: Sequence[StageState]) -> None:
+    def __init__(
+        self, ties: Sequence[Tie], grid: RankGrid, weights: Sequence[StageWeights]
+    ) -> None:
         self._grid = grid
-        self._held: list[tuple[Tie, tuple[int, ...], list[StageState]]] = []
+        self._held: list[tuple[Tie, tuple[int, ...], list[StageWeights]]] = []
         for first in range(0, grid.num_stages, grid.depth):
             for tie in ties:
                 stages = tuple(first + stage for stage in tie.stages)
                 grid.make_group(stages)
-                here = [state for state in states if state.index in stages]
+                here = [each for each in weights if each.index in stages]
                 if here:
                     self._held.append((tie, stages, here))
                     self._add_up(tie, stages, here)
         self.take_over()
 
-    def _add_up(self, tie: Tie, stages: tuple[int, ...], here: Sequence[StageState]) -> None:
+    def _add_up(self, tie: Tie, stages: tuple[int, ...], here: Sequence[StageWeights]) -> None:
         names = [name for name in tie.names if name in here[0].trainable]
         if not names:
             return
@@ -47,9 +46,9 @@ class Ties:
             processes=[self._rank_in(group, stage) for stage in stages],
             group="" if group is None else group.group_name,
         )
-        for state in here:
-            position = {name: i for i, name in enumerate(state.trainable)}
-            state.engine.tie(total, stages.index(state.index), [position[name] for name in names])
+        for copy in here:
+            position = {name: i for i, name in enumerate(copy.trainable)}
+            copy.engine.tie(total, stages.index(copy.index), [position[name] for name in names])
 
     def _rank_in(self, group: dist.ProcessGroup | None, stage: int) -> int:
         return 0 if group is None else dist.get_group_rank(group, self._grid.process_of(stage))
@@ -59,8 +58,8 @@ class Ties:
         for tie, stages, (first, *others) in self._held:
             group = self._grid.group_of(stages)
             with contextlib.ExitStack() as shown, torch.no_grad():
-                for state in (first, *others):
-                    shown.enter_context(state.masters_shown(change=True))
+                for copy in (first, *others):
+                    shown.enter_context(copy.masters_shown(change=True))
                 for name in tie.names:
                     mine = first.shown(name)
                     if group is not None:
@@ -71,5 +70,5 @@ class Ties:
                         mine.copy_(value)
                     for other in others:
                         other.shown(name).copy_(mine)
-            for state in (first, *others):
-                state.engine.restart_delay()
+            for copy in (first, *others):
+                copy.engine.restart_delay()

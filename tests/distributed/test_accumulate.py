@@ -41,7 +41,7 @@ def check(lengths: Sequence[int], schedule: str, *, averages: bool) -> None:
         options["bucket_cap_mb"] = 1e-6
     with make_pipeline(task, NUM_STAGES, M, by_replica[0][0], **options) as pipe:
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=100.0)
-        group = pipe._grid.replica_group(pipe.stages[0])
+        group = pipe.session.grid.replica_group(pipe.stages[0])
         assert group is not None
         pipe.flush()
         sums = group._get_sequence_number_for_group()

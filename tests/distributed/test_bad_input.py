@@ -142,7 +142,9 @@ def wrong_batches(rank: int, world: int, mistakes: bool) -> dict[str, Any]:
         if not mistakes or rank == 0:
             optimizer.step()
     state = dict(pipe.full_state_dict())
-    mistake("load", lambda: pipe.load_state_dict({} if rank == 1 else pipe._held[1].state_dict()))
+    mistake(
+        "load", lambda: pipe.load_state_dict({} if rank == 1 else pipe.session.root.state_dict())
+    )
     outcomes["losses"] = [float(loss) for loss in reversed(losses)]
     outcomes["state"] = {name: value.tolist() for name, value in state.items()}
     pipe.close()

@@ -26,16 +26,16 @@ def assert_copies_equal(pipe: pd2.PipelineModule) -> None:
     """Of all stages of all replicas, in whichever process."""
     pipe.flush()
     mine = [
-        (name, stage.state.shown(name).numpy().tobytes())
-        for stage in pipe._stages
-        for name in stage.state.trainable
+        (name, stage.weights.shown(name).numpy().tobytes())
+        for stage in pipe.session.stages
+        for name in stage.weights.trainable
     ]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     copies: dict[str, list[bytes]] = {}
     for name, bits in (pair for part in everyone for pair in part):
         copies.setdefault(name, []).append(bits)
-    pipelines = pipe._schedule.num_pipelines
+    pipelines = pipe.session.schedule.num_pipelines
     assert max(map(len, copies.values())) >= 2 * pipelines * pipe.width
     for name, (first, *others) in copies.items():
         assert all(other == first for other in others), name

@@ -47,7 +47,7 @@ FAILING = SCRIPT.replace(
 if pipe.is_last_stage:
     def fail(*_):
         raise ZeroDivisionError("on purpose")
-    pipe._stages[-1].runner._loss_fn = fail
+    pipe.session.stages[-1].runner.loss_fn = fail
 with pipe:""",
 )
 

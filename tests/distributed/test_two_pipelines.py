@@ -42,10 +42,10 @@ def weights_of_copies(pipe: pd2.PipelineModule) -> list[tuple[int, list[bytes]]]
             stage.index % pipe.num_stages,
             [
                 buffer.numpy().tobytes()
-                for buffer in stage.state.engine.slot_buffers(stage.state.engine.newest_slot)
+                for buffer in stage.weights.engine.slot_buffers(stage.weights.engine.newest_slot)
             ],
         )
-        for stage in pipe._stages
+        for stage in pipe.session.stages
     ]
 
 
@@ -178,8 +178,8 @@ def fails(rank: int, world_size: int) -> dict[str, Any]:
         timeout=300.0,
     )
     if rank == 0:  # its stage of the second pipeline is the last
-        (stage,) = (stage for stage in pipe._stages if stage.index >= d)
-        stage.runner._loss_fn = _raise_in_second_batch(d // 2)
+        (stage,) = (stage for stage in pipe.session.stages if stage.index >= d)
+        stage.runner.loss_fn = _raise_in_second_batch(d // 2)
     start, seen = time.monotonic(), {"kind": "", "text": ""}
     optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
     x = torch.arange(8.0 * d).reshape(2 * d, 4).sin()

@@ -26,8 +26,8 @@ def assert_as_simulated(schedule: str, sizes: Sizes) -> None:
         pipe.flush()
         report = pipe.memory_report()
         per_microbatch = {}
-        for stage in pipe._stages:
-            (per_microbatch[stage.index],) = stage.runner._bytes_kept.values()  # of one layout
+        for stage in pipe.session.stages:
+            (per_microbatch[stage.index],) = stage.runner.bytes_kept.values()  # of one layout
     assert any(kept > 0 for kept in per_microbatch.values())
     for stage, memory in report.items():
         # A rank's peak is that of its stages together, so one stage at a time.

@@ -113,7 +113,7 @@ def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[
 
 
 def stage_of_parameters(pipe: pd2.PipelineModule) -> dict[str, int]:
-    programs = pipe._modes.first.programs
+    programs = pipe.session.modes.first.programs
     return {name: program.index for program in programs for name in program.parameters}
 
 

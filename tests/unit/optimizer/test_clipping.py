@@ -162,8 +162,8 @@ def test_other_schedules_clip_by_their_own_gradients(schedule: str) -> None:
     with make_pipeline(task, num_stages, m, batches[0], schedule=schedule) as pipe:
         delay_of = {
             name: num_stages - 1 - stage.index
-            for stage in pipe._stages.of_first_pipeline()
-            for name in stage.state.trainable
+            for stage in pipe.session.stages.of_first_pipeline()
+            for name in stage.weights.trainable
         }
     norms: list[float] = []
     make = clipped_by_torch(lambda ps: nn.utils.clip_grad_norm_(ps, 0.1), norms)

@@ -81,7 +81,7 @@ def test_overflows_are_skipped_as_defined(
         assert [float(scale) for scale in scales] == oracle.scales[1:]
         assert [norm for norm in map(float, ours) if norm < float("inf")] == norms
         assert str([float(loss) for loss in losses]) == str(want)  # nan is nan
-        assert {s.state.engine.newest_version for s in pipe._stages} == {len(batches)}
+        assert {s.weights.engine.newest_version for s in pipe.session.stages} == {len(batches)}
     assert_same_state(state, copy_of(oracle.model.state_dict()))
 
 

@@ -64,7 +64,7 @@ class SparseEmbedding(nn.Module):
         ({"width": 0}, ValueError, r"width: 0, it must be at least 1"),
         ({"width": 2}, ValueError, r"width: 2, processes: 1"),
         ({"schedule": "3bw"}, ValueError, r"3bw.*2bw"),
-        ({"schedule": None}, TypeError, r"schedule: None given, it must be a name"),
+        ({"schedule": 5}, TypeError, r"schedule: 5 given, it must be a name"),
         ({"loss_reduction": "max"}, ValueError, r"loss_reduction: 'max', known: 'mean', 'sum'"),
         ({"loss_fn": 3}, TypeError, r"loss_fn: int given, it must be callable"),
         ({"timeout": 0}, ValueError, r"timeout: 0, it must be > 0 and finite"),

@@ -40,9 +40,9 @@ def test_the_plan_lays_the_pipeline_out(tmp_path: Path) -> None:
         with build(plan=given) as pipe:
             assert pipe.schedule == "1f1b"
             assert (pipe.num_stages, pipe.num_microbatches, pipe.width) == (2, 4, 1)
-            begins = [program.first_layer_name for program in pipe._modes.first.programs]
+            begins = [program.first_layer_name for program in pipe.session.modes.first.programs]
             assert begins == ["0", "2"]
-            assert pipe._recompute == [True, False]
+            assert pipe.session.stages.options.recompute == [True, False]
 
 
 def test_a_planned_pipeline_trains_as_one_laid_out_by_hand() -> None:
@@ -75,7 +75,7 @@ def test_stages_per_rank_and_names_of_blocks_come_from_the_plan() -> None:
         recomputed=[("0",), (), ("2",), ()],
     )
     with build(plan=made) as pipe:
-        assert pipe._schedule.placement == [0, 1, 0, 1]
+        assert pipe.session.schedule.placement == [0, 1, 0, 1]
         assert made.recompute == ["0", "2"]
 
 

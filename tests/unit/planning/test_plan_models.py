@@ -176,7 +176,7 @@ def test_a_planned_model_trains_as_the_whole_one(name: str, schedule: str) -> No
     want = by_oracle(task, batches, NUM_MICROBATCHES, schedule=schedule)
     pipe = pd2.PipelineModule(task.model(), mse_loss, plan=plan, example_args=batches[0].args)
     with pipe:
-        begins = [program.first_layer_name for program in pipe._modes.first.programs]
+        begins = [program.first_layer_name for program in pipe.session.modes.first.programs]
         assert begins[1:] == plan.split
         optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         losses = []

@@ -153,7 +153,7 @@ def test_every_name_is_one_where_a_stage_may_begin() -> None:
         example_args=(tokens,),
     )
     with pipe:
-        begins = [program.first_layer_name for program in pipe._modes.first.programs[1:]]
+        begins = [program.first_layer_name for program in pipe.session.modes.first.programs[1:]]
     assert begins == names
 
 

@@ -72,7 +72,7 @@ def test_evaluation_and_late_hooks_of_compiled_stages() -> None:
         optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         with torch.no_grad():
             torch.testing.assert_close(pipe(*batches[0].args), task.model()(*batches[0].args))
-        pipe._held[1][0].register_forward_hook(lambda *_: None)
+        pipe.session.root[0].register_forward_hook(lambda *_: None)
         with pytest.raises(ValueError, match=r"module '0': hooks were registered.*compiled"):
             pipe.train_step(*batches[0].args, target=batches[0].target)
     assert optimizer

@@ -161,7 +161,7 @@ def test_every_copy_of_a_parameter_has_a_split_master(schedule: str) -> None:
         assert (tensor - whole.state[name]).norm() <= 1e-3 * tensor.norm(), name
     with make_pipeline(task, 2, 4, batches[0], split_master=True, **options) as pipe:
         copies = [report.masters for report in pipe.memory_report().values()]
-        elements = [sum(p.numel() for p in stage.state.handles) for stage in pipe._stages]
+        elements = [sum(p.numel() for p in stage.weights.handles) for stage in pipe.session.stages]
         assert copies == [2 * number for number in elements]
 
 

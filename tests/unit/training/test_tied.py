@@ -42,9 +42,9 @@ def assert_copies_equal(pipe: pd2.PipelineModule) -> None:
     """Every stage's copy of a tied parameter has memory of its own and the same bits."""
     pipe.flush()
     copies: dict[str, list[torch.Tensor]] = {}
-    for stage in pipe._stages:
-        for name in stage.state.trainable:
-            copies.setdefault(name, []).append(stage.state.shown(name))
+    for stage in pipe.session.stages:
+        for name in stage.weights.trainable:
+            copies.setdefault(name, []).append(stage.weights.shown(name))
     several = {name: those for name, those in copies.items() if len(those) > 1}
     assert several
     for name, (first, *others) in several.items():
@@ -116,7 +116,7 @@ def test_layers_that_share_weights_with_all_others(schedule: str, recompute: boo
 def test_an_automatic_split_is_not_bound_by_ties() -> None:
     task = TIED["language model"]
     with make_pipeline(task, 4, 4, task.batches([4])[0], split="auto") as pipe:
-        stages = [program.parameters for program in pipe._modes.first.programs]
+        stages = [program.parameters for program in pipe.session.modes.first.programs]
     assert "embedding.weight" in stages[0]
     assert "embedding.weight" in stages[3]
     assert all(any(name.startswith("blocks") for name in names) for names in stages[:3])
@@ -201,7 +201,7 @@ def test_named_counted_and_saved_once() -> None:
     with make_pipeline(task, 2, 2, batch, model=model) as pipe:
         assert [name for name, _ in pipe.named_parameters()] == names
         assert pipe.state_dict().keys() == model.state_dict().keys()
-        states = [stage.state for stage in pipe._stages]
+        states = [stage.weights for stage in pipe.session.stages]
         assert sum(state.num_elements for state in states) == number
         assert f"+ {tied} of earlier stages" in repr(pipe)
         reports = pipe.memory_report().values()  # bytes are what is there

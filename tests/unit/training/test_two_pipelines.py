@@ -41,7 +41,7 @@ def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def assert_copies_equal(pipe: pd2.PipelineModule) -> None:
     pipe.flush()
     d = pipe.num_stages
-    states = [stage.state for stage in pipe._stages]
+    states = [stage.weights for stage in pipe.session.stages]
     assert len(states) == 2 * d
     for i in range(d):
         one, other = (states[k].engine for k in (i, i + d))
@@ -265,10 +265,10 @@ def test_each_pipeline_has_batch_norm_statistics_of_its_own() -> None:
         assert_same_state(shown, copy_of(reference.state_dict()))
         assert_same_state(copy_of(buffers), copy_of(dict(reference.named_buffers())))
         pipe.load_state_dict(task.model(seed=3).state_dict())
-        for stage in pipe._stages:
+        for stage in pipe.session.stages:
             for mine, theirs in zip(
-                stage.state.buffers,
-                pipe._stages[stage.index % d].state.buffers,
+                stage.weights.buffers,
+                pipe.session.stages[stage.index % d].weights.buffers,
                 strict=True,
             ):
                 assert torch.equal(mine, theirs)
@@ -298,7 +298,7 @@ def test_a_failing_stage_ends_the_other_pipeline_too(failing_stage: int) -> None
         pipe.flush()
 
     train()
-    runner = pipe._stages[failing_stage].runner
+    runner = pipe.session.stages[failing_stage].runner
 
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("on purpose")
@@ -323,7 +323,7 @@ def test_a_step_that_fails_on_one_copy_ends_the_other_that_waits_for_it() -> Non
         example_args=(x,),
     )
     opt = pd2.PipelineOptimizer(rmsprop(pipe.parameters()))
-    first = next(iter(pipe._stages.in_update_order())).index
+    first = next(iter(pipe.session.stages.in_update_order())).index
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("on purpose")

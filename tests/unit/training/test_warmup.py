@@ -89,7 +89,7 @@ def test_the_last_warmup_batch_is_followed_without_a_drain(schedule: str, d: int
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
         report = pipe.memory_report()
-        delays = pipe._schedule.delay
+        delays = pipe.session.schedule.delay
     for event in (e for e in timeline.rows if e.kind != "U"):
         t, last_fresh = event.batch, warmup - 1
         version = t if t < warmup else max(t - delays[event.stage], last_fresh)

@@ -1,0 +1,138 @@
+"""The model behind a session, shown as nn.Module shows a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..model.checkpoint import Checkpoint, open_checkpoint
+from ..ranks.agreement import Operation
+from ..runtime.session import Session
+
+_PLACEHOLDER = "_placeholder"
+
+
+_Self = TypeVar("_Self", bound="SessionModule")
+
+
+class SessionModule(nn.Module):
+    """Mode, parameters and state of the model that a session trains.
+
+    Attributes:
+        session: the open pipeline.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.training = session.root.training
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
+        if mode != self.training:
+            self.session.set_mode(mode)
+            self.training = mode
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names; drained, the newest weights.
+
+        Each once in one process. With two pipelines two processes hold each, and all processes that
+        run a tied one's stages hold that, with the same bits. A process that has none to train
+        gives one more of no elements, ``_placeholder``, so that the same script can build its
+        optimizer there. A list that a process may find empty otherwise (say, no matrices there) has
+        to be given to the optimizer as a group, ``[{"params": list}]``: torch takes an empty group,
+        but no empty list.
+        """
+        local = self.session.local_model
+        yield from local.named_parameters(prefix, recurse, remove_duplicate)
+        if not local.has_trainable:
+            yield f"{prefix}.{_PLACEHOLDER}" if prefix else _PLACEHOLDER, local.placeholder
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """This process's buffers under the model's own names."""
+        return self.session.local_model.named_buffers(prefix, recurse, remove_duplicate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine owns the gradients and begins each batch's with zeros."""
+
+    def state_dict(  # type: ignore[override]
+        self, *, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """This process's part of the model's ``state_dict``, newest weights, after a drain.
+
+        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``.
+        """
+        self.session.flush_for(Operation.state_dict)
+        return self.session.local_model.state(prefix, keep_vars)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
+
+        Raises:
+            ValueError: with tensor-parallel stages, of which every process has a shard.
+        """
+        num_shards = self.session.grid.num_shards
+        if num_shards > 1:
+            raise ValueError(
+                f"full_state_dict(): 'tp' of the mesh: {num_shards}, it must be 1: no "
+                "process knows how shards are put together; save state_dict() of every process"
+            )
+        self.session.flush_for(Operation.full_state_dict)
+        # Copies, as a view would be sent with the whole buffer that it is a part of.
+        mine = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in self.session.local_model.state().items()
+        }
+        if self.session.grid.replica > 0:
+            mine = {}
+        parts = self.session.control.gather(mine)
+        merged = {name: value for part in parts for name, value in part.items()}
+        order = self.session.root.state_dict().keys()
+        return {name: merged[name] for name in order if name in merged}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
+
+        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does, but takes
+        one entry for enough if a parameter has several names. Of a mapping that reads when it is
+        asked, a process asks for its part only.
+        """
+        if assign:
+            raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
+        return self.session.load(lambda: Checkpoint.of(state_dict), strict=strict)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True
+    ) -> Any:
+        """Loads the unsplit model's ``state_dict`` from files, of which a process reads its part.
+
+        Every rank calls it. Drains, and sets every weight version, so the delay starts anew.
+
+        Args:
+            path: a file of safetensors or of ``torch.save``; the index (``.index.json``) of files
+                among which either is split, as Hugging Face writes it; a folder that holds one of
+                these under its usual name, or that ``torch.distributed.checkpoint`` has written.
+                Shapes must be the model's, dtypes are converted. Nested dictionaries are known by
+                the joined name, ``{"model": {"weight": ...}}`` by ``model.weight``.
+            prefix: only entries whose names begin with it are read, and known without it:
+                ``"model."``.
+            strict: as in ``nn.Module.load_state_dict``; of a parameter with several names one
+                entry is enough.
+
+        Raises:
+            ValueError: there is no such file, or none of these formats; on every rank.
+            RuntimeError: missing or unexpected entries, or other shapes; on every rank.
+            ImportError: safetensors is not installed (``pip install pipedream2bw[safetensors]``).
+        """
+        return self.session.load(lambda: open_checkpoint(path, prefix), strict=strict)

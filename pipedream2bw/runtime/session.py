@@ -1,0 +1,306 @@
+"""An open pipeline: this process's stages at work, and what all ranks do together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _C
+from ..model.checkpoint import Checkpoint
+from ..ranks.agreement import Announcement, Operation
+from ..ranks.mesh import mesh_of
+from ..stages.modes import Mode, Modes
+from .accumulation import Accumulation, BatchPart, check_same_part
+from .ending import Ending
+from .intake import Call, Given, Intake, Microbatches
+from .local_model import LocalModel
+from .local_stages import LocalStages
+from .microbatch import join_outputs
+from .timeline import Timeline
+
+
+class Session:
+    """This process's part of an open pipeline; it ends when nobody refers to it any more.
+
+    Every rank calls a method that agrees, submits or drains.
+
+    Args:
+        model: what the caller gave, a module or a list of modules.
+        modes: its captures, one of which has been made.
+        stages: those of this process, which have taken the model over.
+        accumulation: which train_steps make one batch.
+        replicated: names of arguments that every microbatch gets whole.
+        without_values: names of parameters and buffers that are to be loaded.
+
+    Attributes:
+        model, modes, stages, accumulation: as given.
+        root: the model as one module.
+        schedule: what the stages do in which order.
+        grid: which process runs which stages.
+        control: how all ranks agree; it has the fault that ends all waiting, and the timeout.
+        local_model: this process's parameters, buffers and state.
+        ending: whether the pipeline is open, and what has ended it.
+        num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
+        optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | Sequence[nn.Module],
+        modes: Modes,
+        stages: LocalStages,
+        accumulation: Accumulation,
+        replicated: Sequence[str] = (),
+        without_values: Collection[str] = (),
+    ) -> None:
+        self.model = model
+        self.modes = modes
+        self.stages = stages
+        self.accumulation = accumulation
+        self.root = stages.root
+        self.schedule = stages.schedule
+        self.grid = stages.grid
+        self.control = stages.control
+        self.local_model = LocalModel(stages, without_values)
+        # Without a reference to the session: it goes when nobody holds it.
+        self.ending = Ending(stages, functools.partial(_place, weakref.ref(self)))
+        self.num_train_steps = 0
+        self.optimizer: Callable[[], object] = lambda: None
+        self._num_evaluations = 0
+        self._intake = Intake(
+            self.grid,
+            self.schedule.total_microbatches,
+            replicated,
+            losses_are_means=accumulation.averages,
+        )
+        self._drained = True
+        self._mode_of_last_step = self.root.training
+        _all.add(self)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes as a mesh; made when first asked for, by every rank.
+
+        Raises:
+            RuntimeError: in one process, where there is none.
+        """
+        if self.grid.mesh is None:
+            if not self.grid.in_processes:
+                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
+            self.ending.check_open()
+            self.grid.mesh = mesh_of(self.grid.places, self.stages.options.devices[0].type)
+        return self.grid.mesh
+
+    # ------------------------------------------------------------------ running
+
+    def train_step(self, call: Call, *, is_train: bool) -> _C.LossSlot:
+        """Submits forward and backward of the call's microbatches; gives the place of its loss.
+
+        Args:
+            is_train: whether the modules are in train mode.
+        """
+        self.ending.check_open()
+        with self.ending.failing_closes():
+            # The train_steps that the schedule keeps unfinished, and one to go on with.
+            self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
+            number = self.num_train_steps
+            given, microbatches = self._take(
+                call, self.accumulation.next, Operation.train_step, number, is_train
+            )
+            mode = self._mode_in_use(is_train)
+            self._mode_of_last_step = is_train
+            slot = self.stages.losses.expect(number)
+            assert given.part is not None
+            for stage in self.stages:
+                inputs = self._intake.inputs(given, stage, mode, microbatches)
+                stage.runner.begin(number, inputs)
+            rows = self._intake.weighing_rows(microbatches.sizes)
+            self.stages.submit_train_step(
+                number, mode.wiring, microbatches.layouts, rows, given.part
+            )
+            self.accumulation.take(given.part)
+            self._drained = False
+            self.num_train_steps += 1
+            return slot
+
+    def evaluate(self, call: Call, *, is_train: bool) -> Any:
+        """The model's output where its last stage is, None elsewhere. Drains."""
+        self.ending.check_open()
+        with self.ending.failing_closes():
+            given, microbatches = self._take(
+                call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
+            )
+            mode = self._mode_in_use(is_train)
+            self.drain()
+            run = ~self._num_evaluations  # never a train_step's number
+            self._num_evaluations += 1
+            stages = self.stages.of_first_pipeline()
+            for stage in stages:
+                inputs = self._intake.inputs(given, stage, mode, microbatches)
+                stage.runner.begin(run, inputs)
+            self.stages.submit_evaluation(run, mode.wiring, microbatches.layouts)
+            self.stages.finish_submitted()
+            outputs = [stage.runner.outputs_of(run) for stage in stages]
+        return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
+
+    @property
+    def gives_output(self) -> bool:
+        """Whether this process has the last stage that evaluates: the first pipeline's."""
+        return self.grid.depth - 1 in self.grid.stages
+
+    def train_steps_until_finished(self, train_step: int) -> int:
+        """How many more train_steps the last backward of one of them needs, on every stage."""
+        if self._drained:
+            return 0
+        return train_step + self.schedule.most_batches_behind + 1 - self.num_train_steps
+
+    def _take(
+        self,
+        call: Call,
+        part: Callable[[], BatchPart | None],
+        operation: Operation,
+        number: int,
+        is_train: bool,
+    ) -> tuple[Given, Microbatches]:
+        """Checks a call here, and with all ranks what it is split into."""
+        given = Given(part=None)
+
+        def check() -> Announcement:
+            nonlocal given
+            of_batch = part()
+            self.local_model.check_values()
+            mode = self.modes.get(is_train)
+            self.stages.check_before_run(mode, training=of_batch is not None)
+            given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
+            return given.announcement
+
+        announced = self.control.agree(operation, number, check)
+        check_same_part(announced)
+        return given, self._intake.microbatches(announced, training=given.training)
+
+    def _mode_in_use(self, is_train: bool) -> Mode:
+        """The capture for this mode; made when first used, on all ranks together."""
+        if self._mode_of_last_step != is_train:
+            # The modes' stages may be wired differently; and torch.fx, if this mode has yet to be
+            # captured, traces by replacing nn.Module's call for all threads.
+            self.drain()
+        if is_train not in self.modes:
+            self.stages.connect(self.control.together(lambda: self._capture(is_train)))
+        return self.modes[is_train]
+
+    def _capture(self, is_train: bool) -> Mode:
+        others = self.stages.others
+        with others.in_place() if others else contextlib.nullcontext():
+            return self.modes.capture(is_train)
+
+    # ------------------------------------------------------------------ draining
+
+    def drain(self) -> None:
+        """Finishes what was submitted on every stage; the model's Parameters show the newest."""
+        if not self._drained:
+            self.stages.drain()
+            self._drained = True
+        self.stages.finish_submitted()  # updates submitted after the last drain
+        for stage in self.stages:
+            stage.weights.show_newest()
+
+    def flush_for(self, operation: Operation) -> None:
+        """Agrees on an operation and drains, which is the first part of it."""
+        self.ending.check_open()
+        with self.ending.failing_closes():
+            self.control.agree(operation, self.num_train_steps, Announcement)
+            self.drain()
+
+    # ------------------------------------------------------------------ changing
+
+    def set_mode(self, is_train: bool) -> None:
+        """Sets the mode of the model's modules on every stage."""
+        self.ending.check_open()
+        with self.ending.failing_closes():
+            self.stages.finish_submitted()  # what was submitted in one mode runs in it
+        self.root.train(is_train)
+        for stage in self.stages:
+            stage.weights.copy_training_flags()
+
+    def load(self, opened: Callable[[], Checkpoint], *, strict: bool) -> Any:
+        """Loads this process's part of a checkpoint into every weight version. Drains."""
+        self.flush_for(Operation.load_state_dict)
+        has_failed = True
+        try:
+            result = self.control.together(lambda: self.local_model.load(opened(), strict))
+            has_failed = False
+        finally:  # some may have loaded a part before they found an error
+            if self.control.fault.cause is None:
+                self.stages.restart_delay(replicas_too=has_failed)
+        return result
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[int]:
+        """Inside, the update of the last batch is submitted on every stage of this process.
+
+        Gives the number of the train_step that ended the batch.
+
+        Raises:
+            ValueError: no update is due.
+        """
+        self.ending.check_open()
+        self.accumulation.check_update()
+        with self.ending.failing_closes():
+            yield self.num_train_steps - 1
+        self.accumulation.take_update()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Timeline]:
+        """Records the actions executed inside; drains at its end."""
+        self.ending.check_open()
+        timeline = Timeline(self.control, self.schedule.placement)
+        self.stages.record(True)
+        try:
+            yield timeline
+            self.flush_for(Operation.end_of_timeline)
+        finally:
+            self.stages.record(False)
+            records = self.stages.take_records()
+            timeline.add(self.grid.replica, records if self.grid.shard == 0 else [])
+
+    # ------------------------------------------------------------------ ending
+
+    def give_back(self) -> None:
+        """Gives the model memory of its own, with the newest weights, and closes."""
+        self.flush_for(Operation.flush)
+        for stage in self.stages.of_first_pipeline():
+            stage.weights.give_back()
+        self.stages.options.precision.give_back()
+        self.close()
+
+    def close(self) -> None:
+        """Ends threads and connections once what was submitted is done, unless they have ended."""
+        if not self.ending.is_open:
+            return
+        with self.ending.failing_closes():
+            self.ending.finish_submitted()
+            self.control.agree(Operation.close, self.num_train_steps, Announcement)
+        self.ending.end("close() was called")
+
+
+def open_sessions() -> list[Session]:
+    """The sessions of this process that have not ended."""
+    return [session for session in _all if session.ending.is_open]
+
+
+def _place(session: weakref.ref[Session]) -> str:
+    """Who and where this is, in front of a cause that other ranks are told."""
+    alive = session()
+    if alive is None or not alive.grid.in_processes:
+        return ""
+    return f"{alive.control.place}, batch {alive.num_train_steps}: "
+
+
+_all: weakref.WeakSet[Session] = weakref.WeakSet()
