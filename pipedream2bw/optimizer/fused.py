@@ -57,6 +57,13 @@ def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> di
     return options
 
 
+def discounted(options: dict[str, Any], divisor: float) -> dict[str, Any]:
+    """A fused pass's options with the learning rate divided; {} stays, which no fused pass has."""
+    if not options or divisor == 1:
+        return options
+    return {**options, "lr": options["lr"] / divisor}
+
+
 def read_state(
     kind: str, stage: StageWeights, parameter: int, group: dict[str, Any]
 ) -> dict[str, Any]:

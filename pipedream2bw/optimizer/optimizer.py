@@ -17,9 +17,9 @@ from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of
 from .clipping import Clipping, GradNorm
-from .fused import fused_kind, fused_options, read_state, write_state
+from .fused import discounted, fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale, load_state, state_of
-from .own_step import StageStepper, changes, differ, options_of
+from .own_step import StageStepper, changes, differ, options_of, update_with
 from .staleness import Remedies, Remedy, StepCorrection
 
 
@@ -224,8 +224,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     stepper.change(batch, groups)
                 divisor = self._divisor(stage.index) if is_delayed else 1.0
                 steps = self._steps_of(stage, steppers, batch, divisor)
-                discounted = [_discounted(options, divisor) for options in fused]
-                stage.executor.submit_update(stage.index, train_step, discounted, steps)
+                options = [discounted(each, divisor) for each in fused]
+                stage.executor.submit_update(stage.index, train_step, options, steps)
         self._options = current
         self._delayed_batches += is_delayed
         for optimizer in self._wrapped:
@@ -237,9 +237,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """What a stage does in a batch's update beside the fused pass."""
         correction = self._corrections.get(stage.index)
         if correction is None:
-            return _steps(steppers, batch, divisor) if steppers else None
+            return update_with(steppers, batch, divisor) if steppers else None
         stale = stage.executor.version_of_batch(stage.index, batch) < batch
-        return _steps(steppers, batch, divisor, correction, stale=stale)
+        return update_with(steppers, batch, divisor, correction, stale=stale)
 
     def _divisor(self, stage: int) -> float:
         """Of the learning rate of a step after the warm-up."""
@@ -406,32 +406,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     by_user = key in seen and differ(group[key], seen[key])
                     if not by_user and (key not in seen or differ(value, seen[key])):
                         group[key], seen[key] = value, copy.deepcopy(value)
-
-
-def _steps(
-    steppers: Sequence[StageStepper],
-    batch: int,
-    divisor: float,
-    correction: StepCorrection | None = None,
-    *,
-    stale: bool = False,
-) -> Callable[[int], None]:
-    """A function of its own, since what waits in the engine must not hold the pipeline."""
-
-    def steps(slot: int) -> None:
-        for stepper in steppers:
-            stepper.step(batch, slot, divisor)
-        if correction is not None:
-            correction.apply(slot, stale=stale)
-
-    return steps
-
-
-def _discounted(options: dict[str, Any], divisor: float) -> dict[str, Any]:
-    """A fused pass's options with the learning rate divided; {} stays, which no fused pass has."""
-    if not options or divisor == 1:
-        return options
-    return {**options, "lr": options["lr"] / divisor}
 
 
 def _common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

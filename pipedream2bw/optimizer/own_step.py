@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..runtime.stage_weights import StageWeights
+from .staleness import StepCorrection
 
 
 class StageStepper:
@@ -72,6 +73,28 @@ class StageStepper:
             if method is not None:
                 method(part.optimizer)
                 part.round()
+
+
+def update_with(
+    steppers: Sequence[StageStepper],
+    batch: int,
+    divisor: float,
+    correction: StepCorrection | None = None,
+    *,
+    stale: bool = False,
+) -> Callable[[int], None]:
+    """What a stage does in an update beside the fused pass, given the slot of its weights.
+
+    It holds no pipeline, as it waits in the engine.
+    """
+
+    def steps(slot: int) -> None:
+        for stepper in steppers:
+            stepper.step(batch, slot, divisor)
+        if correction is not None:
+            correction.apply(slot, stale=stale)
+
+    return steps
 
 
 class _PartStepper:

@@ -79,7 +79,9 @@ def plan_for_devices_at_hand(
     Raises:
         ValueError, TypeError: on every rank.
     """
-    wanted = control.together(lambda: _checked(model, options, control.size), same=_settings)
+    wanted = control.together(
+        lambda: _checked(model, options, control.size), same=_settings(options)
+    )
     with wanted.precision.as_in_stages():
         found = _profile(wanted, loss_fn, control)
     return control.from_first(lambda: _best(found, wanted))
@@ -98,7 +100,7 @@ def _checked(
         autocast=None,
         device_type=device.type,
     )
-    rows = _check(options)
+    _check(options)
     if num_processes == 1 and not options.devices:
         raise ValueError(
             f"num_stages: 'auto', devices: {options.devices}, processes: 1: in one process give "
@@ -109,29 +111,36 @@ def _checked(
         example=precision.cast(example),
         device=device,
         precision=precision,
-        rows=rows,
+        rows=_rows(options.example_target) or 0,
         width=_width(options),
         num_processes=num_processes,
         options=options,
     )
 
 
-def _settings(wanted: _Wanted) -> dict[str, Any]:
-    options = wanted.options
+def _settings(options: Options) -> dict[str, Any]:
     return {
         "num_stages": "auto",
-        "rows of example_target": wanted.rows,
+        "rows of example_target": _rows(options.example_target),
         "num_microbatches": options.num_microbatches,
         "width": options.width,
         "stages_per_rank": options.stages_per_rank,
-        "schedule": wanted.schedule,
+        "schedule": str(options.schedule or DEFAULT_SCHEDULE),
         "precision": str(options.precision),
         "split_master": str(options.split_master),
     }
 
 
-def _check(options: Options) -> int:
-    """The rows of a batch."""
+def _rows(target: Any) -> int | None:
+    """The rows of a batch; None if a tensor has none, or there is no tensor."""
+    tensors = [leaf for leaf in pytree.tree_leaves(target) if torch.is_tensor(leaf)]
+    if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
+        return None
+    return int(tensors[0].shape[0])
+
+
+def _check(options: Options) -> None:
+    """Raises ValueError or TypeError if there is something that no plan is made for."""
     if options.schedule is not None and (
         not isinstance(options.schedule, str) or "\n" in options.schedule
     ):
@@ -147,20 +156,17 @@ def _check(options: Options) -> int:
     profile = options.profile
     if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
         raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
-    leaves = pytree.tree_leaves(options.example_target)
-    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-    if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
+    rows = _rows(options.example_target)
+    if rows is None:
         raise ValueError(
             "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
             "target"
         )
     m = options.num_microbatches or 1
-    if tensors[0].shape[0] < m:
+    if rows < m:
         raise ValueError(
-            f"example_target: {tensors[0].shape[0]} rows, num_microbatches: {m}: every microbatch "
-            "needs one"
+            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
         )
-    return int(tensors[0].shape[0])
 
 
 def _width(options: Options) -> int | None:

@@ -160,12 +160,13 @@ class ControlPlane:
         self,
         make: Callable[[], _Made],
         *,
-        same: Callable[[_Made], Mapping[str, Any]] | None = None,
+        same: Mapping[str, Any] | Callable[[_Made], Mapping[str, Any]] | None = None,
     ) -> _Made:
         """Calls ``make`` on every rank; returns what it gives here, or raises on every rank.
 
         Args:
-            same: settings of what was made, which must be equal on all ranks.
+            same: settings that must be equal on all ranks, or what gives them of what was made.
+                Known ones are compared first, also where ``make`` raises.
 
         Raises:
             Exception: what ``make`` raised here; on the other ranks the same with the rank named.
@@ -173,10 +174,11 @@ class ControlPlane:
         """
         error: Exception | None = None
         made: list[_Made] = []
-        settings: Mapping[str, Any] = {}
+        settings = same if isinstance(same, Mapping) else {}
         try:
             made.append(make())
-            settings = {} if same is None else same(made[0])
+            if callable(same):
+                settings = same(made[0])
         except Exception as raised:
             error = raised
         self.agree_on_objects(error, settings)
