@@ -25,7 +25,7 @@ class TorchBuild:
         return f"torch {self.version} ({cuda}, C++11 ABI {'on' if self.cxx11_abi else 'off'})"
 
     @property
-    def _compatibility(self) -> tuple[object, ...]:
+    def compatibility(self) -> tuple[object, ...]:
         major, minor = self.version.split(".")[:2]
         return major, minor, self.cuda and self.cuda.split(".")[0], self.cxx11_abi
 
@@ -38,7 +38,7 @@ def check(built: TorchBuild, loaded: TorchBuild) -> None:
     Raises:
         ImportError: they differ otherwise; names both and the command that rebuilds.
     """
-    if built._compatibility != loaded._compatibility:
+    if built.compatibility != loaded.compatibility:
         raise ImportError(
             f"pipedream2bw was built with {built}, but {loaded} is loaded. "
             f"Rebuild it in its source folder with:\n    {REBUILD}"

@@ -37,7 +37,7 @@ class EngineGradient(torch.Tensor):
     parameter's shape, dtype and device, and no memory.
     """
 
-    _name: str
+    parameter_name: str
 
     @staticmethod
     def __new__(cls, name: str, parameter: torch.Tensor) -> EngineGradient:
@@ -48,7 +48,7 @@ class EngineGradient(torch.Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        made._name = name
+        made.parameter_name = name
         return made
 
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class EngineGradient(torch.Tensor):
         if func in _ADDING and torch._C._current_graph_task_id() != -1:
             return args[0]  # a gradient arrives, see ArrivalGuard
         leaves = pytree.tree_leaves((args, kwargs))
-        name = next(leaf._name for leaf in leaves if isinstance(leaf, EngineGradient))
+        name = next(leaf.parameter_name for leaf in leaves if isinstance(leaf, EngineGradient))
         raise RuntimeError(
             f"parameter {name}: its .grad has no value, the pipeline's engine owns the gradients: "
             "instead of torch.nn.utils.clip_grad_norm_, clip_grad_value_ and get_total_norm give "
@@ -75,4 +75,4 @@ class EngineGradient(torch.Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"EngineGradient({self._name})"
+        return f"EngineGradient({self.parameter_name})"

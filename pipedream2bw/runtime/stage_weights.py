@@ -270,7 +270,7 @@ class StageWeights:
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def held_tensors(self) -> list[torch.Tensor]:
         """The newest weights and their masters, frozen ones and buffers."""
         weights = self.engine.slot_buffers(self.engine.newest_slot)
         # As bytes: gloo sends no int16, which split masters are.
@@ -291,11 +291,11 @@ class StageWeights:
         """
         if first is not None:
             with torch.no_grad():
-                for mine, theirs in zip(self._tensors(), first._tensors(), strict=True):
+                for mine, theirs in zip(self.held_tensors(), first.held_tensors(), strict=True):
                     mine.copy_(theirs)
         elif group is not None:
             source = dist.get_group_rank(group, self._first)
-            for tensor in self._tensors():
+            for tensor in self.held_tensors():
                 dist.broadcast(tensor, group=group, group_src=source)
         self.engine.restart_delay()
 
