@@ -18,7 +18,7 @@ from .loss_scale import LossScale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """What :class:`PipelineOptimizer` was asked for."""
+    """The clipping and loss scaling that :class:`PipelineOptimizer` was given."""
 
     max_grad_norm: float | None = None
     norm_type: float = 2.0
@@ -57,11 +57,11 @@ class Clipping:
 
     @property
     def _needs_norm(self) -> bool:
-        # It tells whether any gradient anywhere has overflowed.
+        # A loss scale needs it to know whether any gradient anywhere has overflowed.
         return self.max_grad_norm is not None or self.loss_scale is not None
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+        """Settings that must be equal on all ranks."""
         return dataclasses.asdict(self)
 
     def install(self, session: Session) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:

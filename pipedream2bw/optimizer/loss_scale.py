@@ -82,7 +82,7 @@ class NewestScale(LazyNumber):
 
 
 def state_of(scale: _C.LossScale, version: int) -> dict[str, Any]:
-    """What ``GradScaler.state_dict`` has of what changes."""
+    """The changing entries of ``GradScaler.state_dict``."""
     return {"scale": scale.of_version(version), "_growth_tracker": scale.growth_tracker}
 
 

@@ -234,7 +234,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _steps_of(
         self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int, divisor: float
     ) -> Callable[[int], None] | None:
-        """What a stage does in a batch's update beside the fused pass."""
+        """Makes what a stage does in a batch's update beside the fused pass; None: nothing."""
         correction = self._corrections.get(stage.index)
         if correction is None:
             return update_with(steppers, batch, divisor) if steppers else None
@@ -242,7 +242,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return update_with(steppers, batch, divisor, correction, stale=stale)
 
     def _divisor(self, stage: int) -> float:
-        """Of the learning rate of a step after the warm-up."""
+        """The divisor of the learning rate, in a step after the warm-up."""
         discount = self._remedies.discount
         if discount is None:
             return 1.0
@@ -371,7 +371,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             load_state(self._scale, version, state_dict["loss_scale"])
         self._share()
         self._make_steppers()
-        # One that was saved without remedies lets them begin anew.
+        # One that was saved without remedies lets them begin again.
         staleness = state_dict.get("staleness", {"delayed_batches": 0, "kept": {}})
         self._delayed_batches = int(staleness["delayed_batches"])
         for correction in self._corrections.values():

@@ -40,7 +40,7 @@ class StageStepper:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no parameter here."""
+        """Whether the optimizer has no parameter on this stage."""
         return not any(part.positions for part in self._parts)
 
     def change(self, update: int, groups: list[dict[str, Any]]) -> None:
@@ -83,7 +83,7 @@ def update_with(
     *,
     stale: bool = False,
 ) -> Callable[[int], None]:
-    """What a stage does in an update beside the fused pass, given the slot of its weights.
+    """Makes what a stage does in an update beside the fused pass, given its weights' slot.
 
     It holds no pipeline, as it waits in the engine.
     """
@@ -205,7 +205,7 @@ def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the user changed in each group.
 
-    Only that is told to the stages: their optimizers may keep counters in their groups.
+    Stages get only this: their optimizers may keep counters in their groups.
     """
     return [
         {key: value for key, value in new.items() if key not in old or differ(value, old[key])}

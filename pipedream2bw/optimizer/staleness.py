@@ -18,7 +18,7 @@ from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
-"""What is added to a parameter's step, and what is remembered of it until the next."""
+"""A tensor to add to a parameter's step, and one to keep until the next step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,13 @@ class LearningRateDiscount:
     rate as the user and the schedulers set it.
 
     Args:
-        num_batches: after so many batches there is no discount any more.
+        num_batches: after this many batches the discount ends.
     """
 
     num_batches: int
 
     def divisor(self, delay: int, batches: int) -> float:
-        """What a stage's learning rate is divided by."""
+        """The number by which a stage's learning rate is divided."""
         return float((1 + delay) ** (1 - min(batches / self.num_batches, 1)))
 
     def check(self) -> None:
@@ -61,7 +61,7 @@ class ErrorFeedback:
     plain steps of w, with gradients at the weights w(t) + coefficient * (w(t) - w(t-1)) that are
     predicted for the next batch, as in SpecTrain (arXiv 1809.02839) and linear weight prediction
     (arXiv 2003.11666). Works with every optimizer; keeps one tensor per parameter, u(t-1), which is
-    not saved, since the delay starts anew where weights are loaded.
+    not saved, since the delay starts again where weights are loaded.
 
     Args:
         coefficient: > 0.
@@ -126,7 +126,7 @@ Remedy = LearningRateDiscount | Correction
 
 
 class Remedies:
-    """What :class:`PipelineOptimizer` was asked for."""
+    """The remedies that :class:`PipelineOptimizer` was given."""
 
     def __init__(self, given: Remedy | Sequence[Remedy]) -> None:
         self._given = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -145,7 +145,7 @@ class Remedies:
         return bool(self._given)
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank."""
+        """Settings that must be equal on all ranks."""
         return {"staleness": str(list(self._given))}
 
     def check(
@@ -240,7 +240,7 @@ class StepCorrection:
                 self._kept[i] = kept
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What has to be saved, by the parameters' names."""
+        """Tensors to save, by the parameters' names."""
         if isinstance(self._rule, ErrorFeedback):
             return {}
         names = list(self._stage.trainable)

@@ -45,7 +45,7 @@ class Arrangement:
 
     @classmethod
     def given(cls, options: Options) -> Arrangement:
-        """What was given; ``num_stages="auto"`` is none."""
+        """Takes what was given; ``num_stages="auto"`` counts as not given."""
         num_stages: Any = options.num_stages
         return cls(
             num_stages=None if is_auto(options) else num_stages,
@@ -127,7 +127,7 @@ class Arrangement:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What of a complete arrangement has to be the same on every rank.
+        """Settings of a complete arrangement that must be equal on all ranks.
 
         Raises:
             ValueError, TypeError: a schedule of one's own is malformed or illegal.

@@ -33,7 +33,7 @@ _SIZES = 3  # numbers of rows that are tried where num_microbatches is not given
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What is planned for.
+    """The model, batch and processes that the plan is for.
 
     Attributes:
         root: the model as one module.
@@ -252,7 +252,7 @@ def _check_profile(
 
 
 def _best(found: Profile, wanted: _Wanted) -> Plan:
-    """Of the widths that use all devices the one with the most rows per second."""
+    """The plan with the most rows per second, over the widths that use all devices."""
     width, devices = wanted.width, wanted.num_devices
     in_processes = wanted.num_processes > 1
     if width is not None and width > 1 and not in_processes:

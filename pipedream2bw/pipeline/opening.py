@@ -37,7 +37,7 @@ _numbers = itertools.count()  # of the pipelines of this process; ranks make the
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What the caller of :class:`PipelineModule` gave."""
+    """The arguments of :class:`PipelineModule`."""
 
     model: nn.Module | Sequence[nn.Module]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Arranged:
-    """What the caller wants, with the arrangement that all ranks have agreed on."""
+    """The arguments, with the arrangement that all ranks have agreed on."""
 
     wanted: Wanted
     arrangement: Arrangement

@@ -50,7 +50,7 @@ class Options:
     timeout: float
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same on every rank, beside the arrangement."""
+        """Settings that must be equal on all ranks, beside the arrangement's."""
         metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
         return {
             "accumulate": self.accumulate,

@@ -104,9 +104,9 @@ class SessionModule(nn.Module):
     ) -> Any:
         """Loads the unsplit model's ``state_dict`` (each process takes its part). Drains.
 
-        Sets every weight version, so the delay starts anew. Raises as ``nn.Module`` does, but takes
-        one entry for enough if a parameter has several names. Of a mapping that reads when it is
-        asked, a process asks for its part only.
+        Sets every weight version, so the delay starts again. Raises as ``nn.Module`` does, but one
+        entry is enough for a parameter with several names. Of a mapping that reads on demand, a
+        process reads its part only.
         """
         if assign:
             raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
@@ -117,7 +117,7 @@ class SessionModule(nn.Module):
     ) -> Any:
         """Loads the unsplit model's ``state_dict`` from files, of which a process reads its part.
 
-        Every rank calls it. Drains, and sets every weight version, so the delay starts anew.
+        Every rank calls it. Drains, and sets every weight version, so the delay starts again.
 
         Args:
             path: a file of safetensors or of ``torch.save``; the index (``.index.json``) of files

@@ -26,7 +26,7 @@ from .grid import join_world
 
 
 class Operation(enum.IntEnum):
-    """What all ranks do together."""
+    """The operations that all ranks begin together."""
 
     train_step = 1
     flush = 2
@@ -43,7 +43,7 @@ class Operation(enum.IntEnum):
 
 
 class Announcement(NamedTuple):
-    """What a rank knows of an operation; -1: nothing."""
+    """A rank's knowledge of an operation; -1: none."""
 
     argument_rows: int = -1
     target_rows: int = -1
@@ -228,7 +228,7 @@ class ControlPlane:
         return found
 
     def _wait(self, look: Callable[[], _Found | None], operation: Operation, number: int) -> _Found:
-        """What ``look`` finds, which waits for a slice of time and is called again after None.
+        """Calls ``look``, which waits for a slice of time, until it finds something.
 
         So Ctrl-C and a failure of this process end the waiting.
         """
@@ -334,7 +334,7 @@ def _finish(work: dist.Work) -> bool | None:
 
 
 def _where_they_differ(values: list[Any]) -> list[Any]:
-    """Of lists only the first elements that differ: they may be long."""
+    """The values, or of lists, which may be long, the first elements that differ."""
     if all(isinstance(value, list) for value in values):
         for items in itertools.zip_longest(*values, fillvalue="none"):
             if any(item != items[0] for item in items):

@@ -142,7 +142,7 @@ class RankGrid:
 
     @property
     def num_shards(self) -> int:
-        """Of each tensor-parallel stage."""
+        """The number of shards of each tensor-parallel stage."""
         return len(self.places)
 
     def process_of(self, stage: int, replica: int | None = None, shard: int | None = None) -> int:
@@ -178,7 +178,7 @@ class RankGrid:
                     self._groups_of_stages[stages] = made
 
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """What :meth:`make_group` made: this process's, if it runs one and others the others."""
+        """The group that :meth:`make_group` made; None unless it joins this process to others."""
         return self._groups_of_stages.get(stages)
 
     def close(self) -> None:

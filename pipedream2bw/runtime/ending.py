@@ -17,7 +17,7 @@ class Ending:
     """Whether this process's part of a pipeline is open, and what has ended it."""
 
     def __init__(self, stages: LocalStages, place: Callable[[], str]) -> None:
-        """``place`` says who and where this is, in front of a cause that others are told."""
+        """``place`` says who and where this is, in front of a cause that other ranks get."""
         self.closed_because: str | None = None
         self._stages = stages
         self._control = stages.control

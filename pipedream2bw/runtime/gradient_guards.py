@@ -31,7 +31,7 @@ class ArrivalGuard:
 
 
 class EngineGradient(torch.Tensor):
-    """In place of such a Parameter's ``.grad``: whoever computes with it gets an error.
+    """Takes the place of such a Parameter's ``.grad``; whoever computes with it gets an error.
 
     Without it, functions that take ``None`` for "no gradient" would silently do nothing. It has the
     parameter's shape, dtype and device, and no memory.

@@ -20,7 +20,7 @@ from .runner import RunInputs
 
 @dataclasses.dataclass(kw_only=True)
 class Given:
-    """What this rank was given for a train_step or an evaluation: checked, not yet split."""
+    """A train_step's or an evaluation's data on this rank: checked, not yet split."""
 
     part: BatchPart | None  # what the train_step is of its batch; None: it is an evaluation
     # What the other ranks need to know of it.
@@ -42,7 +42,7 @@ class Microbatches(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the model is called with."""
+    """Arguments and target of a train_step or an evaluation."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -118,7 +118,7 @@ class Intake:
         return rows
 
     def microbatches(self, announced: Sequence[Announcement], *, training: bool) -> Microbatches:
-        """What all ranks' calls are split into on this replica.
+        """Decides how this replica's rows are split, given what all ranks were called with.
 
         Raises:
             ValueError: on every rank: what the ranks were given does not go together.

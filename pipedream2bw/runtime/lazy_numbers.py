@@ -1,4 +1,4 @@
-"""Numbers of a batch, its loss above all, read when they are wanted."""
+"""Numbers of a train_step, its loss above all, read when they are wanted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LazyNumber(abc.ABC):
         self.batch = session.num_train_steps - 1
 
     def _wait(self, read: Callable[[], _Read]) -> _Read:
-        """What ``read`` gives; if the pipeline fails first, the first cause of any rank."""
+        """Returns what ``read`` gives; if the pipeline fails first, raises the first cause."""
         try:
             return read()
         except RuntimeError:
@@ -37,7 +37,7 @@ class LazyNumber(abc.ABC):
             raise
 
     def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
-        """As :meth:`_wait`, for what exists after the batch's last backward on every stage."""
+        """Waits for a number that exists after the last backward on every stage."""
         session = self._session()
         if session is not None and not self.done():
             session.ending.check_open()
@@ -70,11 +70,11 @@ class LazyNumber(abc.ABC):
 
 
 class Loss(LazyNumber):
-    """What :meth:`PipelineModule.train_step` returns: the batch's loss, which may not exist yet.
+    """What :meth:`PipelineModule.train_step` returns: its loss, which may not exist yet.
 
-    ``float(loss)`` waits until the last stage has forwarded the batch; on any rank, at any time, in
-    any order. Reading it one batch late costs nothing. With ``width`` > 1 it is this replica's own.
-    The same holds for :attr:`metrics`, which travel with it.
+    ``float(loss)`` waits until the last stage has forwarded all microbatches; on any rank, at any
+    time, in any order. Reading it one train_step late costs nothing. With ``width`` > 1 it is
+    this replica's own. The same holds for :attr:`metrics`, which travel with it.
     """
 
     def __init__(self, session: Session, slot: _C.LossSlot) -> None:
@@ -98,7 +98,7 @@ class Loss(LazyNumber):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The batch's metrics by name, each the mean over its rows. Waits and raises as item()."""
+        """The metrics by name, each the mean over the rows. Waits and raises as item()."""
         return dict(zip(self._names, self._all()[1:], strict=True))
 
     def _all(self) -> list[float]:

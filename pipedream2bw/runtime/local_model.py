@@ -132,7 +132,7 @@ class LocalModel:
         return lines
 
     def _buffer_names(self) -> set[str]:
-        """Of two pipelines each has statistics of its own; the first one's are the model's."""
+        """Names of the first pipeline's buffers; a second one has statistics of its own."""
         stages = self._stages.of_first_pipeline()
         return {name for stage in stages for name in stage.weights.buffer_names}
 

@@ -230,7 +230,7 @@ class LocalStages:
             stage.weights.check_requires_grad()
 
     def of_first_pipeline(self) -> list[LocalStage]:
-        """Those that evaluate, and whose buffers are the model's."""
+        """The stages that evaluate, and whose buffers are the model's."""
         return [stage for stage in self._stages if self.grid.pipeline(stage.index) == 0]
 
     def restart_delay(self, *, replicas_too: bool = False) -> None:
@@ -331,7 +331,7 @@ def _end_engine(
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
         # Ends waiting for a loss that will never exist.
         steps.callback(control.fault.raise_, "the pipeline was closed")
-        # The engine lets go of the groups after Python has, and so frees them without Python's
+        # The engine drops the groups after Python has, and so frees them without Python's
         # lock, which their threads may need to end.
         for executor in executors:
             steps.callback(executor.drop_connections)

@@ -1,4 +1,4 @@
-"""What the engine calls for each microbatch of a stage: the stage's part of the model."""
+"""Runs a stage's part of the model, when the engine calls it for a microbatch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class BoundProgram:
         return cls(program, functions, sorted(program.receives), sends)
 
     def messages(self, outputs: Sequence[Any]) -> list[Structured]:
-        """What the stage sends, by consumer."""
+        """Packs the stage's outputs into one message for each consumer."""
         return [pack([outputs[i] for i in positions]) for positions in self.sends]
 
 
 @dataclasses.dataclass(kw_only=True)
 class RunInputs:
-    """What one run (a train_step, or an evaluation) needs on this stage beside the messages."""
+    """Inputs of one run (a train_step or an evaluation) on this stage, beside the messages."""
 
     bound: BoundProgram
     sizes: list[int]  # rows of each microbatch of this pipeline
@@ -72,7 +72,7 @@ class RunInputs:
 
 @dataclasses.dataclass
 class _Given:
-    """What a microbatch is given beside the messages.
+    """Inputs of one microbatch, beside the messages.
 
     It is taken out of the run's inputs: the graph keeps what the backward needs.
     """
@@ -96,7 +96,7 @@ class _Given:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> _Given:
-        """The same with other tensors."""
+        """Returns a copy that holds other tensors."""
         remaining = iter(tensors)
         values, target = pytree.tree_map_only(
             torch.Tensor, lambda _: next(remaining), (self.values, self.target)
@@ -141,7 +141,7 @@ class StageRunner:
         self._runs[run] = inputs
 
     def outputs_of(self, run: int) -> list[Any]:
-        """What an evaluation gave on the last stage, by microbatch; the run is done."""
+        """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
         return self._runs.pop(run).outputs
 
     def forward(
@@ -198,7 +198,7 @@ class StageRunner:
                 around.enter_context(self._frozen_stay())
             saved = None
             if layout not in self.bytes_kept:
-                # The first microbatch of a layout tells how much every one of them keeps. Views of
+                # The first microbatch of a layout shows how much every one of them keeps. Views of
                 # the user's batch cost nothing beyond the batch itself; what was received is
                 # counted apart if it is kept to be received again.
                 not_counted = self._state_pointers() | _storages(given.tensors())

@@ -131,7 +131,7 @@ class Session:
             return slot
 
     def evaluate(self, call: Call, *, is_train: bool) -> Any:
-        """The model's output where its last stage is, None elsewhere. Drains."""
+        """Gives the model's output where its last stage is, None elsewhere. Drains."""
         self.ending.check_open()
         with self.ending.failing_closes():
             given, microbatches = self._take(
@@ -296,7 +296,7 @@ def open_sessions() -> list[Session]:
 
 
 def _place(session: weakref.ref[Session]) -> str:
-    """Who and where this is, in front of a cause that other ranks are told."""
+    """The text in front of a cause that other ranks get: who and where this is."""
     alive = session()
     if alive is None or not alive.grid.in_processes:
         return ""

@@ -21,7 +21,7 @@ from .gradient_guards import ArrivalGuard, EngineGradient
 
 
 class CorrectsSteps(Protocol):
-    """What corrects the steps that an optimizer makes on one stage."""
+    """Corrects the steps that an optimizer makes on one stage."""
 
     @property
     def nbytes(self) -> int:
@@ -193,12 +193,12 @@ class StageWeights:
             copy_training_flags(self._model, clone)
 
     def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
-        """What the stage computes with in place of each of the root's Parameters."""
+        """Maps the root's Parameters to those that the stage computes with in a slot."""
         own = {**self.frozen, **dict(zip(self.trainable, self.slot_parameters[slot], strict=True))}
         return {parameter: own[name] for name, parameter in self.in_root.items()}
 
     def shown(self, name: str) -> torch.Tensor:
-        """What the handle of that name shows, or the frozen parameter. Drained."""
+        """The values that the handle of that name shows, or the frozen parameter's. Drained."""
         return {**self.frozen, **self.trainable}[name].data
 
     def show_newest(self) -> None:
@@ -215,7 +215,7 @@ class StageWeights:
                 handle.grad = EngineGradient(name, handle)
 
     def stepped_dtypes(self) -> list[torch.dtype]:
-        """What an optimizer steps the trainable parameters in."""
+        """The dtypes in which an optimizer steps the trainable parameters."""
         return [
             torch.float32 if self.engine.has_split_master(i) else handle.dtype
             for i, handle in enumerate(self.handles)
