@@ -70,6 +70,7 @@ def agree(rank: int, world: int) -> dict[str, Any]:
 
     seen["refused"] = attempt(lambda: control.agree(Operation.flush, 500, refuse))
     seen["after"] = control.agree(Operation.flush, 500, lambda: Announcement(rank))
+    seen |= make_together(rank, control)
     operation = Operation.flush if rank == 0 else Operation.close
     seen["different"] = attempt(lambda: control.agree(operation, 501, Announcement))
     control.close()
@@ -102,6 +103,22 @@ def agree(rank: int, world: int) -> dict[str, Any]:
         seen["gone"] = attempt(lambda: control.agree(Operation.flush, 8, Announcement))
     control.close()
     return seen
+
+
+def make_together(rank: int, control: ControlPlane) -> dict[str, Any]:
+    def refuse(where: int) -> None:
+        if rank == where:
+            raise ValueError("on purpose")
+
+    sizes = {"size": 5 + (rank == 1)}
+    return {
+        "own": control.together(lambda: rank, same={"size": 5}),
+        "of the first": control.from_first(lambda: f"rank {rank}"),
+        "one refuses": attempt(lambda: control.together(lambda: refuse(2))),
+        "the first refuses": attempt(lambda: control.from_first(lambda: refuse(0))),
+        "known settings": attempt(lambda: control.together(lambda: refuse(2), same=sizes)),
+        "found settings": attempt(lambda: control.together(lambda: sizes, same=lambda made: made)),
+    }
 
 
 def lose_one(rank: int, world: int) -> tuple[str, str, float]:
@@ -167,6 +184,22 @@ def test_a_mistake_of_one_rank_is_raised_by_all_and_they_go_on(results: Results)
         assert kind == "TypeError"
         assert text == ("" if result.rank == 1 else "rank 1: ") + "on purpose"
         assert [row[0] for row in result.value["after"]] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_what_ranks_make_together_all_of_them_have_or_none(results: Results) -> None:
+    for result in results[1]:
+        seen = result.value
+        assert (seen["own"], seen["of the first"]) == (result.rank, "rank 0")
+        for name, where in (("one refuses", 2), ("the first refuses", 0)):
+            place = "" if result.rank == where else f"rank {where}: "
+            assert seen[name][:2] == ("ValueError", f"{place}on purpose")
+        for name in ("known settings", "found settings"):
+            kind, text, _ = seen[name]
+            assert kind == "ValueError"
+            assert text == (
+                "size must be the same on every rank, got rank 0: 5, rank 1: 6, rank 2: 5"
+            )
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw import _C
+from pipedream2bw.ranks import agreement
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_close, sgd
@@ -106,6 +108,14 @@ def refusals(rank: int, folder: str) -> dict[str, tuple[str, str]]:
 
 def finds_one_plan(folder: str) -> None:
     """All four ranks are used, in whatever replicas are fastest, or in those asked for."""
+    made: list[int] = []
+    make_board = agreement.make_board
+
+    def counted(group: Any, row_size: int, timeout: float) -> _C.SharedBoard | None:
+        made.append(row_size)
+        return make_board(group, row_size, timeout)
+
+    agreement.make_board = counted
     batch = TASK.batches([8])[0]
     options = {"num_stages": "auto", "example_target": batch.target}
     options["profile"] = Path(folder, "profile.json")
@@ -117,6 +127,7 @@ def finds_one_plan(folder: str) -> None:
             loss = pipe.train_step(*batch.args, target=batch.target)
             opt.step()
             assert float(loss) > 0
+    assert len(made) == 3  # planning and training agree over one board
     links = pd2.Profile.load(Path(folder, "profile.json")).links
     assert links is not None  # which the dry profile has not
     assert len(links.latency) == 4
