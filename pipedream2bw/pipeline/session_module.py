@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +31,140 @@ class SessionModule(nn.Module):
         self.session = session
         self.training = session.root.training
 
+    # ------------------------------------------------------------------ modules
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """The pipeline, the model and the model's modules."""
+        yield self
+        for _, module in self.session.root.named_modules(remove_duplicate=remove_duplicate):
+            yield module
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The pipeline and the model's modules, under the model's own names."""
+        seen = set() if memo is None else memo
+        if self in seen:
+            return
+        seen.add(self)
+        yield prefix, self
+        root = self.session.root
+        for name, module in root.named_modules(seen, prefix, remove_duplicate):
+            if module is not root:  # whose name is the pipeline's
+                yield name, module
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's children, under its own names."""
+        return self.session.root.named_children()
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's module of that name; the pipeline itself for an empty one."""
+        return self.session.root.get_submodule(target) if target else self
+
     def train(self: _Self, mode: bool = True) -> _Self:
         """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
         if mode != self.training:
             self.session.set_mode(mode)
             self.training = mode
         return self
+
+    # ------------------------------------------------------------------ what a pipeline refuses
+
+    def to(self: _Self, *args: Any, **kwargs: Any) -> _Self:
+        """Does nothing if all of the model has this device and dtype already, as after ``.to()``.
+
+        Raises:
+            TypeError: it has another one, which a pipeline cannot change; names what can.
+        """
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            wanted = probe.to(*args, **kwargs) if probe.is_floating_point() else probe
+            if wanted.device != probe.device:
+                raise TypeError(
+                    f"to(): {wanted.device}, {name} is on {probe.device}: the pipeline owns the "
+                    "memory of the weights; move the model before the pipeline is made, or give "
+                    "devices= in one process"
+                )
+            if wanted.dtype != probe.dtype:
+                raise TypeError(
+                    f"to(): {wanted.dtype}, {name} is {probe.dtype}: the pipeline owns the memory "
+                    "of the weights; give precision='bf16' or 'fp16' for 16-bit weights, "
+                    "autocast= for autocast, or convert the model before the pipeline is made"
+                )
+        return self
+
+    def cuda(self: _Self, device: int | torch.device | None = None) -> _Self:
+        """As :meth:`to` for a CUDA device."""
+        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
+
+    def cpu(self: _Self) -> _Self:
+        """As :meth:`to` for the CPU."""
+        return self.to("cpu")
+
+    def half(self: _Self) -> _Self:
+        """As :meth:`to` for ``torch.float16``."""
+        return self.to(torch.float16)
+
+    def bfloat16(self: _Self) -> _Self:
+        """As :meth:`to` for ``torch.bfloat16``."""
+        return self.to(torch.bfloat16)
+
+    def float(self: _Self) -> _Self:
+        """As :meth:`to` for ``torch.float32``."""
+        return self.to(torch.float32)
+
+    def double(self: _Self) -> _Self:
+        """As :meth:`to` for ``torch.float64``."""
+        return self.to(torch.float64)
+
+    def type(self: _Self, dst_type: torch.dtype | str) -> _Self:
+        """As :meth:`to` for a dtype."""
+        return self.to(dst_type)
+
+    def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
+        # What nn.Module moves tensors by: to_empty(), share_memory() and the like.
+        raise TypeError(
+            "the pipeline owns the memory of the weights: change the model before the pipeline is "
+            "made, or load values by load_state_dict()"
+        )
+
+    def apply(self: _Self, fn: Callable[[nn.Module], None]) -> _Self:
+        """Refuses: stages compute with copies of the model's modules.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"apply({getattr(fn, '__name__', fn)}): stages compute with copies of the model's "
+            "modules, which it would not reach; call model.apply() before the pipeline is made, "
+            "or load_state_dict() with new values"
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: stages are compiled one by one.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("compile(): give PipelineModule compile=True, or a dict of the options")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "copy.deepcopy(pipe): threads and connections cannot be copied; copy the model before "
+            "the pipeline is made, or load pipe.full_state_dict() into another one. An average of "
+            "the weights (AveragedModel) is made of such a copy: see the README, Weights"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "pickle of a pipeline: threads and connections cannot be saved; save "
+            "pipe.state_dict() or pipe.full_state_dict()"
+        )
+
+    # ------------------------------------------------------------------ parameters and state
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from .. import _C
 from .session import Session
@@ -100,6 +100,23 @@ class Loss(LazyNumber):
     def metrics(self) -> dict[str, float]:
         """The metrics by name, each the mean over the rows. Waits and raises as item()."""
         return dict(zip(self._names, self._all()[1:], strict=True))
+
+    def backward(self, *args: object, **kwargs: object) -> None:
+        """Refuses: the backward belongs to ``train_step``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "loss.backward(): train_step() has submitted the backward already; call opt.step()"
+        )
+
+    def __iter__(self) -> NoReturn:
+        # torch.amp.GradScaler.scale() takes what is no tensor for a sequence of them.
+        raise TypeError(
+            "a Loss is one number, no sequence; to scale it before its backward give "
+            "PipelineOptimizer(loss_scale=pipedream2bw.LossScale()) in place of a GradScaler"
+        )
 
     def _all(self) -> list[float]:
         if self._numbers is None:
