@@ -13,12 +13,12 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def load_text(path: Path | None) -> torch.Tensor:
-    """All bytes of ``path`` (a file, or a folder's text files), or of the standard library: uint8.
+    """Loads the bytes of ``path`` (a file, or a folder's text files), or of the standard library.
 
-    The same on every rank of one machine: files come in sorted order.
+    Files are sorted, so every rank of one machine gets the same uint8 tensor.
 
     Raises:
-        ValueError: there is hardly any text.
+        ValueError: there are fewer than 10,000 bytes of text.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -34,7 +34,7 @@ def load_text(path: Path | None) -> torch.Tensor:
     text = bytearray()
     for file in files:
         content = file.read_bytes()
-        if b"\0" not in content:  # text, as git tells it
+        if b"\0" not in content:  # git's test for text
             text += content + b"\n"
         if len(text) > MOST_BYTES:
             break
@@ -46,7 +46,7 @@ def load_text(path: Path | None) -> torch.Tensor:
 def random_batches(
     text: torch.Tensor, rows: int, context: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (tokens, next tokens), int64 [rows, context] each; the same for the same seed."""
+    """Yields (tokens, next tokens) without end, int64 [rows, context] each; the seed fixes them."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.arange(context + 1)
     while True:

@@ -19,7 +19,7 @@ NUM_RECORDED = 3  # batches in the timeline
 
 @dataclass
 class Comparison:
-    """``speeds`` in batches per second, by schedule and round; ``events`` on rank 0 only."""
+    """Measured ``speeds``: batches per second by schedule and round. ``events``: on rank 0 only."""
 
     speeds: dict[str, list[float]]
     events: dict[str, list[pd2.Event]]
@@ -27,7 +27,7 @@ class Comparison:
     num_microbatches: int
 
     def table(self, tokens_per_batch: int) -> str:
-        """The median over the rounds; ratios are taken within a round, then their median."""
+        """Formats medians over the rounds as a table; ratios compare speeds of the same round."""
         d, m = self.num_stages, self.num_microbatches
         rounds = len(next(iter(self.speeds.values())))
         bound = (m + d - 1) / m
@@ -58,8 +58,8 @@ def compare(
 ) -> Comparison:
     """Runs the schedules in turn, ``num_rounds`` times each, in about ``seconds`` altogether.
 
-    In turn, so that whatever else the machine does meets all of them. Every rank calls it.
-    ``build(schedule)`` gives a pipeline of a fresh copy of the model.
+    Taking turns exposes all schedules to the same load of the machine. Every rank calls it.
+    ``build(schedule)`` returns a pipeline over a fresh copy of the model, and its optimizer.
     """
     built = {name: build(name) for name in schedules}
     slowest = max(_seconds_per_batch(*built[name], batches, 3) for name in schedules)
@@ -68,7 +68,7 @@ def compare(
     speeds: dict[str, list[float]] = {name: [] for name in schedules}
     start = time.perf_counter()
     for done in range(num_rounds):
-        # A machine that has become slower meanwhile gets fewer rounds.
+        # If the machine has become slower, do fewer rounds.
         if done >= 2 and agreed(time.perf_counter() - start) > seconds:
             break
         for name in schedules:
@@ -82,7 +82,7 @@ def compare(
 
 
 def agreed(value: float) -> float:
-    """Rank 0's value on every rank."""
+    """Returns rank 0's value on every rank."""
     box = torch.tensor([value], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(box, src=0)
@@ -92,10 +92,10 @@ def agreed(value: float) -> float:
 def _seconds_per_batch(
     pipe: pd2.PipelineModule, optimizer: pd2.PipelineOptimizer, batches: Batches, num_steps: int
 ) -> float:
-    """In the steady state: between two losses, each read one batch late as in training.
+    """Measures the steady state: the time between two losses, each read one batch late.
 
-    Two batches run before the first and one after the second, so that no schedule gains or loses
-    by an empty pipeline at the ends.
+    Two batches run before the first loss and one after the second, so that no schedule gains or
+    loses by an empty pipeline at the ends.
     """
     times: list[float] = []
     late: pd2.Loss | None = None
@@ -120,7 +120,7 @@ def _record(
 def record_timeline(
     pipe: pd2.PipelineModule, optimizer: pd2.PipelineOptimizer, batches: Batches
 ) -> list[pd2.Event]:
-    """Trains a few batches more; what all stages did meanwhile, on rank 0."""
+    """Trains a few more batches and returns what all stages did meanwhile (on rank 0)."""
     with pipe.timeline() as timeline:
         for _ in range(NUM_RECORDED):
             train_one_batch(pipe, optimizer, batches)

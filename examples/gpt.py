@@ -1,4 +1,4 @@
-"""A small GPT over bytes: the model that train_gpt.py trains."""
+"""A small GPT over bytes, which train_gpt.py trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_BYTES = 256
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each behind a LayerNorm: [rows, context, width]."""
+    """Causal self-attention and an MLP, each after a LayerNorm: [rows, context, width]."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of each next byte out: [rows, context] int64 -> [rows, context, 256].
+    """Predicts each next byte: [rows, context] int64 -> logits [rows, context, 256].
 
-    An ordinary module: nothing in it knows of pipelines. torch.fx can trace it, since no Python
-    branch depends on a tensor. The head has weights of its own, not those of the embedding.
+    This is an ordinary module that knows nothing of pipelines. torch.fx can trace it, because no
+    Python branch depends on a tensor. Head and embedding do not share weights.
     """
 
     def __init__(self, *, num_layers: int, width: int, num_heads: int, context: int) -> None:
@@ -53,8 +53,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         for name, parameter in self.named_parameters():
-            # The embedding keeps its unit variance: with a small one the first few hundred batches
-            # teach little more than how frequent each byte is.
+            # The embedding keeps its unit variance: with a smaller one the model learns little more
+            # than the frequency of each byte in the first few hundred batches.
             if parameter.dim() == 2 and name != "embedding.weight":
                 deep = name.endswith(("projection.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if deep else 0.02)
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def for_planning() -> dict[str, Any]:
-    """What ``pipedream2bw plan --model gpt:for_planning`` needs; train_gpt.py's default sizes."""
+    """Returns what ``pipedream2bw plan --model gpt:for_planning`` needs, in the default sizes."""
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     return {
         "model": GPT(num_layers=4, width=128, num_heads=4, context=64),
@@ -78,5 +78,5 @@ def for_planning() -> dict[str, Any]:
 
 
 def next_byte_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte; an untrained model has ln 256 = 5.55."""
+    """Returns the mean cross-entropy in nats per byte; an untrained model has ln 256 = 5.55."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())

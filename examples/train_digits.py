@@ -3,8 +3,9 @@
     python examples/train_digits.py                                       one thread per stage
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py     one process per stage
 
-Prints the share of the held-out digits that it recognises. Batch normalisation keeps the statistics
-of the microbatches, in their order. Set OMP_NUM_THREADS=1 where the stages share one machine.
+Prints the share of held-out digits that the model recognises. Batch normalisation collects the
+statistics of the microbatches, in their order. Set OMP_NUM_THREADS=1 if the stages share one
+machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_HELD_OUT = 360
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Digits, recognised by a pipeline.")
+    parser = argparse.ArgumentParser(description="Trains a pipeline to recognise digits.")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument("--stages", type=int, default=max(2, world))
     parser.add_argument("--microbatches", type=int, default=4, help="per batch")
@@ -32,8 +33,8 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)  # the same weights on every rank
-    # A generator of its own keeps the order of the batches equal on all ranks: dropout draws from
-    # the default one, on the rank of its stage only.
+    # A separate generator keeps the order of the batches equal on all ranks: dropout draws from the
+    # default one, and only on the rank of its stage.
     shuffling = torch.Generator().manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # [1797, 1, 8, 8]
@@ -63,7 +64,7 @@ def main() -> None:
                 print(f"epoch {epoch + 1}: mean loss {mean:.4f}", flush=True)
         pipe.eval()
         logits = pipe(images[held_out])
-        if logits is not None:  # the process of the last stage has the output
+        if logits is not None:  # only the process of the last stage has the output
             correct = (logits.argmax(dim=1) == labels[held_out]).sum().item()
             print(
                 f"held-out digits recognised: {correct} of {NUM_HELD_OUT} "
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def convolutions() -> nn.Sequential:
-    """[rows, 1, 8, 8] -> [rows, 10]."""
+    """Builds a network that maps [rows, 1, 8, 8] to [rows, 10]."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1, bias=False),
         nn.BatchNorm2d(32),

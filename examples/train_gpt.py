@@ -1,16 +1,16 @@
-"""Trains a small byte-level GPT as a pipeline, then lets it write and compares the schedules.
+"""Trains a small byte-level GPT as a pipeline, generates text and compares the schedules.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo    one process per stage
     python examples/train_gpt.py --stages 4                                  one thread per stage
 
-Or as a plan says (run in this folder; the plan is for the default sizes of the model):
+Or by a plan (run this in the folder of this file; the plan is for the model's default sizes):
 
     pipedream2bw plan --model gpt:for_planning --devices 2 --memory 4GiB --batch 16 -o plan.json
     torchrun --standalone --nproc-per-node 2 train_gpt.py --plan plan.json
 
 The text is the source code of Python's standard library unless ``--data`` names a file or a folder.
 Writes loss.png, timeline.png, sample.txt and throughput.md into ``--out``. Set OMP_NUM_THREADS=1
-where the stages share the cores of one machine.
+if the stages share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import pipedream2bw as pd2
 
 PROMPT = b'def read_lines(path):\n    """'
 LAST_LEARNING_RATE = 0.05  # of the highest
-STEPS_PER_LOOK = 10  # batches between two looks at the clock
+STEPS_PER_LOOK = 10  # batches between two readings of the clock
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 
     pipe, optimizer = build(options.schedule)
     is_root = pipe.rank == 0
-    # Each replica gets batches of its own.
+    # Each replica gets its own batches.
     batches = random_batches(text, options.rows, options.context, options.seed + pipe.replica)
     tokens_per_batch = options.rows * options.context * options.replicas
     if is_root:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
-    """How the model is laid out: as a plan says, or as the options do."""
+    """Returns the pipeline's sizes and schedule: from the plan, or from the options."""
     if options.plan is not None:
         return {"plan": options.plan}
     return {
@@ -106,29 +106,29 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    add("--demo", action="store_true", help="75 s of training, 35 s of comparing the schedules")
+    add("--demo", action="store_true", help="train for 75 s, compare the schedules for 35 s")
     add("--data", type=Path, help="a text file or a folder of them; default: Python's library")
-    add("--out", type=Path, default=Path("out"), help="folder for what is written")
-    add("--plan", type=Path, help="JSON of `pipedream2bw plan`, in place of the next four")
+    add("--out", type=Path, default=Path("out"), help="folder for the results")
+    add("--plan", type=Path, help="JSON of `pipedream2bw plan`, instead of the next four options")
     add("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
     add("--stages", type=int, default=0, help="0: processes / replicas, or 2 in one process")
-    add("--replicas", type=int, default=1, help="copies of the pipeline, under torchrun only")
+    add("--replicas", type=int, default=1, help="replicas of the pipeline, under torchrun only")
     add("--microbatches", type=int, default=0, help="per batch; 0: as many as stages, at least 2")
-    add("--steps", type=int, default=0, help="batches to train, 0: no limit but --seconds")
-    add("--seconds", type=float, default=0.0, help="time to train, 0: no limit but --steps")
-    add("--compare-seconds", type=float, default=0.0, help="time to compare schedules, 0: don't")
+    add("--steps", type=int, default=0, help="batches to train; 0: only --seconds limits training")
+    add("--seconds", type=float, default=0.0, help="time to train; 0: only --steps limits training")
+    add("--compare-seconds", type=float, default=0.0, help="time to compare schedules; 0: none")
     add("--rows", type=int, default=16, help="rows per batch and replica")
     add("--context", type=int, default=64, help="bytes per row")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--lr", type=float, default=1e-3, help="highest learning rate")
-    add("--sample-bytes", type=int, default=400, help="bytes to write at the end")
+    add("--sample-bytes", type=int, default=400, help="bytes of text to generate at the end")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.plan is not None:
         if options.demo or options.compare_seconds:
-            parser.error("--plan: a plan has one schedule, there is nothing to compare")
+            parser.error("--plan: a plan has one schedule, so there is nothing to compare")
         plan = pd2.Plan.load(options.plan)
         options.schedule, options.replicas = plan.schedule, plan.width
         options.stages, options.microbatches = plan.num_stages, plan.num_microbatches
@@ -150,7 +150,7 @@ def train(
     options: argparse.Namespace,
     tokens_per_batch: int,
 ) -> list[float]:
-    """Trains until ``options.steps`` or ``options.seconds`` are used up; all batches' losses."""
+    """Trains for ``options.steps`` or ``options.seconds`` and returns all batches' losses."""
     done = 0.0  # share of the training, the same on every rank
     warm_up = min(50, max(1, options.steps // 10)) if options.steps else 50
 
@@ -197,10 +197,10 @@ def train(
 
 
 def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
-    """Lets the model go on after PROMPT; the same text on every rank.
+    """Continues PROMPT with the model and returns the same text on every rank.
 
-    Each byte is one forward through the pipeline on the newest weights. What stands right of the
-    last byte cannot be seen by it, so short texts are filled up with zeros.
+    Each byte takes one forward through the pipeline on the newest weights. Attention is causal: the
+    last byte does not see what follows it, so short texts are padded with zeros.
     """
     pipe.eval()
     text = list(PROMPT[-context:])
@@ -212,7 +212,7 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
         window = text[-context:]
         tokens = torch.zeros(1, context, dtype=torch.int64)
         tokens[0, : len(window)] = torch.tensor(window)
-        logits = pipe(tokens)  # None where the last stage is not
+        logits = pipe(tokens)  # None in processes without the last stage
         following = torch.zeros(1, dtype=torch.int64)
         if logits is not None:
             odds = torch.softmax(logits[0, len(window) - 1].float() / 0.7, dim=0)
@@ -225,7 +225,7 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
 
 
 def draw_losses(losses: list[float], path: Path) -> None:
-    """Every batch's loss, and the mean of the 20 around it."""
+    """Draws every batch's loss and the mean of the 20 around it."""
     window = max(1, min(20, len(losses) // 4))
     means = [sum(losses[i : i + window]) / window for i in range(max(0, len(losses) - window) + 1)]
     figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
@@ -243,7 +243,7 @@ def draw_losses(losses: list[float], path: Path) -> None:
 def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:
     shown = sample.decode("utf-8", errors="replace")
     tail = losses[-20:]
-    print(f"\nthe trained model goes on after {PROMPT.decode()!r}:\n{'-' * 72}")
+    print(f"\nthe trained model continues {PROMPT.decode()!r}:\n{'-' * 72}")
     print(
         "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     )
