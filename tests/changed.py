@@ -2,9 +2,9 @@
 
     python tests/changed.py [COMMIT]     since COMMIT; without one, what is not committed
 
-A room's tests are in the folder of its name, so the files that changed say which tests to run. Where
-nothing did, and with every change, it is the core: that pipelines of each schedule train as the
-unsplit model does, in threads and in processes.
+A room's tests are in the folder of its name, so the files that changed say which tests to run. With
+every change, and without one, the core is run: pipelines of each schedule train as the unsplit
+model does, in threads and in processes.
 """
 
 from __future__ import annotations
