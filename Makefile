@@ -3,6 +3,7 @@
 #   make             virtual environment, torch if there is none, extension
 #   make demo        trains a small GPT with two stages under torchrun
 #   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
+#   make check       in three minutes: lint, and the tests of what changed (SINCE=commit) and the core
 #   make test-tsan   C++ tests that start threads, under the thread sanitizer
 #   make lint        clang-format, ruff, mypy, and what the rooms of the source may use
 #   make nvcc        compiles every .cu, if there is an nvcc
@@ -36,7 +37,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke study clean \
+.PHONY: build check demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke study clean \
     distclean
 .DELETE_ON_ERROR:
 
@@ -101,6 +102,10 @@ test-tsan: $(STAMPS)/test
 test-python: $(STAMPS)/test $(STAMPS)/extension
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
+
+check: $(STAMPS)/test $(STAMPS)/extension lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) \
+	    $$($(BIN)/python tests/changed.py $(SINCE))
 
 lint: $(STAMPS)/dev
 	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)
