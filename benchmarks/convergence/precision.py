@@ -13,17 +13,14 @@ from __future__ import annotations
 import time
 
 import torch
-from study import WINDOW, Method, Result, as_json, compact, parse_options, row, run
+from study import WINDOW, Method, Result, as_json, parse_options, row, run
 from tasks import byte_gpt
 
 import pipedream2bw as pd2
 
-from measuring.report import describe, machine  # isort: skip  # study.py says where
+from measuring.report import compact, describe, machine  # isort: skip  # study.py says where
 
-OPTIMIZER, LEARNING_RATE = (
-    "AdamW",
-    3e-3,
-)  # the best of the other study
+OPTIMIZER, LEARNING_RATE = "AdamW", 3e-3  # the best of the other study
 
 METHODS = [
     Method("float32"),

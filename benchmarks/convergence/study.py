@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 import sys
@@ -28,7 +27,7 @@ import pipedream2bw as pd2
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from measuring.report import describe, machine
+from measuring.report import compact, describe, machine
 
 OPTIMIZERS = ("SGD", "AdamW", "Muon")
 WINDOW = 20  # batches whose losses are averaged
@@ -244,18 +243,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "held_out_loss": number(result.held_out_loss),
         "held_out_accuracy": number(result.held_out_accuracy),
     }
-
-
-def compact(report: dict[str, Any]) -> str:
-    """One run a line."""
-    lines = []
-    for key, value in report.items():
-        if isinstance(value, list):
-            rows = ",\n  ".join(json.dumps(entry) for entry in value)
-            lines.append(f' "{key}": [\n  {rows}\n ]')
-        else:
-            lines.append(f' "{key}": {json.dumps(value)}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass
 class Figure:
-    """A measured quantity: one value for each round, and what its median should be.
+    """A measured quantity: one value for each round, and limits of their median.
 
-    Without ``at_least`` and ``at_most`` it is for information.
+    A figure without ``at_least`` and ``at_most`` is for information.
     """
 
     setting: str
@@ -52,6 +52,20 @@ class Figure:
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.at_most is None else f"<= {self.at_most:g}"
+
+    def summary(self) -> dict[str, Any]:
+        """What a report keeps: median, spread and number of values, limits and verdict."""
+        limits = {"at_least": self.at_least, "at_most": self.at_most, "ideal": self.ideal}
+        return {
+            "setting": self.setting,
+            "measure": self.measure,
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "count": len(self.values),
+            **{name: value for name, value in limits.items() if value is not None},
+            **({"verdict": self.verdict} if self.verdict else {}),
+        }
 
 
 def print_table(figures: list[Figure], *, judged: bool) -> None:
@@ -133,11 +147,37 @@ def write_json(
     report = {
         "command": " ".join(["python", str(Path(script).resolve().relative_to(ROOT)), *options]),
         "machine": where,
-        "figures": [
-            dataclasses.asdict(figure) | {"median": figure.median, "verdict": figure.verdict}
-            for figure in figures
-        ],
+        "figures": [figure.summary() for figure in figures],
         **details,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(compact(_rounded(report)))
+
+
+def compact(report: dict[str, Any]) -> str:
+    """The report as JSON, with each item of its lists and dictionaries on a line of its own."""
+    return (
+        "{\n" + ",\n".join(f' "{key}": {_lines(value)}' for key, value in report.items()) + "\n}\n"
+    )
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list):
+        rows, brackets = [json.dumps(item) for item in value], "[]"
+    elif isinstance(value, dict) and any(isinstance(item, (dict, list)) for item in value.values()):
+        rows = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+        brackets = "{}"
+    else:
+        return json.dumps(value)
+    return brackets[0] + "\n  " + ",\n  ".join(rows) + "\n " + brackets[1]
+
+
+def _rounded(value: Any) -> Any:
+    """The value with six significant digits in all floats: no measurement has more."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value
