@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 import math
+import sys
 
 
 def check_number(
-    name: str, value: object, *, above: float = 0.0, below: float | None = None
+    name: str,
+    value: object,
+    *,
+    above: float = 0.0,
+    at_least: float | None = None,
+    below: float | None = None,
 ) -> None:
-    """Raises TypeError unless the value is a number, ValueError unless it is between the two."""
+    """Checks that a value is a number within bounds.
+
+    Args:
+        above: the bound that the value must exceed, unless ``at_least`` is given.
+        at_least: the least value that is allowed.
+        below: the bound that the value must stay below; with ``math.inf`` it must be finite.
+
+    Raises:
+        TypeError: the value is not a number.
+        ValueError: the value is out of bounds, or not a number in the sense of IEEE 754.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: {value!r} given, it must be a number")
-    if not above < value or not (below is None or value < below):  # nor is NaN
-        bounds = {None: "", math.inf: " and finite"}.get(below, f" and < {below}")
-        raise ValueError(f"{name}: {value}, it must be > {above:g}{bounds}")
+    is_low = not above < value if at_least is None else not at_least <= value
+    # An int may be finite and yet too large for a float.
+    is_high = below is not None and not (
+        value <= sys.float_info.max if below == math.inf else value < below
+    )
+    if is_low or is_high:
+        rule = f"> {above:g}" if at_least is None else f">= {at_least:g}"
+        rule += {None: "", math.inf: " and finite"}.get(below, f" and < {below}")
+        raise ValueError(f"{name}: {value}, it must be {rule}")
 
 
-def check_whole_number(name: str, value: object, at_least: int = 1) -> None:
-    """Raises TypeError unless the value is an int, ValueError unless it is large enough."""
+def check_whole_number(
+    name: str, value: object, at_least: int = 1, at_most: int | None = None
+) -> None:
+    """Checks that a value is an int within bounds, both of which are allowed.
+
+    Raises:
+        TypeError: the value is not an int.
+        ValueError: the value is out of bounds.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r} given, it must be an int")
     if value < at_least:
         raise ValueError(f"{name}: {value}, it must be at least {at_least}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}: {value}, it must be at most {at_most}")

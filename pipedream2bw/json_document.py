@@ -1,20 +1,27 @@
-"""Reading JSON whose every field is checked: errors name the field and what it holds."""
+"""Dataclasses as JSON documents. A bad document is refused with the field, its value and the rule.
+
+A document is an object with its format's name, the format's version and the fields of a dataclass.
+Every field is read by its type hint: numbers, strings, tuples, dictionaries, None, dataclasses and
+:data:`Unbounded`. A ValueError of a dataclass's ``__post_init__`` gets the path of the field.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
-_Item = TypeVar("_Item")
+Unbounded = Annotated[float, "null in JSON if infinite"]
+"""A number that may be infinite. JSON has no infinity, so a document has null for it."""
 
-
+_Read = TypeVar("_Read")
 _Loadable = TypeVar("_Loadable", bound="_CanLoad")
 
 
@@ -24,23 +31,20 @@ class _CanLoad(Protocol):
 
 
 class Field:
-    """A value in a JSON document, and where it is.
-
-    Every method raises ValueError if the value is not of that kind.
-    """
+    """A value in a JSON document, and the path to it. Methods raise ValueError for another kind."""
 
     def __init__(self, value: Any, where: str = "") -> None:
         self.value = value
         self.where = where
 
     def fail(self, rule: str) -> NoReturn:
-        """Raises ValueError: the field, its value and the rule."""
+        """Raises ValueError with the field's path, its value and the rule."""
         shown = " ".join(repr(self.value).split())
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         raise ValueError(f"{self.where or 'the document'}: {shown}, it must be {rule}")
 
     def fields(self, *names: str) -> list[Field]:
-        """Those of an object that has these and no others."""
+        """The fields of an object that has exactly these names, in their order."""
         if not isinstance(self.value, dict):
             self.fail(f"an object with the fields {', '.join(names)}")
         for name in names:
@@ -54,20 +58,18 @@ class Field:
         return [Field(self.value[name], self._inner(name)) for name in names]
 
     def entries(self) -> dict[str, Field]:
-        """Those of an object with any names."""
+        """The fields of an object with any names."""
         if not isinstance(self.value, dict):
             self.fail("an object")
         return {name: Field(item, self._inner(name)) for name, item in self.value.items()}
 
-    def each(self, read: Callable[[Field], _Item], length: int | None = None) -> tuple[_Item, ...]:
-        """The items of a list."""
+    def items(self, length: int | None = None) -> list[Field]:
+        """The items of a list, which has so many if a length is given."""
         if not isinstance(self.value, list):
             self.fail("a list")
         if length is not None and len(self.value) != length:
             raise ValueError(f"{self.where}: {len(self.value)} items, it must have {length}")
-        return tuple(
-            read(Field(item, f"{self.where}[{index}]")) for index, item in enumerate(self.value)
-        )
+        return [Field(item, f"{self.where}[{index}]") for index, item in enumerate(self.value)]
 
     def text(self) -> str:
         if not isinstance(self.value, str):
@@ -95,40 +97,89 @@ class Field:
             self.fail("a finite number")
         return value
 
+    def read(self, made: type[_Read]) -> _Read:
+        """The dataclass whose fields an object has."""
+        hints = _hints(made)  # type: ignore[arg-type]  # for mypy a type variable is not hashable
+        values = {
+            name: item.read_as(hint)
+            for (name, hint), item in zip(hints.items(), self.fields(*hints), strict=True)
+        }
+        try:
+            return made(**values)
+        except ValueError as error:
+            raise ValueError(f"{self.where}.{error}" if self.where else str(error)) from None
+
+    def read_as(self, hint: Any) -> Any:
+        """The value as one of the type hint's."""
+        if hint == Unbounded:
+            return math.inf if self.value is None else self.number()
+        if dataclasses.is_dataclass(hint):
+            return self.read(typing.cast("type[Any]", hint))
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is types.UnionType:  # with None, or of a tuple and a type that is no list in JSON
+            if self.value is None and types.NoneType in arguments:
+                return None
+            is_list = isinstance(self.value, list)
+            others = [each for each in arguments if each is not types.NoneType]
+            matching = [each for each in others if is_list == (typing.get_origin(each) is tuple)]
+            return self.read_as((matching or others)[0])
+        if origin is tuple:
+            if arguments[-1] is ...:
+                return tuple(item.read_as(arguments[0]) for item in self.items())
+            items = self.items(len(arguments))
+            return tuple(item.read_as(each) for item, each in zip(items, arguments, strict=True))
+        if origin in (dict, Mapping):
+            return {name: item.read_as(arguments[1]) for name, item in self.entries().items()}
+        return _SCALARS[hint](self)
+
     def _inner(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
 
 
-def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+_SCALARS: dict[Any, Callable[[Field], Any]] = {
+    str: Field.text,
+    int: Field.whole,
+    float: Field.number,
+    bool: Field.flag,
+}
+
+
+@functools.cache
+def _hints(made: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(made, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(made)}
+
+
+def read_document(path: str | os.PathLike[str], kind: str, version: int) -> Field:
     """The fields of a JSON file of this format and version, without these two.
 
     Raises:
-        ValueError: it is no JSON, of another format or of another version.
-        OSError: it cannot be read.
+        ValueError: the file is not JSON, or of another format or version.
+        OSError: the file cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"format: missing, it must be {kind!r}")
     for name, wanted in (("format", kind), ("version", version)):
         given = document.pop(name, None)
         if type(given) is not type(wanted) or given != wanted:
             raise ValueError(f"{name}: {given!r}, it must be {wanted!r}")
-    return document
+    return Field(document)
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number there")
+    raise ValueError(f"JSON has no {name}")
 
 
 def given_or_loaded(name: str, given: object, kind: type[_Loadable]) -> _Loadable:
-    """What is given, or what the file holds whose path is given.
+    """The object that is given, or the one in the file whose path is given.
 
     Raises:
-        TypeError: it is neither of the kind nor a path.
+        TypeError: neither an object of the kind nor a path is given.
         ValueError, OSError: the file holds something else, or cannot be read.
     """
     if isinstance(given, kind):
@@ -140,62 +191,30 @@ def given_or_loaded(name: str, given: object, kind: type[_Loadable]) -> _Loadabl
     )
 
 
-Made = TypeVar("Made")
-
-
 def write_json(value: Any, path: str | os.PathLike[str], *, kind: str, version: int) -> None:
-    """Writes a dataclass's fields, below the format's name and version."""
-    fields = {"format": kind, "version": version, **dataclasses.asdict(value)}
+    """Writes the format's name and version, and a dataclass's fields."""
+    fields = {"format": kind, "version": version, **_without_infinity(dataclasses.asdict(value))}
     text = json.dumps(fields, indent=1, allow_nan=False)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
-def read_json(made: type[Made], path: str | os.PathLike[str], *, kind: str, version: int) -> Made:
+def _without_infinity(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_infinity(item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_without_infinity(item) for item in value]
+    return None if value == math.inf else value
+
+
+def read_json(made: type[_Read], path: str | os.PathLike[str], *, kind: str, version: int) -> _Read:
     """A dataclass from what :func:`write_json` wrote.
 
     Raises:
-        ValueError: it is no JSON, of another format or version; or a field is missing, is unknown,
-            is of another type or has a value that the dataclass refuses: names the field.
-        OSError: it cannot be read.
+        ValueError: the file is not JSON, or of another format or version; or a field is missing,
+            unknown, of another type, or has a value that the dataclass refuses: names the field.
+        OSError: the file cannot be read.
     """
     try:
-        return _made(made, Field(read_document(path, kind, version)))
+        return read_document(path, kind, version).read(made)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
-
-
-def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """Raises ValueError unless the value is finite and at least, or above, 0."""
-    if not (0 < value < math.inf if positive else 0 <= value < math.inf):
-        raise ValueError(f"{name}: {value}, it must be {'>' if positive else '>='} 0 and finite")
-
-
-def _made(made: type[Made], field: Field) -> Made:
-    hints = typing.get_type_hints(made)
-    names = [each.name for each in dataclasses.fields(made)]  # type: ignore[arg-type]
-    values = {
-        name: _value(hints[name], item)
-        for name, item in zip(names, field.fields(*names), strict=True)
-    }
-    try:
-        return made(**values)
-    except ValueError as error:
-        raise ValueError(f"{field.where}.{error}" if field.where else str(error)) from None
-
-
-def _value(hint: Any, field: Field) -> Any:
-    """The field's value as one of the type."""
-    if dataclasses.is_dataclass(hint):
-        return _made(typing.cast("type[Any]", hint), field)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:  # of a tuple and of one type that is no list in JSON
-        is_list = isinstance(field.value, list)
-        matching = [each for each in arguments if is_list == (typing.get_origin(each) is tuple)]
-        return _value(matching[0], field)
-    if origin is tuple:
-        length = None if arguments[-1] is ... else len(arguments)
-        return field.each(lambda item: _value(arguments[0], item), length=length)
-    if origin is dict:
-        return {name: _value(arguments[1], item) for name, item in field.entries().items()}
-    read = {str: Field.text, int: Field.whole, float: Field.number, bool: Field.flag}[hint]
-    return read(field)

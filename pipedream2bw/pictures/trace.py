@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks import check_whole_number
+from ..json_document import Field, read_document
 from ..schedules.events import KIND_NAMES, Event, Row, row_of, stages_of_rows
 
-_SCHEMA = "pipedream2bw.events"
+_FORMAT = "pipedream2bw.events"
 
 
-_VERSION = 1
+_VERSION = 2
 
 
 _FIELDS = [field.name for field in dataclasses.fields(Event)]
@@ -127,7 +128,7 @@ def _messages(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def write_events(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
-    """Writes actions as JSON that :func:`read_events` reads: an object with the schema's name and
+    """Writes actions as JSON that :func:`read_events` reads: an object with the format's name and
     version, the names of an event's fields, and one list of their values for each event.
 
     Args:
@@ -139,7 +140,7 @@ def write_events(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
     """
     rows = [json.dumps(dataclasses.astuple(event), allow_nan=False) for event in events]
-    header = {"schema": _SCHEMA, "version": _VERSION, "fields": _FIELDS}
+    header = {"format": _FORMAT, "version": _VERSION, "fields": _FIELDS}
     body = ",\n".join(rows)
     content = f'{json.dumps(header)[:-1]}, "events": [\n{body}\n]}}\n'
     Path(path).write_text(content, encoding="utf-8")
@@ -149,51 +150,27 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     """The actions that :func:`write_events` wrote, equal in every field and in the same order.
 
     Raises:
-        ValueError: the file is not JSON, of another schema or version, or a row is not an event.
+        ValueError: the file is not JSON, of another format or version, or a row is not an event.
         OSError: the file cannot be read.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        names, rows = read_document(path, _FORMAT, _VERSION).fields("fields", "events")
+        if names.value != _FIELDS:
+            names.fail(repr(_FIELDS))
+        return [_event(row) for row in rows.items()]
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: not JSON ({error}), expected events") from error
-    header = content if isinstance(content, dict) else {}
-    for key, expected in (("schema", _SCHEMA), ("version", _VERSION), ("fields", _FIELDS)):
-        if header.get(key) != expected:
-            raise ValueError(
-                f"{os.fspath(path)}: {key}: {_short(header.get(key))}, expected: {expected!r}; "
-                "write_events() writes such files"
-            )
-    rows = header.get("events")
-    if not isinstance(rows, list):
-        raise ValueError(f"{os.fspath(path)}: events: {_short(rows)}, expected: a list")
-    return [_event(row, f"{os.fspath(path)}: events[{i}]") for i, row in enumerate(rows)]
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
-def _event(row: Any, where: str) -> Event:
-    if not isinstance(row, list) or len(row) != len(_FIELDS):
-        raise ValueError(f"{where}: {_short(row)}, expected: the {len(_FIELDS)} values {_FIELDS}")
-    event = Event(*row)
+def _event(row: Field) -> Event:
+    values = (item.value for item in row.items(len(_FIELDS)))
+    event = Field(dict(zip(_FIELDS, values, strict=True)), row.where).read(Event)
     for name in ("stage", "replica", "batch", "microbatch", "version", "rank"):
-        value = getattr(event, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{where}: {name}: {_short(value)}, expected: a whole number >= 0")
-    if event.kind not in tuple(KIND_NAMES):
-        raise ValueError(
-            f"{where}: kind: {_short(event.kind)}, expected: one of {', '.join(KIND_NAMES)}"
-        )
-    for name in ("start", "end"):
-        value = getattr(event, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-        ):
-            raise ValueError(f"{where}: {name}: {_short(value)}, expected: seconds")
+        check_whole_number(f"{row.where}.{name}", getattr(event, name), at_least=0)
+    if event.kind not in KIND_NAMES:
+        raise ValueError(f"{row.where}.kind: {event.kind!r}, known: {', '.join(KIND_NAMES)}")
     if event.end < event.start:
-        raise ValueError(f"{where}: start: {event.start}, end: {event.end}: start <= end must hold")
+        raise ValueError(
+            f"{row.where}: start: {event.start}, end: {event.end}: start <= end must hold"
+        )
     return event
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..json_document import check_number, given_or_loaded, read_json, write_json
+from ..checks import check_number
+from ..json_document import given_or_loaded, read_json, write_json
 from ..profiling.profile import Profile
 from ..runtime.stage_memory import StageMemory
 from .plan import Plan, bytes_of_rank, stages_of_ranks
@@ -35,8 +37,8 @@ class Calibration:
     offset: float
 
     def __post_init__(self) -> None:
-        check_number("activations", self.activations, positive=True)
-        check_number("offset", self.offset)
+        check_number("activations", self.activations, below=math.inf)
+        check_number("offset", self.offset, at_least=0, below=math.inf)
 
     def peak_bytes(self, plan: Plan) -> list[float]:
         """What the devices of a plan take that was made without it, by rank of a replica."""
@@ -155,7 +157,7 @@ def _of_devices(
                 f"measured[{stage}]: {type(size).__name__} given, all must be reports of stages, "
                 "or all bytes of devices"
             )
-        check_number(f"measured[{stage}]", size, positive=True)
+        check_number(f"measured[{stage}]", size, below=math.inf)
         rank = next(rank for rank, stages in enumerate(ranks) if stage in stages)
         peaks[rank] = max(peaks.get(rank, 0.0), float(size))
     return list(peaks), list(peaks.values())

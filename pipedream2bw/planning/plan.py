@@ -9,7 +9,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from ..json_document import check_number, read_json, write_json
+from ..checks import check_number
+from ..json_document import read_json, write_json
 from .planned_shape import PlannedShape, check_sizes
 from .stage_plan import StagePlan, held_again, held_always, held_in_flight
 
@@ -49,7 +50,7 @@ class Alternative:
         _check_numbers(self)
         if self.recompute not in ("none", "stages", "blocks"):
             raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
-        check_number("peak_bytes", self.peak_bytes)
+        check_number("peak_bytes", self.peak_bytes, at_least=0, below=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +119,9 @@ class Plan:
         if not 0 <= self.bubble <= 1:
             raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
         for name in ("start_hour", "total_price", "peak_bytes"):
-            check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name), at_least=0, below=math.inf)
         for name, seconds in self.gains.items():
-            check_number(f"gains[{name}]", seconds)
+            check_number(f"gains[{name}]", seconds, at_least=0, below=math.inf)
         check_plan(self, shape)
 
     @property
@@ -165,9 +166,9 @@ class Plan:
 def _check_numbers(checked: Plan | Alternative) -> PlannedShape:
     """Also that the schedule has such sizes."""
     shape = PlannedShape.of(checked)
-    check_number("seconds_per_batch", checked.seconds_per_batch, positive=True)
-    check_number("rows_per_second", checked.rows_per_second, positive=True)
-    check_number("price_per_hour", checked.price_per_hour)
+    check_number("seconds_per_batch", checked.seconds_per_batch, below=math.inf)
+    check_number("rows_per_second", checked.rows_per_second, below=math.inf)
+    check_number("price_per_hour", checked.price_per_hour, at_least=0, below=math.inf)
     return shape
 
 

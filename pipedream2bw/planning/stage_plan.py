@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from ..checks import check_whole_number
-from ..json_document import check_number
+from ..checks import check_number, check_whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class StagePlan:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type == "float":
-                positive = field.name == "memory_limit"
-                check_number(field.name, getattr(self, field.name), positive=positive)
+                least = None if field.name == "memory_limit" else 0
+                check_number(field.name, getattr(self, field.name), at_least=least, below=math.inf)
         if not 0 <= self.layers[0] < self.layers[1]:
             raise ValueError(f"layers: {self.layers}, a stage needs 0 <= first < end")
         if not self.devices or min(self.devices) < 0 or len({*self.devices}) < len(self.devices):

@@ -1,4 +1,4 @@
-"""Profiles put together from what was measured or worked out."""
+"""Puts profiles together from what was measured or worked out."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..model.fingerprint import describe_parameters
 from .group_timing import GroupTimes, Measured
 from .layer_groups import Group, crossing_bytes
 from .links import typical_message
+from .loss_graph import LossGraph
 from .prepared import Prepared
 from .profile import Profile
-from .records import Kept, MicrobatchProfile, ProfiledDevice, ProfiledLinks
-from .with_loss import Run
+from .records import Edge, Kept, MicrobatchProfile, ProfiledDevice, ProfiledLinks
 
 
 def median_of(found: Sequence[Measured]) -> Measured:
-    """Of what the ranks measured; bytes are the same on all of them."""
+    """The median of what several ranks measured; bytes are the same on all of them."""
     times = {
         like: GroupTimes(
             *(
@@ -34,9 +34,9 @@ def median_of(found: Sequence[Measured]) -> Measured:
     return Measured(times, found[0].saved_bytes, found[0].kept)
 
 
-def shared_out(run: Run, groups: Sequence[Group], measured: Measured) -> MicrobatchProfile:
-    """A group's times and bytes are its layers', in proportion to their nominal ones."""
-    costs = run.captured.costs
+def shared_out(graph: LossGraph, groups: Sequence[Group], measured: Measured) -> MicrobatchProfile:
+    """Divides each group's times and bytes among its layers, in proportion to nominal ones."""
+    costs = graph.captured.costs
     forward: list[float] = []
     input_grad: list[float] = []
     weight_grad: list[float] = []
@@ -53,18 +53,26 @@ def shared_out(run: Run, groups: Sequence[Group], measured: Measured) -> Microba
         activations += _whole_parts(saved, costs.saved_bytes[layers])
         spread += [times.spread] * len(weights)
     kept = [(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept]
-    return microbatch_of(run, forward, input_grad, weight_grad, activations, kept, spread)
+    return microbatch_of(
+        graph,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        activations=activations,
+        kept=kept,
+        spread=spread,
+    )
 
 
 def _parts(total: float, shares: Sequence[float]) -> list[float]:
-    """``total`` in proportion to ``shares``; all of it the last one's if these are 0."""
+    """``total`` divided in proportion to ``shares``; if these are 0 the last one gets all."""
     if not any(shares):
         return [0.0] * (len(shares) - 1) + [total]
     return [total * share / sum(shares) for share in shares]
 
 
 def _whole_parts(total: int, shares: Sequence[int]) -> list[int]:
-    """The same in whole numbers, whose sum is ``total``."""
+    """``total`` divided like :func:`_parts`, into whole numbers whose sum is ``total``."""
     if not any(shares):
         return [0] * (len(shares) - 1) + [total]
     until = [total * part // sum(shares) for part in itertools.accumulate(shares)]
@@ -72,7 +80,8 @@ def _whole_parts(total: int, shares: Sequence[int]) -> list[int]:
 
 
 def microbatch_of(
-    run: Run,
+    graph: LossGraph,
+    *,
     forward: Sequence[float],
     input_grad: Sequence[float],
     weight_grad: Sequence[float],
@@ -80,21 +89,21 @@ def microbatch_of(
     kept: Sequence[Kept],
     spread: Sequence[float],
 ) -> MicrobatchProfile:
-    """With the loss, which is the last of these, in the layer before."""
+    """The costs of a graph's layers; those of the loss, the last one, go to the layer before."""
     return MicrobatchProfile(
-        run.rows,
-        (*forward[:-2], forward[-2] + forward[-1]),
-        (*input_grad[:-2], input_grad[-2] + input_grad[-1]),
-        (*weight_grad[:-2], weight_grad[-2] + weight_grad[-1]),
-        (*activations[:-2], activations[-2] + activations[-1]),
-        _joined(kept, len(forward) - 2),
-        tuple(spread[:-1]),
-        _edges(run),
+        rows=graph.rows,
+        forward=(*forward[:-2], forward[-2] + forward[-1]),
+        input_grad=(*input_grad[:-2], input_grad[-2] + input_grad[-1]),
+        weight_grad=(*weight_grad[:-2], weight_grad[-2] + weight_grad[-1]),
+        activation_bytes=(*activations[:-2], activations[-2] + activations[-1]),
+        kept=_joined(kept, len(forward) - 2),
+        spread=tuple(spread[:-1]),
+        edges=_edges(graph),
     )
 
 
 def _joined(kept: Sequence[Kept], last: int) -> tuple[Kept, ...]:
-    """One item for the tensors that the same layers keep; the loss's are layer ``last``'s."""
+    """Adds up the bytes that the same layers keep; the loss counts as layer ``last``."""
     sizes: dict[tuple[int, ...], int] = {}
     for size, layers in kept:
         holders = tuple(dict.fromkeys(min(layer, last) for layer in layers))
@@ -103,8 +112,8 @@ def _joined(kept: Sequence[Kept], last: int) -> tuple[Kept, ...]:
     return tuple((size, layers) for layers, size in sizes.items())
 
 
-def _edges(run: Run) -> tuple[tuple[int, int, int], ...]:
-    captured = run.captured
+def _edges(graph: LossGraph) -> tuple[Edge, ...]:
+    captured = graph.captured
     *nodes, loss = captured.layer_nodes
     sizes = captured.costs.value_bytes
     index_of = {node: index for index, node in enumerate(nodes)}
@@ -118,8 +127,8 @@ def _edges(run: Run) -> tuple[tuple[int, int, int], ...]:
 
 
 def message_bytes(prepared: Prepared) -> int:
-    """Of a typical message between two stages: the median over the places where they may begin."""
-    crossing = crossing_bytes(prepared.runs[-1].captured)
+    """Bytes of a typical message between two stages: the median over the possible cuts."""
+    crossing = crossing_bytes(prepared.graphs[-1].captured)
     return typical_message([crossing[group.first] for group in prepared.groups[1:]])
 
 
@@ -127,24 +136,24 @@ def profile_of(
     prepared: Prepared,
     device: ProfiledDevice,
     microbatches: Sequence[MicrobatchProfile],
-    update: Mapping[str, float],
-    action: float = 0.0,
+    *,
+    seconds_per_update_byte: Mapping[str, float],
+    seconds_per_action: float = 0.0,
     links: ProfiledLinks | None = None,
     all_reduce: tuple[tuple[int, int, float], ...] = (),
 ) -> Profile:
-    """The profile of a model from what is known of its microbatches, the device and links."""
-    *layers, last = prepared.layers
+    """The profile of a model from the costs of its microbatches, its device and links."""
     return Profile(
         model_name=type(prepared.root).__name__,
         parameters=describe_parameters(prepared.root),
         device=device,
         torch_version=torch.__version__,
         loss=prepared.loss,
-        layers=(*layers, dataclasses.replace(last, can_cut_after=False)),
+        layers=prepared.layers,
         shared_parameters=prepared.shared_parameters,
         microbatches=tuple(microbatches),
-        seconds_per_update_byte=dict(update),
-        seconds_per_action=action,
+        seconds_per_update_byte=dict(seconds_per_update_byte),
+        seconds_per_action=seconds_per_action,
         links=links,
         all_reduce=all_reduce,
     )

@@ -19,7 +19,7 @@ from ..model.clone import structural_clone
 from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
-from .with_loss import Run
+from .loss_graph import LossGraph
 
 _WARMUP_ROUNDS = 2
 
@@ -27,8 +27,8 @@ _WARMUP_ROUNDS = 2
 _FEWEST_ROUNDS = 5
 
 
-# Groups that do the same are timed on so many of them: weights that are used over and over would
-# stay in a cache that real stages' weights do not fit in.
+# Of groups that do the same, so many are timed: the weights of a single one would stay in a cache
+# that a real stage's weights do not fit in.
 _MEMBERS = 4
 
 
@@ -44,7 +44,7 @@ class GroupTimes:
 
 @dataclasses.dataclass
 class _Timed:
-    """A group that is timed: its program, what it gets, and what was measured."""
+    """A group that is timed: its program, its inputs, and its measured seconds."""
 
     like: int
     program: StageProgram
@@ -56,9 +56,12 @@ class _Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What :func:`measure_groups` found: by kind (the first group of it), and by group.
+    """What :func:`measure_groups` found.
 
-    ``kept`` has bytes of what several groups save, with these groups.
+    Attributes:
+        times: by kind of group, which is known by its first group's index.
+        saved_bytes: by group, what autograd saves.
+        kept: bytes that several groups save, with these groups.
     """
 
     times: dict[int, GroupTimes]
@@ -67,24 +70,25 @@ class Measured:
 
 
 def measure_groups(
-    run: Run,
+    graph: LossGraph,
     root: nn.Module,
     groups: Sequence[Group],
     device: torch.device,
+    *,
     seconds: float,
     parallel: int,
 ) -> Measured:
     """Times every kind of group, in ``parallel`` threads at once.
 
     A round runs the forwards of all timed groups in order and then their backwards in reverse
-    order, as a stage does, first for all gradients and then for those of the inputs alone. The
-    model's weights are read, its buffers and gradients stay as they are.
+    order, as a stage does: once for all gradients, once for those of the inputs alone. The model's
+    buffers and gradients stay as they are.
 
     Args:
-        seconds: how long rounds go on; there are at least 5.
+        seconds: how long rounds are repeated; there are at least 5.
     """
-    programs = split_into_stages(run.captured, [group.first for group in groups])
-    counter, saved, inputs = _first_pass(run, root, programs)
+    programs = split_into_stages(graph.captured, [group.first for group in groups])
+    counter, saved, inputs = _first_pass(graph, root, programs)
     chosen: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         chosen.setdefault(group.like, []).append(index)
@@ -117,7 +121,7 @@ def measure_groups(
 def _in_order_of_cause(
     futures: Sequence[concurrent.futures.Future[list[_Timed]]],
 ) -> list[concurrent.futures.Future[list[_Timed]]]:
-    """Threads that only found the barrier broken come last."""
+    """The results with those last whose thread only found the barrier broken."""
     return sorted(
         futures, key=lambda item: isinstance(item.exception(), threading.BrokenBarrierError)
     )
@@ -137,20 +141,20 @@ def _own_copy(root: nn.Module) -> nn.Module:
 
 
 def _first_pass(
-    run: Run, root: nn.Module, programs: Sequence[StageProgram]
+    graph: LossGraph, root: nn.Module, programs: Sequence[StageProgram]
 ) -> tuple[SavedCounter, list[int], list[list[Any]]]:
-    """What autograd saves, also by group, and each group's inputs. Runs the model once."""
+    """Runs the model once: what autograd saves in all, bytes by group, and each group's inputs."""
     own = _own_copy(root)
-    values: dict[str, Any] = dict(run.inputs)
-    counter = SavedCounter([*own.parameters(), *own.buffers(), *run.inputs.values()])
+    values: dict[str, Any] = dict(graph.inputs)
+    counter = SavedCounter([*own.parameters(), *own.buffers(), *graph.inputs.values()])
     saved, inputs = [], []
-    graphs = []  # kept until all is counted: a storage is told by where it is
+    results = []  # kept until all is counted: a storage is known by its address
     for program in programs:
         inputs.append(_leaves([values[name] for name in program.inputs]))
         with counter.hooks:
             outputs = program.bind(own)(inputs[-1])
         saved.append(counter.take())
-        graphs.append(outputs)
+        results.append(outputs)
         values.update(zip(program.outputs, outputs, strict=True))
     return counter, saved, inputs
 
@@ -168,7 +172,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class _Clock:
-    """Reads the time when the device has done what it was given."""
+    """Reads the time once the device has done all its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None

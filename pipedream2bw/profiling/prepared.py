@@ -1,4 +1,4 @@
-"""A model made ready for profiling: captured, with its loss, and parted into groups of layers."""
+"""A model made ready for profiling: captured, with its loss, divided into groups of layers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ from ..capture.device_figures import DeviceFigures
 from ..model.materialize import Example, for_capture
 from ..model.surroundings import plain_modes
 from .layer_groups import Group, group_layers
+from .loss_graph import LossGraph, add_loss
 from .records import ProfiledLayer, SharedParameter
-from .with_loss import Run, with_loss
 
-# What cannot be traced by torch.fx is exported if one of so many stages could not hold it.
+# A model that torch.fx cannot trace as a whole is exported unless it can form so many stages.
 _WANTED_STAGES = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The captured model, its runs by number of rows, and which layers are timed together."""
+    """A captured model, its graphs with the loss, and which layers are timed together.
+
+    Attributes:
+        loss: the name of the loss function.
+        names: of the layers, as ``PipelineModule(split=[...])`` takes them.
+        graphs: one for each number of rows, increasing.
+    """
 
     root: nn.Module
     loss: str
     captured: Captured
     names: list[str]
-    runs: list[Run]
+    graphs: list[LossGraph]
     groups: list[Group]
     layers: tuple[ProfiledLayer, ...]
     shared_parameters: tuple[SharedParameter, ...]
@@ -43,6 +49,7 @@ class Prepared:
         root: nn.Module,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         example: Example,
+        *,
         target: Any,
         rows: Sequence[int],
         replicated: Sequence[str],
@@ -53,26 +60,43 @@ class Prepared:
             if held is not root:  # stand-ins, which are on the CPU
                 target = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, target)
             captured = capture_finely(held, (args, kwargs), replicated)
-            runs = [
-                with_loss(captured, held, loss_fn, target, count, replicated, figures)
+            graphs = [
+                add_loss(
+                    captured,
+                    held,
+                    loss_fn,
+                    target,
+                    rows=count,
+                    replicated=replicated,
+                    figures=figures,
+                )
                 for count in rows
             ]
-            for run in runs:
-                if run.captured.costs.error is not None:
+            for graph in graphs:
+                if (error := graph.captured.costs.error) is not None:
                     raise ValueError(
-                        f"the model or loss_fn refuses {run.rows} rows: {run.captured.costs.error}"
-                    ) from run.captured.costs.error
+                        f"the model or loss_fn refuses {graph.rows} rows: {error}"
+                    ) from error
             nominal = [layer.forward_cost + layer.backward_cost for layer in captured.layers]
-            groups = group_layers(runs[-1].captured, held, [*nominal, 0.0])
+            groups = group_layers(graphs[-1].captured, held, [*nominal, 0.0])
             names = names_of_layers(captured)
             layers = _layers(captured, held, groups, names)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         shared = _shared_parameters(captured, root)
-        return cls(root, name, captured, names, runs, groups, layers, shared)
+        return cls(
+            root=root,
+            loss=name,
+            captured=captured,
+            names=names,
+            graphs=graphs,
+            groups=groups,
+            layers=layers,
+            shared_parameters=shared,
+        )
 
 
 def capture_finely(root: nn.Module, example: Example, replicated: Sequence[str]) -> Captured:
-    """In as many layers as possible: names of any graph's layers may be given to ``split=``."""
+    """Captures a model in as many layers as possible: ``split=`` may name any of them."""
     args, kwargs = example
     options: dict[str, Any] = {
         "example_args": args,
@@ -113,11 +137,11 @@ def _layers(
             new = [parameters[name] for name in used]
             layers.append(
                 ProfiledLayer(
-                    names[index],
-                    sum(parameter.nbytes for parameter in new),
-                    sum(parameter.nbytes for parameter in new if parameter.requires_grad),
-                    index == group.end - 1,
-                    index + shift if shift else None,
+                    name=names[index],
+                    parameter_bytes=sum(parameter.nbytes for parameter in new),
+                    trained_bytes=sum(each.nbytes for each in new if each.requires_grad),
+                    can_cut_after=index == group.end - 1,
+                    repeats=index + shift if shift else None,
                 )
             )
     return tuple(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import statistics
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..capture.chain import as_root, device_type_of
 from ..capture.device_figures import NOMINAL, DeviceFigures
-from ..checks import check_whole_number
+from ..checks import check_number, check_whole_number
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, home_of, is_on_meta
 from ..model.refusals import check_example, check_parameters
@@ -166,16 +167,22 @@ def _prepare(
             "the model is on meta, a measured profile needs weights: give dry= for a profile "
             "from a device's figures"
         )
-    return (
-        Prepared.of(root, loss_fn, example, target, rows, replicated, dry or NOMINAL),
-        device,
+    prepared = Prepared.of(
+        root,
+        loss_fn,
+        example,
+        target=target,
+        rows=rows,
+        replicated=replicated,
+        figures=dry or NOMINAL,
     )
+    return prepared, device
 
 
 def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
     microbatches = []
-    for run in prepared.runs:
-        costs = run.captured.costs
+    for graph in prepared.graphs:
+        costs = graph.captured.costs
         if costs.unknown:
             raise ValueError(
                 f"dry: {figures.name}, layers whose shapes depend on values: "
@@ -184,13 +191,13 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
         backward = zip(costs.backward, costs.weight_grad, strict=True)
         microbatches.append(
             microbatch_of(
-                run,
-                costs.forward,
-                [whole - weight for whole, weight in backward],
-                costs.weight_grad,
-                costs.saved_bytes,
-                costs.kept,
-                [0.0] * len(costs.forward),
+                graph,
+                forward=costs.forward,
+                input_grad=[whole - weight for whole, weight in backward],
+                weight_grad=costs.weight_grad,
+                activations=costs.saved_bytes,
+                kept=costs.kept,
+                spread=[0.0] * len(costs.forward),
             )
         )
     bandwidth = figures.bytes_per_second * figures.memory_efficiency
@@ -198,7 +205,7 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
         prepared,
         ProfiledDevice(figures.name, figures.type, figures.memory_bytes, measured=False),
         microbatches,
-        {name: traffic / bandwidth for name, traffic in TRAFFIC.items()},
+        seconds_per_update_byte={name: size / bandwidth for name, size in TRAFFIC.items()},
     )
 
 
@@ -212,8 +219,15 @@ def _measured_profile(
     def measure() -> tuple[list[Measured], dict[str, float]]:
         with random_state_kept(), plain_modes():
             found = [
-                measure_groups(run, prepared.root, prepared.groups, device, seconds, parallel)
-                for run in prepared.runs
+                measure_groups(
+                    graph,
+                    prepared.root,
+                    prepared.groups,
+                    device,
+                    seconds=seconds,
+                    parallel=parallel,
+                )
+                for graph in prepared.graphs
             ]
             return found, seconds_per_update_byte(device)
 
@@ -232,11 +246,17 @@ def _measured_profile(
         links = measure_links(control.group, device, size, control.timeout)
         all_reduce = measure_all_reduce(control.group, device, control.timeout)
     microbatches = [
-        shared_out(run, prepared.groups, found)
-        for run, found in zip(prepared.runs, measured, strict=True)
+        shared_out(graph, prepared.groups, found)
+        for graph, found in zip(prepared.graphs, measured, strict=True)
     ]
     return profile_of(
-        prepared, _this_device(device), microbatches, update, action, links, all_reduce
+        prepared,
+        _this_device(device),
+        microbatches,
+        seconds_per_update_byte=update,
+        seconds_per_action=action,
+        links=links,
+        all_reduce=all_reduce,
     )
 
 
@@ -278,8 +298,5 @@ def _checked_rows(rows: Sequence[int]) -> list[int]:
 
 def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:
     check_whole_number("parallel", parallel)
-    for name, value in (("seconds", seconds), ("timeout", timeout)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}: {value!r} given, it must be a number of seconds")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name}: {value} seconds, it must be > 0 and finite")
+    check_number("seconds", seconds, below=math.inf)
+    check_number("timeout", timeout, below=math.inf)

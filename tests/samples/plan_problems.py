@@ -65,14 +65,14 @@ def made_profile(
         )
         microbatches.append(
             MicrobatchProfile(
-                rows,
-                forward,
-                input_grad,
-                weight_grad,
-                tuple(KB * rows * each for each in kept_bytes),
-                tuple((KB * rows * size, holders) for size, holders in kept),
-                (0.0,) * n,
-                tuple((a, b, KB * rows * size) for a, b, size in sorted(edges)),
+                rows=rows,
+                forward=forward,
+                input_grad=input_grad,
+                weight_grad=weight_grad,
+                activation_bytes=tuple(KB * rows * each for each in kept_bytes),
+                kept=tuple((KB * rows * size, holders) for size, holders in kept),
+                spread=(0.0,) * n,
+                edges=tuple((a, b, KB * rows * size) for a, b, size in sorted(edges)),
             )
         )
     return Profile(
@@ -83,11 +83,11 @@ def made_profile(
         loss="loss",
         layers=tuple(
             ProfiledLayer(
-                f"layers.{i // 2}.part{i % 2}",
-                KB * (trained[i] + frozen[i]),
-                KB * trained[i],
-                i + 1 < n and random.random() < 0.85,
-                None,
+                name=f"layers.{i // 2}.part{i % 2}",
+                parameter_bytes=KB * (trained[i] + frozen[i]),
+                trained_bytes=KB * trained[i],
+                can_cut_after=i + 1 < n and random.random() < 0.85,
+                repeats=None,
             )
             for i in range(n)
         ),

@@ -270,7 +270,7 @@ def test_traces_and_texts_are_written_by_suffix(
             "--stages-per-rank: 1, --events: run.json: a recorded run",
         ),
         ("draw --events missing.json", "missing.json"),
-        ("draw --events bad", "bad: not JSON"),
+        ("draw --events bad", "bad: it is not JSON"),
         ("draw --events empty.json", "events: 0, a picture needs at least 1"),
         ("draw --events empty.json -o x.json", "events: 0, a trace needs at least 1"),
         ("draw --events empty.json -o x.png", "events: none to draw"),

@@ -223,7 +223,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ((*ASKED, "--topology", "servers:2,speed=1"), "--topology: 'speed', known: inside"),
     ((*ASKED, "--show", "plan.json"), "--show: plan.json: a saved plan is as it is"),
     (("plan", "--show", "none.json"), "none.json"),
-    (("plan", "--show", "planned_model.py"), "no JSON"),
+    (("plan", "--show", "planned_model.py"), "not JSON"),
 ]
 
 

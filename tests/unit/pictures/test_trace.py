@@ -223,19 +223,28 @@ def test_a_time_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("schema", "other", "schema: 'other', expected: 'pipedream2bw.events'"),
-        ("version", 2, "version: 2, expected: 1"),
-        ("fields", ["stage"], r"fields: \['stage'\], expected: \['stage', 'replica'"),
-        ("events", {}, "events: {}, expected: a list"),
-        ("events", [3], r"events\[0\]: 3, expected: the 9 values"),
-        ("events", [[0, 0, "F", 0, 0, 0, 0.0]], r"events\[0\]: .* the 9 values"),
-        ("events", [[0, 0, "X", 0, 0, 0, 0, 1, 0]], "kind: 'X', expected: one of F, B, I, W, R, U"),
-        ("events", [[0, 0, ["F"], 0, 0, 0, 0, 1, 0]], r"kind: \['F'\], expected: one of"),
-        ("events", [[-1, 0, "F", 0, 0, 0, 0, 1, 0]], "stage: -1, expected: a whole number >= 0"),
-        ("events", [[0, 0, "F", True, 0, 0, 0, 1, 0]], "batch: True, expected: a whole number"),
-        ("events", [[0, 0, "F", 0, 0, 0, 0, 1, "a"]], "rank: 'a', expected: a whole number >= 0"),
-        ("events", [[0, 0, "F", 0, 0, 0, "a", 1, 0]], "start: 'a', expected: seconds"),
-        ("events", [[0, 0, "F", 0, 0, 0, 0, float("inf"), 0]], "end: inf, expected: seconds"),
+        ("format", "other", "format: 'other', it must be 'pipedream2bw.events'"),
+        ("version", 1, "version: 1, it must be 2"),
+        ("fields", ["stage"], r"fields: \['stage'\], it must be \['stage', 'replica'"),
+        ("events", {}, "events: {}, it must be a list"),
+        ("events", [3], r"events\[0\]: 3, it must be a list"),
+        ("events", [[0, 0, "F", 0, 0, 0, 0.0]], r"events\[0\]: 7 items, it must have 9"),
+        ("events", [[0, 0, "X", 0, 0, 0, 0, 1, 0]], "kind: 'X', known: F, B, I, W, R, U"),
+        ("events", [[0, 0, ["F"], 0, 0, 0, 0, 1, 0]], r"kind: \['F'\], it must be a string"),
+        (
+            "events",
+            [[-1, 0, "F", 0, 0, 0, 0, 1, 0]],
+            r"events\[0\].stage: -1, it must be at least 0",
+        ),
+        ("events", [[0, 0, "F", True, 0, 0, 0, 1, 0]], "batch: True, it must be a whole number"),
+        ("events", [[0, 0, "F", 0, 0, 0, 0, 1, "a"]], "rank: 'a', it must be a whole number"),
+        ("events", [[0, 0, "F", 0, 0, 0, "a", 1, 0]], "start: 'a', it must be a number"),
+        (
+            "events",
+            [[0, 0, "F", 0, 0, 0, 0, 10**400, 0]],
+            "end: 1000*.*, it must be a finite number",
+        ),
+        ("events", [[0, 0, "F", 0, 0, 0, 0, float("inf"), 0]], "JSON has no Infinity"),
         ("events", [[0, 0, "F", 0, 0, 0, 2.0, 1.0, 0]], "start: 2.0, end: 1.0: start <= end"),
     ],
 )
@@ -255,5 +264,5 @@ def test_a_file_of_another_form_is_refused_with_its_place(
 def test_a_file_without_events_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "events.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"events\.json: (not JSON|schema: None)"):
+    with pytest.raises(ValueError, match=r"events\.json: (it is not JSON|format: missing)"):
         pd2.read_events(path)

@@ -25,7 +25,14 @@ def made_profile(
     n = len(seconds)
     size = int(megabytes * 1e6)
     layers = [
-        ProfiledLayer(f"layers.{i // 2}.part{i % 2}", size, size, i + 1 < n, None) for i in range(n)
+        ProfiledLayer(
+            name=f"layers.{i // 2}.part{i % 2}",
+            parameter_bytes=size,
+            trained_bytes=size,
+            can_cut_after=i + 1 < n,
+            repeats=None,
+        )
+        for i in range(n)
     ]
     microbatches = [
         MicrobatchProfile(

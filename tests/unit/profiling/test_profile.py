@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from pipedream2bw.__main__ import main
 from pipedream2bw.model.materialize import for_capture
 from pipedream2bw.profiling.layer_groups import group_layers
 from pipedream2bw.profiling.links import rounds_of_pairs
+from pipedream2bw.profiling.loss_graph import add_loss
 from pipedream2bw.profiling.prepared import capture_finely, layer_names
 from pipedream2bw.profiling.records import ProfiledLinks
-from pipedream2bw.profiling.with_loss import with_loss
 from tests.runs.trajectory import make_pipeline, sgd
 from tests.samples.models import TASKS
 
@@ -204,12 +205,12 @@ def test_blocks_that_differ_are_not_taken_for_equal(change: str) -> None:
     model = nn.Sequential(*blocks)
     x = torch.randn(4, 8)
     captured = capture_finely(model, ((x,), {}), ())
-    run = with_loss(captured, model, squares, x, 4, (), V100)
-    seconds = [layer.forward_cost + layer.backward_cost for layer in run.captured.layers]
-    groups = group_layers(run.captured, model, seconds)
+    graph = add_loss(captured, model, squares, x, rows=4, replicated=(), figures=V100)
+    seconds = [layer.forward_cost + layer.backward_cost for layer in graph.captured.layers]
+    groups = group_layers(graph.captured, model, seconds)
     odd_layers = {
         index
-        for index, node in enumerate(run.captured.layer_nodes)
+        for index, node in enumerate(graph.captured.layer_nodes)
         if str(node.target).startswith("2.")
         or any(str(used.target).startswith("2.") for used in node.all_input_nodes)
     }
@@ -263,7 +264,13 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(item, (*path, key))
 
 
-DOCUMENT = json.loads(json.dumps(WITH_LINKS._document()))
+def document_of(profile: pd2.Profile, file: Path) -> Any:
+    profile.save(file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+with tempfile.TemporaryDirectory() as folder:
+    DOCUMENT = document_of(WITH_LINKS, Path(folder, "profile.json"))
 NONSENSE = [None, -1, -0.5, 7, math.nan, math.inf, "x", True, [], {}, 10**400]
 
 
@@ -294,11 +301,11 @@ def test_a_damaged_field_is_refused_by_name_or_read_as_it_is(
     file.write_text(json.dumps(document), encoding="utf-8")
     found = load_or_reason(file)
     if not isinstance(found, str):
-        assert json.loads(json.dumps(found._document())) == document
+        assert document_of(found, file) == document
     elif new is not math.inf and new is not math.nan:  # these are no JSON
         assert any(str(key) in found for key in path if isinstance(key, str)) or (
-            # Fewer layers, or other parameters: what no longer fits them is named.
-            path[0] in ("layers", "model") and ("fingerprint" in found or "layers" in found)
+            # Fewer layers: what no longer fits them is named.
+            path[0] == "layers" and "layers" in found
         ), found
 
 
@@ -306,12 +313,16 @@ def test_a_damaged_field_is_refused_by_name_or_read_as_it_is(
     ("change", "message"),
     [
         ({"format": "other"}, "format: 'other', it must be 'pipedream2bw.profile'"),
-        ({"version": 2}, "version: 2, it must be 1"),
-        ({"version": True}, "version: True, it must be 1"),
+        ({"version": 1}, "version: 1, it must be 2"),
+        ({"version": True}, "version: True, it must be 2"),
         ({"extra": 1}, "extra: unknown"),
         ({"seconds_per_action": -1.0}, r"seconds_per_action.*-1.0.*>= 0"),
         ({"layers": []}, "layers: 0"),
-        ({"torch": 3}, "torch: 3, it must be a string"),
+        ({"torch_version": 3}, "torch_version: 3, it must be a string"),
+        ({"device": {}}, "device.name: missing, fields given: none"),
+        ({"links": {"latency": [[0, 1]], "bandwidth": [[None]]}}, r"links.latency: rows of \[2\]"),
+        ({"links": {"latency": [[0]], "bandwidth": [[1.0]]}}, r"links.bandwidth\[0\]\[0\]: 1.0"),
+        ({"all_reduce": [[1, 4, 0.1]]}, r"all_reduce\[0\]\[0\]: 1, it must be at least 2"),
     ],
 )
 def test_nonsense_in_a_file(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -324,23 +335,24 @@ def test_nonsense_in_a_file(tmp_path: Path, change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("forward", lambda values: values[:-1], "forward: 4 items, layers: 5"),
-        ("forward", lambda values: (*values[:-1], math.nan), "forward, item 4: nan"),
-        ("activation_bytes", lambda values: (-1, *values[1:]), "activation_bytes, item 0: -1"),
-        ("edges", lambda values: (*values, (1, 9, 4)), r"edges\[5\]: from layer 1 to 9, layers: 5"),
+        ("forward", lambda values: values[:-1], r"microbatches\[0\].forward: 4 items, layers: 5"),
+        ("forward", lambda values: (*values[:-1], math.nan), r"forward\[4\]: nan"),
+        ("activation_bytes", lambda values: (-1, *values[1:]), r"activation_bytes\[0\]: -1"),
+        ("edges", lambda values: (*values, (1, 9, 4)), r"\[0\].edges\[5\]: layer 9, layers: 5"),
         ("edges", lambda values: (*values, (3, 3, 4)), r"edges\[5\]: from layer 3 to 3"),
-        ("kept", lambda _: ((4, (1, 5)),), r"kept\[0\]: layers \[1, 5\], layers: 5"),
-        ("kept", lambda _: ((4, (2, 1)),), r"kept\[0\]: layers \[2, 1\]"),
-        ("kept", lambda _: ((4, (2,)),), r"kept\[0\]: layers \[2\]"),
-        ("kept", lambda _: ((-4, (2, 3)),), r"kept\[0\], item 0: -4"),
-        ("rows", lambda value: 0, r"microbatches\[0\].rows: 0, it must be more than 0"),
+        ("kept", lambda _: ((4, (1, 5)),), r"\[0\].kept\[0\]\[1\]: layer 5, layers: 5"),
+        ("kept", lambda _: ((4, (2, 1)),), r"kept\[0\]\[1\]: \[2, 1\]"),
+        ("kept", lambda _: ((4, (2,)),), r"kept\[0\]\[1\]: \[2\]"),
+        ("kept", lambda _: ((-4, (2, 3)),), r"kept\[0\]\[0\]: -4"),
+        ("rows", lambda value: 0, r"rows: 0, it must be at least 1"),
+        ("rows", lambda value: 2, r"microbatches\[1\].rows: 2, it must be more than 2"),
     ],
 )
 def test_lists_that_do_not_fit_the_layers(name: str, change: Any, message: str) -> None:
     first = EXAMPLE.microbatches[0]
-    broken = dataclasses.replace(first, **{name: change(getattr(first, name))})
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(EXAMPLE, microbatches=(broken,))
+        broken = dataclasses.replace(first, **{name: change(getattr(first, name))})
+        dataclasses.replace(EXAMPLE, microbatches=(broken, EXAMPLE.microbatches[1]))
 
 
 def test_a_profile_of_another_model() -> None:

@@ -1,4 +1,4 @@
-"""A captured model whose last layer is the loss, for microbatches of any number of rows."""
+"""Graphs of a captured model with its loss, one for each number of rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from ..model.metrics import check_loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """The captured model with its loss, and what one microbatch takes in.
+class LossGraph:
+    """A captured model with its loss as the last layer, for microbatches of some number of rows.
 
     Attributes:
-        captured: has one layer more than the model's capture, the loss; costs are for these rows.
-        inputs: of the graph, by name.
+        rows: rows of a microbatch.
+        captured: the model's capture with one layer more, the loss; costs are for these rows.
+        inputs: a microbatch's inputs of the graph, by name.
     """
 
     rows: int
@@ -31,16 +32,17 @@ class Run:
     inputs: dict[str, torch.Tensor]
 
 
-def with_loss(
+def add_loss(
     captured: Captured,
     root: nn.Module,
     loss_fn: Callable[[Any, Any], torch.Tensor],
     target: Any,
+    *,
     rows: int,
     replicated: Sequence[str],
     figures: DeviceFigures,
-) -> Run:
-    """Adds ``loss_fn(output, target)`` to a capture and finds out its costs for ``rows`` rows.
+) -> LossGraph:
+    """Adds ``loss_fn(output, target)`` to a capture and finds its costs for a number of rows.
 
     Tensors of the example call and of ``target`` are cut or repeated along dimension 0.
     """
@@ -84,10 +86,10 @@ def with_loss(
         layer_buffers=[*captured.layer_buffers, ()],
         costs=costs,
     )
-    return Run(rows, made, {name: values[name] for name in made.model_inputs})
+    return LossGraph(rows, made, {name: values[name] for name in made.model_inputs})
 
 
 def of_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor's first rows, from the beginning again after the last: a new tensor."""
+    """A new tensor with so many of the tensor's rows, which are repeated if there are fewer."""
     index = torch.arange(rows, device=tensor.device) % tensor.shape[0]
     return tensor.detach()[index]
