@@ -1,4 +1,4 @@
-"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile`` and ``plan``."""
+"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile``, ``plan`` and ``show``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .commands.draw import add_draw_command
-from .commands.plan import add_plan_command
+from .commands.plan import add_plan_command, add_show_command
 from .commands.profile import add_profile_command
 from .commands.schedules import add_schedules_command
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong, without the usage."""
+    """A parser whose error is one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.rstrip()}\n")
@@ -23,11 +23,11 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns 0; exits with code 2 and the reason if the input is bad.
 
-    The reason is one line, and for a schedule that is illegal or deadlocks its grid of actions
+    The reason is one line; for a schedule that is illegal or deadlocks its grid of actions follows,
     with the offending ones marked.
 
     Args:
-        arguments: those after the program's name; ``sys.argv[1:]`` if not given.
+        arguments: the arguments after the program's name; ``sys.argv[1:]`` if not given.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -40,13 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="pipedream2bw", description="Pictures of pipeline schedules, profiles and plans."
+        prog="pipedream2bw", description="Draws pipeline schedules, profiles models and plans."
     )
-    commands = parser.add_subparsers(required=True, metavar="draw | schedules | profile | plan")
-    add_draw_command(commands)
-    add_schedules_command(commands)
-    add_profile_command(commands)
-    add_plan_command(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add_command in (
+        *(add_draw_command, add_schedules_command),
+        *(add_profile_command, add_plan_command, add_show_command),
+    ):
+        add_command(commands)
     return parser
 
 

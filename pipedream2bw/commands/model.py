@@ -1,4 +1,4 @@
-"""The user's model, named on the command line."""
+"""Builds the user's model, which the command line names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ALLOWED = (*_NEEDED, "example_kwargs", "replicated")
 
 
 def build_model(name: str) -> dict[str, Any]:
-    """Calls the function ``module:function``, which tells what is to be profiled or planned.
+    """Calls a function ``module:function``, and returns its model with an example call.
 
-    It returns a dict of arguments of :func:`pipedream2bw.profile`: model, loss_fn, example_args and
-    target, and if needed example_kwargs and replicated. Modules are also looked for in the current
-    folder.
+    The function returns a dict of arguments of :func:`pipedream2bw.profile`: model, loss_fn,
+    example_args and target, and if needed example_kwargs and replicated. The module may be in the
+    current folder.
 
     Raises:
         ValueError, TypeError, ImportError: there is no such function, or it returns something else.

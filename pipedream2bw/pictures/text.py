@@ -20,6 +20,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ..planning.units import format_seconds
 from ..schedules.events import KIND_NAMES, Event, Row, number_batches, row_of, stages_of_rows
 
 # What fills an action's columns after its label.
@@ -229,9 +230,4 @@ def _rendered(actions: Sequence[Event], labels: Sequence[str], owners: Sequence[
 
 
 def _duration(time: float, unit: str) -> str:
-    if unit != "seconds":
-        return f"{time:.3g} {unit}"
-    for seconds, name in ((1.0, "s"), (1e-3, "ms")):
-        if time >= seconds:
-            return f"{time / seconds:.3g} {name}"
-    return f"{time / 1e-6:.3g} us"
+    return format_seconds(time) if unit == "seconds" else f"{time:.3g} {unit}"

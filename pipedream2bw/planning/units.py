@@ -78,3 +78,22 @@ def _parse(
     if not (value >= 0 if allows_zero else value > 0):
         raise ValueError(f"{name}: {given!r} given, it must be {'>=' if allows_zero else '>'} 0")
     return value
+
+
+BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes for people, like "1.50 GiB"."""
+    unit, one = next((unit, one) for unit, one in BYTE_UNITS if size >= one or one == 1)
+    return f"{size / one:.{0 if one == 1 else 2}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people, like "1.5 ms"."""
+    unit, one = next(
+        (unit, one)
+        for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+        if seconds >= one or unit == "us"
+    )
+    return f"{seconds / one:.3g} {unit}"
