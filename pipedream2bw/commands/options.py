@@ -24,39 +24,37 @@ class Options:
     function: Callable[..., Any]
     helps: Mapping[str, str]
 
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
+    def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         """Adds the options to a parser, or to a group of one; none is required."""
-        for name, text in self.helps.items():
-            parameter = self._parameter(name)
+        for flag, parameter in self._parameters().items():
             kind, metavar = _TYPES[parameter.annotation]
-            default = parameter.default
+            text, default = self.helps[flag], parameter.default
             if default not in (None, inspect.Parameter.empty):
                 values = default if isinstance(default, tuple) else (default,)
-                text = f"{text}; default: {','.join(map(str, values))}"
+                text += f"; default: {','.join(map(str, values))}"
             parser.add_argument(
-                f"--{name}", dest=parameter.name, type=kind, metavar=metavar, help=text
+                f"--{flag}", dest=parameter.name, type=kind, metavar=metavar, help=text
             )
 
     def given(self, namespace: argparse.Namespace) -> dict[str, Any]:
         """The function's arguments that are given."""
-        values = {(p := self._parameter(name).name): getattr(namespace, p) for name in self.helps}
-        return {name: value for name, value in values.items() if value is not None}
+        names = (parameter.name for parameter in self._parameters().values())
+        return {name: value for name in names if (value := getattr(namespace, name)) is not None}
 
     def refuse(self, namespace: argparse.Namespace, reason: str) -> None:
         """Raises ValueError if any of the options is given."""
-        given = self.given(namespace)
-        for name in self.helps:
-            if (value := given.get(self._parameter(name).name)) is not None:
-                raise ValueError(f"--{name}: {value}, {reason}")
+        for flag, parameter in self._parameters().items():
+            if (value := getattr(namespace, parameter.name)) is not None:
+                raise ValueError(f"--{flag}: {getattr(value, 'name', value)}, {reason}")
 
-    def _parameter(self, name: str) -> inspect.Parameter:
-        parameters = inspect.signature(self.function).parameters
-        own = name.replace("-", "_")
-        return next(
-            parameters[each]
-            for each in (own, f"num_{own}", f"microbatch_{own}")
-            if each in parameters
-        )
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        """The function's parameter of each option."""
+        known = inspect.signature(self.function).parameters
+        names = {flag: flag.replace("-", "_") for flag in self.helps}
+        return {
+            flag: next(known[p] for p in (name, f"num_{name}", f"microbatch_{name}") if p in known)
+            for flag, name in names.items()
+        }
 
 
 def _names(text: str) -> list[str]:

@@ -90,7 +90,7 @@ def add_show_command(commands: Any) -> None:
     _add_picture(parser)
 
 
-def _add_picture(parser: argparse._ActionsContainer) -> None:
+def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--picture",
         type=Path,

@@ -1,1 +1,1 @@
-"""Schedules, timelines and plans, drawn."""
+"""Pictures of schedules, recorded runs and plans; events as files."""

@@ -1,1 +1,1 @@
-"""What a model's layers take on a device, measured or worked out."""
+"""Profiles: times and bytes of a model's layers on a device, measured or computed."""

@@ -1,9 +1,9 @@
-"""Which layers are timed together, and which of these groups do the same.
+"""Decides which layers are timed together, and which of these groups do the same.
 
-One operator often takes less time than looking at the clock and calling it do, so that layers are
-timed in runs. These end where a stage would: where few bytes cross, which in a transformer is after
-every attention and every MLP. No stage may end inside a run, since how its time is shared out to
-its layers is a guess: so every stage's predicted time is a sum of measured ones.
+One operator often takes less time than reading the clock and calling it, so layers are timed in
+groups. A group ends where a stage would: where few bytes cross, which in a transformer is after
+every attention and every MLP. How a group's time is divided among its layers is a guess, so no
+stage may end inside a group: then every stage's predicted time is a sum of measured ones.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..capture.attribute import Attribute
 from ..capture.bonds import held_together
 from ..capture.captured import Captured
 
-# A run takes at least so many nominal seconds, or such a part of the model's.
+# A group takes at least so many nominal seconds, or such a part of the model's.
 _LEAST_SECONDS = 200e-6
 
 
 _LEAST_PART = 1 / 32
 
 
-# A larger one is parted even where many bytes cross, for stages of equal times.
+# A larger one is divided even where many bytes cross, so that stages can take equally long.
 _MOST_PART = 1 / 16
 
 
-# Settings of modules that are the same if they read the same.
+# Settings of modules that are equal if their texts are.
 _PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
 
 
@@ -39,7 +39,8 @@ _PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
 class Group:
     """Layers first..end-1 of a capture.
 
-    like: the first group that does the same as this one; its own index if that is this one.
+    Attributes:
+        like: the index of the first group that does the same as this one, perhaps its own.
     """
 
     first: int
@@ -52,9 +53,10 @@ class Group:
 
 
 def group_layers(captured: Captured, root: nn.Module, seconds: Sequence[float]) -> list[Group]:
-    """Parts a capture whose last layer is the loss, which stays with the layer before.
+    """Divides a capture whose last layer is the loss, which stays with the layer before.
 
-    ``seconds`` are nominal, of each layer: the same on every machine.
+    Args:
+        seconds: nominal seconds of each layer, which are the same on every machine.
     """
     boundaries = [*_boundaries(captured, seconds), len(captured.layers)]
     known: dict[Hashable, int] = {}
@@ -104,7 +106,7 @@ def _boundaries(captured: Captured, seconds: Sequence[float]) -> list[int]:
 
 
 def _valleys(allowed: Sequence[int], crossing: Sequence[int]) -> Iterator[int]:
-    """Cuts between two that more bytes cross, or the model's ends."""
+    """Cuts that fewer bytes cross than the cuts before and after."""
     runs = [list(run) for _, run in itertools.groupby(allowed, crossing.__getitem__)]
     for index, run in enumerate(runs):
         neighbours = [*runs[max(index - 1, 0) : index], *runs[index + 1 : index + 2]]
@@ -120,7 +122,7 @@ def _parted(
     until: Sequence[float],
     most: float,
 ) -> Iterator[int]:
-    """Cuts that part layers first..end-1 into runs of about ``most`` seconds or less."""
+    """Cuts that divide layers first..end-1 into groups of about ``most`` seconds or less."""
     while until[end] - until[first] > most:
         after = [cut for cut in allowed if cut > first]
         fitting = [cut for cut in after if most / 4 <= until[cut] - until[first] <= most]
@@ -132,7 +134,7 @@ def _parted(
 
 
 class _Kind:
-    """What a group computes, apart from numbers: equal for groups that take equally long."""
+    """A description of what a group computes; groups with equal keys take equally long."""
 
     def __init__(self, captured: Captured, root: nn.Module, first: int, end: int) -> None:
         self._captured = captured
@@ -179,16 +181,15 @@ class _Kind:
 
     def _attribute(self, node: fx.Node) -> Hashable:
         attribute: Attribute = self._captured.attribute_of(node)
-        # Where a parameter is used twice, its number tells.
+        # The number shows where a parameter is used twice.
         number = self._number((attribute.kind, attribute.target))
         if attribute.kind == "constant":
             return ("constant", number, id(attribute.value))
         if attribute.kind == "module":
             return ("module", number, _describe_module(self._root.get_submodule(attribute.target)))
         owner, _, name = attribute.target.rpartition(".")
-        module = self._root.get_submodule(owner)
-        tensors = module._parameters if attribute.kind == "parameter" else module._buffers
-        return (attribute.kind, number, _describe_tensor(tensors[name]))
+        tensor = getattr(self._root.get_submodule(owner), name)
+        return (attribute.kind, number, _describe_tensor(tensor))
 
 
 def _describe_module(module: nn.Module) -> str:
@@ -216,7 +217,7 @@ def _settings(module: nn.Module) -> Iterable[str]:
 
 
 def _what(value: Any) -> str:
-    """Of an attribute: functions are what they are, other objects may be anything."""
+    """Describes an attribute: a function by its name, another object by its identity."""
     return getattr(value, "__qualname__", None) or f"{type(value).__name__} at {id(value)}"
 
 

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between all pairs of ranks, and how long sums over ranks take."""
+"""Measures latency and bandwidth between all pairs of ranks, and the time of sums over ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SUMS = 5
 _SMALLEST_MESSAGE, _LARGEST_MESSAGE = 64 * 2**10, 16 * 2**20
 
 
-# Of the buckets in which replicas add up their gradients (25 MiB) and below.
+# Replicas add up their gradients in buckets of 25 MiB or less.
 _SUM_BYTES = (64 * 2**10, 2**20, 8 * 2**20, 25 * 2**20)
 
 
 def with_links(
     profile: Profile, group: dist.ProcessGroup, device: torch.device, timeout: float
 ) -> Profile:
-    """The profile with the links of these processes. All ranks of the default group call it."""
+    """Adds the links of these processes to a profile. All ranks of the default group call this."""
     size = typical_message(_crossing_bytes(profile))
     links = measure_links(group, device, size, timeout)
     all_reduce = measure_all_reduce(group, device, timeout)
@@ -53,7 +53,7 @@ def typical_message(sizes: Sequence[int]) -> int:
 
 
 def _crossing_bytes(profile: Profile) -> list[int]:
-    """Of the largest microbatch, after every layer where the model may be cut."""
+    """Bytes of the largest microbatch that cross each place where the model may be cut."""
     edges = profile.microbatches[-1].edges
     return [
         sum({p: size for p, consumer, size in edges if p <= index < consumer}.values())
@@ -65,14 +65,14 @@ def _crossing_bytes(profile: Profile) -> list[int]:
 def measure_links(
     group: dist.ProcessGroup, device: torch.device, message_bytes: int, timeout: float
 ) -> ProfiledLinks:
-    """Sends messages to and fro over the channels that stages use, between every two ranks.
+    """Sends messages both ways between every two ranks, over the channels that stages use.
 
-    All ranks of the default group call it. Pairs are measured in rounds in which every rank is in
-    one pair, as in a tournament, so that a pair has its machines to itself but for pairs that a
-    pipeline would have there too. A link is taken to be the same in both directions.
+    All ranks of the default group call this. Pairs are measured in rounds in which every rank is in
+    one pair, as in a tournament: so a pair shares its machines only with pairs that would also be
+    there in a pipeline. A link counts as equal in both directions.
 
     Args:
-        message_bytes: the larger of the two sizes by which latency and bandwidth are told apart.
+        message_bytes: the larger of the two sizes that distinguish latency from bandwidth.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     mine: dict[tuple[int, int], tuple[float, float]] = {}
@@ -87,11 +87,11 @@ def measure_links(
         dist.barrier(group=group)
     everyone: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in range(world)]
     dist.all_gather_object(everyone, mine, group=group)
-    # The lower of its ranks has the word on a pair.
-    told = {pair: everyone[pair[0]][pair] for found in everyone for pair in found}
+    # For each pair the lower rank's measurement counts.
+    measured = {pair: everyone[pair[0]][pair] for found in everyone for pair in found}
     latency = [[0.0] * world for _ in range(world)]
     bandwidth = [[math.inf] * world for _ in range(world)]
-    for (a, b), (seconds, rate) in told.items():
+    for (a, b), (seconds, rate) in measured.items():
         latency[a][b] = latency[b][a] = seconds
         bandwidth[a][b] = bandwidth[b][a] = rate
     return ProfiledLinks(tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
@@ -102,7 +102,7 @@ def measure_all_reduce(
 ) -> tuple[tuple[int, int, float], ...]:
     """(ranks, bytes, seconds) of sums over the first 2, 4, 8, ... ranks, and over all of them.
 
-    All ranks of the default group call it; the slowest rank's median counts.
+    All ranks of the default group call this; the slowest rank's median counts.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     found: list[tuple[int, int, float]] = []
@@ -114,16 +114,16 @@ def measure_all_reduce(
                 assert isinstance(made, dist.ProcessGroup)
                 flat = torch.zeros(size // 4, device=device)
                 seconds = _median_seconds(_summing(flat, made), _SUMS, device)
-            told = torch.tensor([seconds], dtype=torch.float64)
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-            found.append((count, size, float(told)))
+            slowest = torch.tensor([seconds], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            found.append((count, size, float(slowest)))
         if rank < count:
             dist.destroy_process_group(made)
     return tuple(found)
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of ``count`` ranks once; in each round a rank is in one pair at most.
+    """Rounds that have every pair of ``count`` ranks once, and each rank in at most one pair.
 
     The circle method: one rank stays, the others go round it.
     """
@@ -140,7 +140,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 class _Link:
-    """Both directions between this rank and another one of its pair."""
+    """The channels in both directions between this rank and the other one of its pair."""
 
     def __init__(
         self, group: dist.ProcessGroup, pair: tuple[int, int], device: torch.device, timeout: float
@@ -182,7 +182,7 @@ class _Link:
             _median_seconds(self._round_trip(layout, size), _ROUND_TRIPS, self._device) / 2
             for layout, size in enumerate((_SMALL_BYTES, message_bytes))
         )
-        # Where the larger one is no slower, the clock sees no end to the bandwidth.
+        # If the larger one is no slower, the clock cannot measure the bandwidth.
         rate = (message_bytes - _SMALL_BYTES) / max(large - small, 1e-9)
         return max(0.0, small - _SMALL_BYTES / rate), rate
 

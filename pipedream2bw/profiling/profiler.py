@@ -1,4 +1,4 @@
-"""Profiles: what the layers of a model take, measured on a device or from its figures."""
+"""Profiles a model: measures its layers on a device, or computes them from a device's figures."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ def profile(
     dry: DeviceFigures | None = None,
     timeout: float = 300.0,
 ) -> Profile:
-    """Measures what the layers of ``model`` take, forward and backward, in seconds and bytes.
+    """Measures the seconds and bytes that the layers of ``model`` take, forward and backward.
 
     The code that stages run is timed on the model's device, in groups of layers between places
-    where a stage could begin: medians over rounds of forwards and backwards of all kinds of groups,
-    groups that do the same being timed once (see :mod:`pipedream2bw.layer_groups`). Activations are
-    counted by the hooks through which autograd saves tensors. The model is left as it was.
+    where a stage could begin. The times are medians over rounds, and of groups that do the same
+    only a few are timed (see :mod:`pipedream2bw.profiling.layer_groups`). Autograd's hooks for
+    saved tensors count the activations. The model does not change.
 
-    Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run, and
-    every rank gets the same profile, of medians over the ranks, with links between all of them.
+    Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run. Every
+    rank gets the same profile: medians over the ranks, and the links between all of them.
 
     Args:
         model: as :class:`PipelineModule` takes it, in the mode (train, eval) to profile.
         loss_fn: ``loss_fn(output, target)``; its time is part of the last layer's.
-        example_args, example_kwargs: a call of the model, any number of rows >= 1.
-        target: of as many rows; any structure.
+        example_args, example_kwargs: a call of the model with any number of rows >= 1.
+        target: of as many rows as the example; any structure.
         microbatch_rows: rows of the microbatches to profile, increasing; the example's rows are cut
             or repeated.
         replicated: as :class:`PipelineModule` takes it.
         parallel: in one process, threads that measure at the same time, each with its share of the
             cores: as many as there will be stages on this machine.
-        seconds: how long each number of rows is measured, at least five rounds.
-        dry: figures of a device: nothing is measured, and no memory is needed. The model may be on
-            ``torch.device("meta")``.
+        seconds: how long each number of rows is measured, in at least five rounds.
+        dry: a device's figures to compute from: nothing is measured, and no memory is needed. The
+            model may be on ``torch.device("meta")``.
         timeout: seconds that a rank waits for another.
 
     Raises:
-        ValueError, TypeError: on every rank, naming the rule and both values.
+        ValueError, TypeError: on every rank, with the rule and both values.
     """
     call: dict[str, Any] = {
         "example_args": example_args,
@@ -239,9 +239,9 @@ def _measured_profile(
     if control.group is not None:
         everyone: list[Any] = [None] * control.size
         dist.all_gather_object(everyone, (measured, update, action), group=control.group)
-        measured = [median_of(found) for found in zip(*(told[0] for told in everyone), strict=True)]
-        update = {name: statistics.median(told[1][name] for told in everyone) for name in update}
-        action = statistics.median(told[2] for told in everyone)
+        measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
+        update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
+        action = statistics.median(each[2] for each in everyone)
         size = message_bytes(prepared)
         links = measure_links(control.group, device, size, control.timeout)
         all_reduce = measure_all_reduce(control.group, device, control.timeout)
