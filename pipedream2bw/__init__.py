@@ -16,9 +16,10 @@ from .model.local_shards import use_local_shards
 from .optimizer.loss_scale import LossScale
 from .optimizer.optimizer import PipelineOptimizer
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
+from .pictures.canvas import Picture
 from .pictures.plan import draw_plan
 from .pictures.text import draw_text
-from .pictures.timeline import Picture, draw_timeline
+from .pictures.timeline import draw_timeline
 from .pictures.trace import read_events, write_events, write_trace
 from .pipeline.module import PipelineModule
 from .planning.calibration import Calibration, calibrate

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .._C import planned_schedules
+from ..pictures.canvas import Matplotlib
 from ..pictures.plan import draw_plan
-from ..pictures.timeline import Matplotlib
 from ..planning.cluster import Cluster, DeviceType
 from ..planning.plan import Plan
 from ..planning.planner import plan

@@ -17,8 +17,6 @@ from .options import Options
 from .table import table
 
 MODEL_HELP = "a function that returns a dict: model, loss_fn, example_args, target"
-
-
 PROFILING = Options(
     profile,
     {

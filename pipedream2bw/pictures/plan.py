@@ -1,70 +1,55 @@
-"""Draws a plan: what every stage does in a microbatch's time, and what its device holds."""
+"""Draws a plan: the time of a microbatch on every stage, and what each device holds."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..json_document import given_or_loaded
 from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank, stages_of_ranks
 from ..planning.stage_plan import StagePlan
-from .timeline import Matplotlib, Picture, time_unit
+from ..planning.units import BYTE_UNITS
+from .canvas import Matplotlib, Picture, name_rows, time_unit
 
 _MESSAGES = "messages to and from later stages"
+_AGAIN = "forward again"
 
-
-_TIMES = (
-    ("forward", "#9ecae1", None),
-    ("forward again", "#9ecae1", "////"),
-    ("backward: input gradient", "#4292c6", None),
-    ("backward: weight gradient", "#08519c", None),
-    (_MESSAGES, "#fd8d3c", None),
-)
-
-
-_MEMORY = dict(zip(MEMORY_KINDS, ("#31a354", "#a1d99b", "#8c6d31", "#dcc6e8"), strict=True))
-
-
-_BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-
-
-_LIMIT = "#c51b1b"
-
+_TIME_COLOURS = {
+    "forward": "#9ecae1",
+    _AGAIN: "#9ecae1",
+    "backward: input gradient": "#4292c6",
+    "backward: weight gradient": "#08519c",
+    _MESSAGES: "#fd8d3c",
+}
+_HATCHES = {_AGAIN: "////"}
+_MEMORY_COLOURS = dict(zip(MEMORY_KINDS, ("#31a354", "#a1d99b", "#8c6d31", "#dcc6e8"), strict=True))
+_BATCH_LINE = {"color": "#333333", "linestyle": "--", "linewidth": 1.2}
+_LIMIT_LINE = {"color": "#c51b1b", "linestyle": "-", "linewidth": 1.8}
 
 _WIDTH_INCHES = 13.0
-
-
 _INCHES_PER_ROW, _LEAST_INCHES_PER_ROW = 0.42, 0.17
-
-
 _ROOMY = 12.0  # inches that all rows may take before they become narrower
-
-
 _MOST_INCHES = 40.0
-
-
 _BAR, _THIN_BAR = 0.74, 0.3  # of a row
-
-
-_DPI = 130
+_MOST_DEVICES = 4  # that a row names
 
 
 def draw_plan(
     plan: Plan | str | os.PathLike[str], path: str | os.PathLike[str] | None = None
 ) -> Picture:
-    """A picture of a plan: bars of time on the left, of memory on the right.
+    """Draws a plan: bars of time on the left, of memory on the right.
 
-    On the left a row for each stage: what one microbatch takes, and a line at the time that the
-    pipeline takes for each microbatch; what lies between bar and line is idle or hidden. On the
-    right a row for each rank of a replica, with the bytes of all stages that it holds at their
-    peak, and a mark at its device's limit.
+    The left side has a row for each stage: the time of one microbatch, and a line at the time that
+    the pipeline takes per microbatch; between bar and line the stage is idle, or hides messages.
+    The right side has a row for each rank of a replica: the bytes of all stages that it holds at
+    their peak, and a mark at its device's limit.
 
     Args:
         plan: what :func:`plan` made, or the path where it was saved.
-        path: where to write it, if at all; the suffix chooses the format (.png, .svg, .pdf). A
-            notebook shows what is returned.
+        path: a file to write; its suffix decides the format (.png, .svg, .pdf). A notebook shows
+            the picture that is returned.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -77,9 +62,7 @@ def draw_plan(
     rows = max(plan.num_stages, len(ranks))
     per_row = max(min(_INCHES_PER_ROW, _ROOMY / rows), _LEAST_INCHES_PER_ROW)
     height = min(max(per_row * rows, 1.2), _MOST_INCHES)
-    figure = matplotlib.figure.Figure(
-        figsize=(_WIDTH_INCHES, height + 1.7), layout="constrained", dpi=_DPI
-    )
+    figure = matplotlib.new_figure(_WIDTH_INCHES, height + 1.7)
     times, memory = figure.subplots(1, 2)
     legends = (
         _draw_times(times, plan, ranks, matplotlib),
@@ -111,52 +94,50 @@ def _title(plan: Plan) -> str:
 def _draw_times(
     axes: Any, plan: Plan, ranks: Sequence[Sequence[int]], matplotlib: Matplotlib
 ) -> list[Any]:
+    """Draws the left side, and returns the legend's entries."""
     bars = [_times_of(stage) for stage in plan.stages]
     per_microbatch = plan.seconds_per_batch / plan.num_microbatches
     alone = all(len(stages) == 1 for stages in ranks)  # a stage has all of its rank's time
-    longest = max(sum(bar) for bar in bars)
+    longest = max(sum(bar.values()) for bar in bars)
     span = max(longest, per_microbatch) if alone else longest
     unit, scale = time_unit("seconds", span)
     for row, bar in enumerate(bars):
-        left = 0.0
-        for (name, colour, hatch), seconds in zip(_TIMES, bar, strict=True):
-            axes.barh(
-                row,
-                scale * seconds,
-                left=scale * left,
-                height=_THIN_BAR if name == _MESSAGES else _BAR,
-                color=colour,
-                hatch=hatch,
-                edgecolor="white",
-                linewidth=0.6,
-            )
-            left += seconds
-    used = [any(bar[index] > 0 for bar in bars) for index in range(len(_TIMES))]
+        _draw_bar(axes, row, bar, scale, _TIME_COLOURS)
     handles = [
-        matplotlib.patches.Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=name)
-        for (name, colour, hatch), is_used in zip(_TIMES, used, strict=True)
-        if is_used
+        matplotlib.legend_patch(name, colour, _HATCHES.get(name))
+        for name, colour in _TIME_COLOURS.items()
+        if any(bar[name] > 0 for bar in bars)
     ]
     if alone:
-        axes.axvline(scale * per_microbatch, color="#333333", linestyle="--", linewidth=1.2)
-        handles.append(
-            matplotlib.lines.Line2D(
-                [], [], color="#333333", linestyle="--", label="a batch / its microbatches"
-            )
-        )
+        axes.axvline(scale * per_microbatch, **_BATCH_LINE)
+        handles.append(matplotlib.legend_line("the pipeline's time per microbatch", **_BATCH_LINE))
     names = [f"stage {i}: {_layers(stage)}" for i, stage in enumerate(plan.stages)]
     _finish(axes, names, f"{unit} of one microbatch", scale * span)
     return handles
 
 
-def _times_of(stage: StagePlan) -> tuple[float, ...]:
-    return (
-        stage.forward,
-        stage.recompute,
-        stage.input_grad,
-        stage.weight_grad,
-        2 * stage.message,
-    )
+def _times_of(stage: StagePlan) -> dict[str, float]:
+    """Seconds of one microbatch, by the name in the legend."""
+    times = (stage.forward, stage.recompute, stage.input_grad, stage.weight_grad, 2 * stage.message)
+    return dict(zip(_TIME_COLOURS, times, strict=True))
+
+
+def _draw_bar(
+    axes: Any, row: int, parts: Mapping[str, float], scale: float, colours: Mapping[str, str]
+) -> None:
+    left = 0.0
+    for name, colour in colours.items():
+        axes.barh(
+            row,
+            scale * parts[name],
+            left=scale * left,
+            height=_THIN_BAR if name == _MESSAGES else _BAR,
+            color=colour,
+            hatch=_HATCHES.get(name),
+            edgecolor="white",
+            linewidth=0.6,
+        )
+        left += parts[name]
 
 
 def _layers(stage: StagePlan) -> str:
@@ -167,40 +148,28 @@ def _layers(stage: StagePlan) -> str:
 def _draw_memory(
     axes: Any, plan: Plan, ranks: Sequence[Sequence[int]], matplotlib: Matplotlib
 ) -> list[Any]:
+    """Draws the right side, and returns the legend's entries."""
     bars = [bytes_of_rank(plan, stages) for stages in ranks]
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
     span = max(sum(bar.values()) for bar in bars)
     span = max([span, *(limit for limit in limits if limit < math.inf)])
-    unit, size = next((name, size) for name, size in _BYTES if span >= size or size == 1)
+    unit, size = next((name, size) for name, size in BYTE_UNITS if span >= size or size == 1)
     for row, (bar, limit) in enumerate(zip(bars, limits, strict=True)):
-        left = 0.0
-        for name, colour in _MEMORY.items():
-            axes.barh(
-                row,
-                bar[name] / size,
-                left=left / size,
-                height=_BAR,
-                color=colour,
-                edgecolor="white",
-                linewidth=0.6,
-            )
-            left += bar[name]
+        _draw_bar(axes, row, bar, 1 / size, _MEMORY_COLOURS)
         if limit < math.inf:
-            axes.plot([limit / size] * 2, [row - 0.5, row + 0.5], color=_LIMIT, linewidth=1.8)
-    handles = [
-        matplotlib.patches.Patch(facecolor=colour, label=name) for name, colour in _MEMORY.items()
-    ]
-    handles.append(
-        matplotlib.lines.Line2D([], [], color=_LIMIT, linewidth=1.8, label="limit of the device")
-    )
+            axes.plot([limit / size] * 2, [row - 0.5, row + 0.5], **_LIMIT_LINE)
     names = [_rank_name(plan, rank, stages) for rank, stages in enumerate(ranks)]
     _finish(axes, names, f"{unit} of a device at its peak", span / size)
-    return handles
+    return [
+        *(matplotlib.legend_patch(name, colour) for name, colour in _MEMORY_COLOURS.items()),
+        matplotlib.legend_line("limit of the device", **_LIMIT_LINE),
+    ]
 
 
 def _rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
     devices = plan.stages[rank].devices
-    shown = ", ".join(map(str, devices[:4])) + (", ..." if len(devices) > 4 else "")
+    shown = ", ".join(map(str, devices[:_MOST_DEVICES]))
+    shown += ", ..." if len(devices) > _MOST_DEVICES else ""
     name = f"device{'s' * (len(devices) > 1)} {shown}"
     if list(stages) == [rank]:
         return name
@@ -209,12 +178,8 @@ def _rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
 
 def _finish(axes: Any, names: Sequence[str], label: str, span: float) -> None:
     step = -(-len(names) // int(_MOST_INCHES / _LEAST_INCHES_PER_ROW))
-    axes.set_yticks(range(0, len(names), step), names[::step])
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    name_rows(axes, names, step)
     axes.set_xlim(0, 1.04 * span)
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)

@@ -3,10 +3,9 @@
     stage 0 |F0F1....B0==f0B1=Uf1b0==..b1==u
     stage 1 |..F0B0==F1B1=Uf0b0==f1b1==U....
 
-A column shows what the stage did at the column's middle, so lengths are proportional to durations
-and an action's columns begin where those of the action before it end. Of a rank with several stages
-the rows stand together, and a stage that waits while the rank does another's work is blank, not
-idle:
+A column shows what the stage did at the column's middle, so lengths are proportional to durations,
+and an action's columns begin where those of the action before it end. If a rank has several stages,
+their rows stand together, and a stage is blank, not idle, while the rank does another's work:
 
     rank 0 stage 0 |F0F1    ....
     rank 0 stage 2 |    F0F1....
@@ -23,45 +22,37 @@ from collections.abc import Iterable, Sequence
 from ..planning.units import format_seconds
 from ..schedules.events import KIND_NAMES, Event, Row, number_batches, row_of, stages_of_rows
 
-# What fills an action's columns after its label.
+# Fills an action's columns after its label.
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}
 
 
 _IDLE = "."
-
-
 _ELSEWHERE = " "  # the rank is not idle, but the stage is
-
-
 _DEFAULT_WIDTH = 100
-
-
 _LEAST_COLUMNS = 10
-
-
 _TOLERANCE = 1e-6  # of a duration or a column: clocks and sums are rounded
 
 
 def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = "seconds") -> str:
-    """Executed or simulated actions as text, such as ``Timeline.gather()`` gives them.
+    """Draws executed or simulated actions as text, such as ``Timeline.gather()`` gives them.
 
-    Each row is a stage (of a replica), the stages of a rank together. An action is its kind and
-    microbatch; the letters of every second batch are small. If no batch has more than one
-    microbatch the number is the batch's. An action too short for its number is the letter alone;
-    one shorter than a column is shown where it hides no other action's label, an update in any
-    case. An update that goes on beside other actions is shown where it begins. A legend below tells
-    the letters that occur, the time of a column and how many actions found no column.
+    Each row is a stage (of a replica), and the stages of a rank stand together. An action is shown
+    by its kind and microbatch; the letters of every second batch are small. If no batch has more
+    than one microbatch, the number is the batch. An action too short for its number is the letter
+    alone; an action shorter than a column is shown where it hides no other action's label, but an
+    update always. An update during other actions is shown where it begins. A legend below explains
+    the letters, and gives the time of a column and the number of actions that are not shown.
 
     Args:
         events: the actions, in any order.
-        width: characters of the longest line; the terminal's if not given, 100 if there is none.
-        unit: what the actions' times count; seconds become ms or us where they are few.
+        width: characters of the longest line; default: the terminal's width, or 100 without one.
+        unit: the unit of the actions' times; short times in seconds are shown in ms or us.
 
     Returns:
         The lines, without a newline at the end.
 
     Raises:
-        ValueError: no events, or a width that leaves no room beside the rows' names.
+        ValueError: there are no events, or the width leaves no room beside the rows' names.
     """
     if not events:
         raise ValueError(
@@ -80,7 +71,7 @@ def draw_text(events: Sequence[Event], *, width: int | None = None, unit: str = 
         )
     origin = min(event.start for event in events)
     per_second = _columns_per_second(events, columns - 1)
-    # One column more than the run takes: for the updates that end it.
+    # One column more than the run takes, for the updates that end it.
     span = max(event.end for event in events) - origin
     columns = min(columns, math.ceil(span * per_second - _TOLERANCE) + 1)
     by_batch = number_batches(events)
@@ -120,7 +111,7 @@ def _name(row: Row, stages: Sequence[int], stage: int, ranks: Iterable[Row]) -> 
 
 
 def _one_at_a_time(actions: Iterable[Event]) -> list[Event]:
-    """In order of time; an update beside other actions lasts no time."""
+    """The actions in order of time; an update during other actions gets no duration."""
     in_order = sorted(actions, key=lambda event: (event.start, event.end))
     others = [event.start for event in in_order if event.kind != "U"]
     return [
@@ -149,7 +140,7 @@ def _label(event: Event, by_batch: bool) -> str:
 
 
 def _columns_per_second(events: Sequence[Event], columns: int) -> float:
-    """As many as fit, rounded down if that gives like actions like lengths."""
+    """The columns that a second gets, rounded down so that equal actions get equal widths."""
     span = max(event.end for event in events) - min(event.start for event in events)
     if span <= 0:
         return 1.0
@@ -172,10 +163,10 @@ def _owners(
     per_second: float,
     columns: int,
 ) -> list[int | None]:
-    """Of each column the number of the action that it shows, None where the stage is idle."""
+    """For each column the number of the action that it shows, None where the stage is idle."""
 
     def first_column(seconds: float) -> int:
-        """The first one whose middle is not before this time."""
+        """The first column whose middle is not before a time."""
         return math.ceil((seconds - origin) * per_second - 0.5 - _TOLERANCE)
 
     owners: list[int | None] = [None] * columns
@@ -187,14 +178,14 @@ def _owners(
             short.append((number, begin))
 
     def price(column: int, taker: Event) -> float:
-        """What is lost if an action takes this column: nothing, filling, a number, a letter."""
+        """The loss if an action takes a column: 0 nothing, 1 filling, 2 a number, 3 a letter."""
         owner = owners[column]
         if owner is None:
             return 0
         left = owners.count(owner) - 1
         if left >= len(labels[owner]):
             return 1
-        # Updates tell where a batch ends and are always short.
+        # Updates show where a batch ends, and are always short.
         if taker.kind != "U" or actions[owner].kind == "U":
             return math.inf
         return 2 if left > 0 else 3
@@ -202,7 +193,7 @@ def _owners(
     last = -1
     for number, begin in short:
         within = math.floor((actions[number].start - origin) * per_second + _TOLERANCE)
-        # Of two idle columns the one that it lies in, else rather the end of the action before.
+        # Of two idle columns the one that the action lies in, else the end of the action before.
         choices = [
             (price(column, actions[number]), owners[column] is None and column != within, column)
             for column in (begin - 1, begin)

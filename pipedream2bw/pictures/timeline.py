@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import io
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..schedules.events import KIND_NAMES, Event, Row, number_batches, row_of, stages_of_rows
+from ..schedules.events import (
+    KIND_NAMES,
+    Event,
+    number_batches,
+    row_name,
+    row_of,
+    stages_of_rows,
+)
+from .canvas import Matplotlib, Picture, name_rows, time_unit
 
-# One hue per weight version: light and dark, of which the kinds' shades are made.
-_HUES = (
+# A light and a dark one for each weight version, of which the kinds' colours are mixed.
+_VERSION_COLOURS = (
     ("#9ecae1", "#3182bd"),
     ("#fdd0a2", "#e6750c"),
     ("#a1d99b", "#31a354"),
@@ -21,67 +26,22 @@ _HUES = (
     ("#fbb4c4", "#c51b5a"),
     ("#d9c7a7", "#8c6d31"),
 )
-
-
-_GREY = ("#d0d0d0", "#808080")  # the legend's
-
-
+_LEGEND_COLOURS = ("#d0d0d0", "#808080")
 _BLACK = "#111111"
-
-
 _LABELS_IN_BLACK = "FIR"
-
-
-_HATCHES = {"R": "////"}  # white, over a forward's shade
-
+_HATCHES = {"R": "////"}  # white, over a forward's colour
 
 _FONT_SIZE = 8.0
-
-
 _SMALL_FONT_SIZE = 5.5
-
-
 _DIGIT_POINTS = 5.2  # at _FONT_SIZE
 
-
 _HEIGHT = 0.8  # of a row's boxes; rows are 1 apart
-
-
 _BESIDE = 0.15  # of the height, for an update beside other actions
-
-
 _STEP = 0.13  # by which the boxes of a rank's next stage are lower
 
-
 _INCHES_PER_ROW = 0.5
-
-
 _MARGIN_INCHES = 1.0  # for the rows' names
-
-
 _LEAST_WIDTH_INCHES, _MOST_WIDTH_INCHES = 13.0, 30.0
-
-
-_DPI = 130
-
-
-_TIMES = (("seconds", 1.0, 10.0), ("milliseconds", 1e3, 10e-3), ("microseconds", 1e6, 0.0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """What :func:`draw_timeline` drew, shown by notebooks; ``figure`` is matplotlib's."""
-
-    figure: Any
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it; the suffix chooses the format (.png, .svg, .pdf)."""
-        self.figure.savefig(path)
-
-    def _repr_png_(self) -> bytes:
-        png = io.BytesIO()
-        self.figure.savefig(png, format="png")
-        return png.getvalue()
 
 
 def draw_timeline(
@@ -92,27 +52,27 @@ def draw_timeline(
     unit: str = "seconds",
     width: float | None = None,
 ) -> Picture:
-    """A picture of executed or simulated actions, such as ``Timeline.gather()`` gives.
+    """Draws executed or simulated actions, such as ``Timeline.gather()`` gives.
 
-    Each row is a rank (of a replica), each box an action: a forward (light) or backward (dark), in
-    two parts an input gradient (between the two) and a weight gradient (darker), with its
-    microbatch, or its batch and microbatch where there is room; if batches have only one
-    microbatch, with its batch. A recomputed forward is hatched. The colour tells the weight version
-    that is read. A black line is an update, its mark in the colour of the version that it makes; a
-    bar above other actions if it goes on beside them. White is idle.
+    Each row is a rank (of a replica), each box an action: a light box is a forward, a dark one a
+    backward; of a backward in two parts the input gradient is lighter, the weight gradient darker.
+    A recomputed forward is hatched. The number is the microbatch, or batch and microbatch where
+    there is room; if batches have only one microbatch, it is the batch. The colour is the weight
+    version that the action reads. A black line is an update, or a thin bar where other actions run
+    at the same time; its mark has the colour of the version that it makes. White is idle.
 
-    Of a rank with several stages the boxes of the first are highest, of the last lowest, and a
-    small number below a box's own is the stage.
+    If a rank has several stages, the boxes of its first stage are highest, those of the last
+    lowest, and the small number below is the stage.
 
     Args:
-        events: the actions; or several lists of them by name (say, one per schedule), drawn under
-            one another to one scale, each beginning at its own first action.
-        path: where to write it, if at all; the suffix chooses the format (.png, .svg, .pdf). A
-            notebook shows what is returned.
-        title: above all.
-        unit: what the actions' times count. Seconds become milliseconds or microseconds where they
-            are few; any other unit is written below the time as it is.
-        width: inches; if not given, 13, or up to 30 where the boxes would be too small for numbers.
+        events: the actions; or several lists of them by name (say, one per schedule), drawn below
+            each other on one scale, each from its own first action on.
+        path: a file to write; its suffix decides the format (.png, .svg, .pdf). A notebook shows
+            the picture that is returned.
+        title: a line above the picture.
+        unit: the unit of the actions' times. Short times in seconds are shown in milliseconds or
+            microseconds; any other unit stands below the time axis as it is.
+        width: inches; default: 13, or up to 30 where the boxes would be too small for numbers.
 
     Raises:
         ValueError: no events, or a width that is not positive.
@@ -134,16 +94,14 @@ def draw_timeline(
     matplotlib = Matplotlib.load("a timeline")
     heights = [len(stages_of_rows(rows)) for rows in panels.values()]
     extra = 0.62 * len(panels) + 1.1  # inches for the panels' titles, the time and the legend
-    figure = matplotlib.figure.Figure(
-        figsize=(width, _INCHES_PER_ROW * sum(heights) + extra), layout="constrained", dpi=_DPI
-    )
+    figure = matplotlib.new_figure(width, _INCHES_PER_ROW * sum(heights) + extra)
     all_axes = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
     ).flatten()
     unit, scale = time_unit(unit, span)
     for axes, (name, rows) in zip(all_axes, panels.items(), strict=True):
-        points_per_time = 72 * max(width - _MARGIN_INCHES, width / 2) / span
-        _Panel(axes, rows, scale, points_per_time, matplotlib).draw()
+        points = 72 * max(width - _MARGIN_INCHES, width / 2) / span
+        _Panel(axes, rows, scale=scale, points_per_time=points, matplotlib=matplotlib).draw()
         axes.set_xlim(0, scale * span)
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold", pad=8)
     all_axes[-1].set_xlabel(unit)
@@ -162,26 +120,6 @@ def draw_timeline(
     return picture
 
 
-@dataclasses.dataclass(frozen=True)
-class Matplotlib:
-    """matplotlib's modules; no pyplot, so neither a display nor a global state is touched."""
-
-    figure: Any
-    lines: Any
-    patches: Any
-
-    @classmethod
-    def load(cls, what: str) -> Matplotlib:
-        try:
-            names = (field.name for field in dataclasses.fields(cls))
-            return cls(*(importlib.import_module(f"matplotlib.{name}") for name in names))
-        except ImportError as error:
-            raise ImportError(
-                f"drawing {what} needs matplotlib, which cannot be imported ({error}): "
-                "pip install matplotlib"
-            ) from error
-
-
 class _Panel:
     """The rows of one list of events."""
 
@@ -189,6 +127,7 @@ class _Panel:
         self,
         axes: Any,
         events: Sequence[Event],
+        *,
         scale: float,
         points_per_time: float,
         matplotlib: Matplotlib,
@@ -213,22 +152,19 @@ class _Panel:
             draw = self._draw_update if event.kind == "U" else self._draw_box
             draw(event, (left, top, width, height))
         several = len({replica for replica, _ in rows}) > 1
-        names = [_name(row, self._stages[row], several) for row in rows]
-        self._axes.set_yticks(range(len(rows)), names)
-        self._axes.set_ylim(len(rows) - 0.5, -0.5)
-        self._axes.tick_params(axis="y", length=0)
-        for side in ("top", "right", "left"):
-            self._axes.spines[side].set_visible(False)
+        names = [row_name(row, self._stages[row]).replace(": ", "\n") for row in rows]
+        if several:
+            names = [f"replica {r}, {name}" for (r, _), name in zip(rows, names, strict=True)]
+        name_rows(self._axes, names)
 
     def _draw_box(self, event: Event, box: tuple[float, float, float, float]) -> None:
         left, top, width, height = box
-        face = _face(event.kind, _HUES[event.version % len(_HUES)])
         self._axes.add_patch(
             self._matplotlib.patches.Rectangle(
                 (left, top),
                 width,
                 height,
-                facecolor=face,
+                facecolor=_colour(event.kind, _colours(event.version)),
                 edgecolor="white",
                 linewidth=0.7,
                 hatch=_HATCHES.get(event.kind),
@@ -268,28 +204,19 @@ class _Panel:
                 zorder=3,
             )
         )
-        made = _HUES[event.version % len(_HUES)][1]
-        self._axes.plot(left + width / 2, top - 0.07, clip_on=False, **_update_mark(made))
+        mark = _update_mark(_colours(event.version)[1])
+        self._axes.plot(left + width / 2, top - 0.07, clip_on=False, **mark)
 
     def _label(self, event: Event) -> str:
-        """What fits into the box: batch and microbatch, one number, or nothing."""
-        number = event.batch if self._number_batches else event.microbatch
-        long = f"{event.kind} {event.batch}.{event.microbatch}"
+        """The longest label that fits into the box: batch and microbatch, a number, or none."""
+        number, long = event.microbatch, f"{event.kind} {event.batch}.{event.microbatch}"
         if self._number_batches:
-            long = f"{event.kind} {event.batch}"
+            number, long = event.batch, f"{event.kind} {event.batch}"
         points = self._points_per_time * (event.end - event.start)
         for label, spare in ((long, 2.0), (str(number), 0.4)):
             if _DIGIT_POINTS * (len(label) + spare) <= points:
                 return label
         return ""
-
-
-def _name(row: Row, stages: Sequence[int], several_replicas: bool) -> str:
-    replica, rank = row
-    name = f"stage {stages[0]}"
-    if stages != [rank]:
-        name = f"rank {rank}\nstages {', '.join(map(str, stages))}"
-    return f"replica {replica}, {name}" if several_replicas else name
 
 
 def _fitting_width(panels: Sequence[Sequence[Event]], span: float) -> float:
@@ -308,15 +235,12 @@ def _fitting_width(panels: Sequence[Sequence[Event]], span: float) -> float:
     return min(max(needed, _LEAST_WIDTH_INCHES), _MOST_WIDTH_INCHES)
 
 
-def time_unit(unit: str, span: float) -> tuple[str, float]:
-    """The unit of the axis, and how many of them one of the events' units is."""
-    if unit != "seconds":
-        return unit, 1.0
-    return next((name, scale) for name, scale, least in _TIMES if span >= least)
+def _colours(version: int) -> tuple[str, str]:
+    return _VERSION_COLOURS[version % len(_VERSION_COLOURS)]
 
 
-def _face(kind: str, hue: tuple[str, str]) -> str:
-    light, dark = hue
+def _colour(kind: str, colours: tuple[str, str]) -> str:
+    light, dark = colours
     shades = {
         "F": light,
         "R": light,
@@ -328,7 +252,7 @@ def _face(kind: str, hue: tuple[str, str]) -> str:
 
 
 def _mixed(a: str, b: str, share: float) -> str:
-    """Colours of the form "#rrggbb": ``share`` of b, the rest of a."""
+    """A mixture of two colours of the form "#rrggbb": ``share`` of b, the rest of a."""
     parts = [
         round((1 - share) * int(a[i : i + 2], 16) + share * int(b[i : i + 2], 16))
         for i in (1, 3, 5)
@@ -342,33 +266,28 @@ def _update_mark(colour: str) -> dict[str, Any]:
 
 def _legend(panels: Sequence[Sequence[Event]], matplotlib: Matplotlib) -> list[Any]:
     events = [event for rows in panels for event in rows]
-    patch = matplotlib.patches.Patch
     kinds = {event.kind for event in events}
     handles = [
-        patch(
-            facecolor=_face(kind, _GREY),
-            edgecolor="white",
-            linewidth=0,
-            hatch=_HATCHES.get(kind),
-            label=f"{kind}: {name}",
+        matplotlib.legend_patch(
+            f"{kind}: {name}", _colour(kind, _LEGEND_COLOURS), _HATCHES.get(kind)
         )
         for kind, name in KIND_NAMES.items()
         if kind in kinds and kind != "U"
     ]
     if "U" in kinds:
-        mark = matplotlib.lines.Line2D([], [], **_update_mark(_BLACK), label="U: update")
-        handles.append(mark)
+        handles.append(matplotlib.legend_line("U: update", **_update_mark(_BLACK)))
     versions = sorted({event.version for event in events})
-    for version in versions[: len(_HUES)]:
-        again = version + len(_HUES)
+    for version in versions[: len(_VERSION_COLOURS)]:
+        again = version + len(_VERSION_COLOURS)
         name = f"versions {version}, {again}, …" if again in versions else f"version {version}"
-        handles.append(patch(facecolor=_HUES[version % len(_HUES)][1], label=f"weight {name}"))
-    handles.append(patch(facecolor="white", edgecolor="#888888", label="white: idle"))
+        handles.append(matplotlib.legend_patch(f"weight {name}", _colours(version)[1]))
+    idle = {"facecolor": "white", "edgecolor": "#888888", "label": "white: idle"}
+    handles.append(matplotlib.patches.Patch(**idle))
     meanings = {
         "batch (of one microbatch)" if number_batches(rows) else "[batch.]microbatch"
         for rows in panels
     }
     notes = [f"number: {', or '.join(sorted(meanings))}"]
     if any(len(stages) > 1 for rows in panels for stages in stages_of_rows(rows).values()):
-        notes.append("higher to lower, small number: stage")
-    return handles + [matplotlib.lines.Line2D([], [], linestyle="", label=note) for note in notes]
+        notes.append("small number: stage")
+    return handles + [matplotlib.legend_line(note) for note in notes]

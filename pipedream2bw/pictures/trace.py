@@ -1,4 +1,4 @@
-"""Actions as files: a trace for chrome://tracing and Perfetto, and JSON to be read again."""
+"""Writes actions as files: a trace for chrome://tracing and Perfetto, and JSON to read again."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from typing import Any
 
 from ..checks import check_whole_number
 from ..json_document import Field, read_document
-from ..schedules.events import KIND_NAMES, Event, Row, row_of, stages_of_rows
+from ..schedules.events import KIND_NAMES, Event, Row, row_name, row_of, stages_of_rows
 
 _FORMAT = "pipedream2bw.events"
-
-
 _VERSION = 2
-
-
 _FIELDS = [field.name for field in dataclasses.fields(Event)]
-
-
-_ARGUMENTS = ("batch", "microbatch", "version", "stage")  # what a trace shows of an action
+_ARGUMENTS = ("batch", "microbatch", "version", "stage")  # of an action in a trace
 
 
 def write_trace(events: Sequence[Event], path: str | os.PathLike[str]) -> None:
@@ -96,16 +90,13 @@ def write_trace(events: Sequence[Event], path: str | os.PathLike[str]) -> None:
 
 
 def _names(rows: dict[Row, list[int]], threads: dict[Row, int]) -> Iterator[dict[str, Any]]:
-    """Of processes and threads; and their order, which would be the names' own: 10 before 2."""
+    """Names of processes and threads, and their order: sorted by name 10 would come before 2."""
     for replica in sorted({replica for replica, _ in rows}):
         yield _metadata("process_name", replica, 0, name=f"replica {replica}")
         yield _metadata("process_sort_index", replica, 0, sort_index=replica)
     for (replica, rank), stages in rows.items():
         thread = threads[replica, rank]
-        name = f"stage {stages[0]}"
-        if stages != [rank]:
-            name = f"rank {rank}: stages {', '.join(map(str, stages))}"
-        yield _metadata("thread_name", replica, thread, name=name)
+        yield _metadata("thread_name", replica, thread, name=row_name((replica, rank), stages))
         yield _metadata("thread_sort_index", replica, thread, sort_index=rank)
 
 
@@ -114,7 +105,7 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _messages(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Who sends to whom between neighbouring stages: F to F, and B or I back to B or I."""
+    """Sender and receiver of each message: F to the next stage's F, B or I to the B or I before."""
 
     def key(event: Event, stage: int) -> tuple[int, int, bool, int, int]:
         return event.replica, stage, event.kind == "F", event.batch, event.microbatch

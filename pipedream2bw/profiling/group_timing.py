@@ -22,10 +22,7 @@ from .layer_groups import Group
 from .loss_graph import LossGraph
 
 _WARMUP_ROUNDS = 2
-
-
 _FEWEST_ROUNDS = 5
-
 
 # Of groups that do the same, so many are timed: the weights of a single one would stay in a cache
 # that a real stage's weights do not fit in.

@@ -22,14 +22,10 @@ from ..capture.captured import Captured
 
 # A group takes at least so many nominal seconds, or such a part of the model's.
 _LEAST_SECONDS = 200e-6
-
-
 _LEAST_PART = 1 / 32
-
 
 # A larger one is divided even where many bytes cross, so that stages can take equally long.
 _MOST_PART = 1 / 16
-
 
 # Settings of modules that are equal if their texts are.
 _PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device, type(None))

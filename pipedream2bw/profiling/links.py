@@ -18,19 +18,10 @@ from .profile import Profile
 from .records import ProfiledLinks
 
 _SMALL_BYTES = 64
-
-
 _ROUND_TRIPS = 21
-
-
 _UNDER_WAY = 4
-
-
 _SUMS = 5
-
-
 _SMALLEST_MESSAGE, _LARGEST_MESSAGE = 64 * 2**10, 16 * 2**20
-
 
 # Replicas add up their gradients in buckets of 25 MiB or less.
 _SUM_BYTES = (64 * 2**10, 2**20, 8 * 2**20, 25 * 2**20)

@@ -26,8 +26,6 @@ from .records import (
 )
 
 FORMAT = "pipedream2bw.profile"
-
-
 VERSION = 2
 
 

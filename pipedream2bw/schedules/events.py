@@ -60,6 +60,14 @@ def stages_of_rows(events: Iterable[Event]) -> dict[Row, list[int]]:
     return {row: sorted(stages[row]) for row in sorted(stages)}
 
 
+def row_name(row: Row, stages: Sequence[int]) -> str:
+    """The name of a rank's row: "stage 1", or "rank 1: stages 1, 3" of a rank with several."""
+    _, rank = row
+    if stages == [rank]:
+        return f"stage {rank}"
+    return f"rank {rank}: stages {', '.join(map(str, stages))}"
+
+
 def number_batches(events: Sequence[Event]) -> bool:
     """Whether actions are told apart by their batch, since no batch has two microbatches."""
     return len({event.microbatch for event in events}) == 1
