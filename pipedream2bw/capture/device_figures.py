@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import check_number
+
 
 class Work(NamedTuple):
     """What one operator does."""
@@ -56,16 +58,14 @@ class DeviceFigures:
             known = ", ".join(map(str, self.flops_per_second)) or "none"
             raise ValueError(f"flops_per_second: torch.float32 is missing, given: {known}")
         for dtype, rate in self.flops_per_second.items():
-            _check_positive(f"flops_per_second[{dtype}]", rate)
+            check_number(f"flops_per_second[{dtype}]", rate, below=math.inf)
         for name in ("bytes_per_second", "memory_bytes", "efficiency", "memory_efficiency"):
-            _check_positive(name, getattr(self, name))
+            check_number(name, getattr(self, name), below=math.inf)
         for name in ("efficiency", "memory_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}: {getattr(self, name)}, it must be at most 1")
-        if not 0 <= self.seconds_per_operator < math.inf:
-            raise ValueError(
-                f"seconds_per_operator: {self.seconds_per_operator}, it must be >= 0 and finite"
-            )
+        seconds = self.seconds_per_operator
+        check_number("seconds_per_operator", seconds, at_least=0, below=math.inf)
 
     def seconds(
         self,
@@ -99,11 +99,6 @@ class DeviceFigures:
     def _rate(self, dtype: torch.dtype) -> float:
         peaks = self.flops_per_second
         return peaks.get(dtype, peaks[torch.float32]) * self.efficiency
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: {value}, it must be > 0 and finite")
 
 
 NOMINAL = DeviceFigures(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 
 from .. import _C
-from ..checks import check_whole_number
+from ..checks import check_number, check_whole_number
 from ..profiling.profile import Profile
 from .calibration import Calibration
 from .cluster import Cluster
@@ -29,10 +29,7 @@ _OBJECTIVES = ("throughput", "cost", "memory")
 def check_batch(batch: object, largest_batch: object) -> None:
     """Raises ValueError or TypeError."""
     for name, rows in (("batch", batch), ("largest_batch", largest_batch)):
-        check_whole_number(name, rows)
-        assert isinstance(rows, int)
-        if rows > MOST_ROWS:
-            raise ValueError(f"{name}: {rows} rows, it must be at most {MOST_ROWS}")
+        check_whole_number(name, rows, at_most=MOST_ROWS)
 
 
 def chosen_schedules(given: object) -> list[str]:
@@ -78,13 +75,10 @@ def check_objective(
         raise TypeError(f"objective: {objective!r} given, it must be a name")
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective: {objective!r}, known: {', '.join(_OBJECTIVES)}")
-    _check_at_least_0("slack", slack)
+    check_number("slack", slack, at_least=0, below=math.inf)
     if num_batches is not None:
-        check_whole_number("num_batches", num_batches)
-        assert isinstance(num_batches, int)
-        if num_batches > _MOST_BATCHES:
-            raise ValueError(f"num_batches: {num_batches}, it must be at most {_MOST_BATCHES}")
-    _check_at_least_0("start_within", start_within)
+        check_whole_number("num_batches", num_batches, at_most=_MOST_BATCHES)
+    check_number("start_within", start_within, at_least=0, below=math.inf)
     if start_within and (objective != "cost" or num_batches is None):
         raise ValueError(
             f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
@@ -202,13 +196,6 @@ def _names(name: str, given: object, known: Sequence[str]) -> list[str]:
         if each not in known:
             raise ValueError(f"{name}: {each!r}, known: {', '.join(known)}")
     return list(names)
-
-
-def _check_at_least_0(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: {value!r} given, it must be a number")
-    if not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name}: {value}, it must be >= 0 and finite")
 
 
 _GIB = 2.0**30

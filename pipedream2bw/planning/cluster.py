@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -49,7 +48,7 @@ class DeviceType:
         if not isinstance(self.name, str):
             raise TypeError(f"device type: name: {self.name!r} given, it must be a str")
         where = f"device type {self.name}"
-        _check_count(f"{where}: count", self.count)
+        check_whole_number(f"{where}: count", self.count, at_most=MOST_DEVICES)
         check_number(f"{where}: throughput", self.throughput, below=math.inf)
         if self.memory is not None:
             parse_bytes(f"{where}: memory", self.memory)
@@ -81,9 +80,9 @@ class Cluster:
     links: tuple[Link, ...]
 
     def __post_init__(self) -> None:
-        _check_count("devices", self.num_devices)
+        check_whole_number("devices", self.num_devices, at_most=MOST_DEVICES)
         for size in self.sizes:
-            _check_count(f"{self.topology}: sizes", size)
+            check_whole_number(f"{self.topology}: sizes", size, at_most=MOST_DEVICES)
 
     @property
     def num_devices(self) -> int:
@@ -112,7 +111,7 @@ class Cluster:
         Raises:
             ValueError, TypeError: names the field, what was given and what is allowed.
         """
-        _check_count("devices_per_server", devices_per_server)
+        check_whole_number("devices_per_server", devices_per_server, at_most=MOST_DEVICES)
         links = (
             _link("inside", inside, inside_latency),
             _link("outside", outside, outside_latency),
@@ -144,8 +143,8 @@ class Cluster:
         Raises:
             ValueError, TypeError: as :meth:`servers`.
         """
-        _check_count("rows", rows)
-        _check_count("columns", columns)
+        check_whole_number("rows", rows, at_most=MOST_DEVICES)
+        check_whole_number("columns", columns, at_most=MOST_DEVICES)
         types = _types(rows * columns if devices is None else devices)
         links = (_link("row", row, row_latency), _link("column", column, column_latency))
         return cls(types, "mesh", (rows, columns), links)
@@ -195,7 +194,7 @@ def as_cluster(
         return devices
     types = _types(devices)
     count = sum(each.count for each in types)
-    _check_count("devices", count)
+    check_whole_number("devices", count, at_most=MOST_DEVICES)
     if links is None:
         return Cluster(types, "servers", (count,), ((0.0, math.inf), (0.0, math.inf)))
     if len(links.bandwidth) < count:
@@ -219,15 +218,8 @@ def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
                 "Cluster"
             )
         return tuple(devices)
-    _check_count("devices", devices)
+    check_whole_number("devices", devices, at_most=MOST_DEVICES)
     return (DeviceType("device", devices),)
-
-
-def _check_count(name: str, count: object) -> None:
-    check_whole_number(name, count)
-    assert isinstance(count, int)
-    if count > MOST_DEVICES:
-        raise ValueError(f"{name}: {count}, it must be at most {MOST_DEVICES}")
 
 
 def _check_prices(name: str, given: object) -> None:
@@ -244,8 +236,7 @@ def _check_prices(name: str, given: object) -> None:
         if not before < hour < math.inf:
             raise ValueError(f"{name}: hour {hour} after {before}, hours must rise and be finite")
     for hour, price in hours_and_prices:
-        if not 0 <= price <= sys.float_info.max:
-            raise ValueError(f"{name}: {price} at hour {hour}, it must be >= 0 and finite")
+        check_number(f"{name} at hour {hour}", price, at_least=0, below=math.inf)
 
 
 def _is_list(given: object) -> TypeGuard[Sequence[Any]]:

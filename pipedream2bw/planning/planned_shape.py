@@ -75,10 +75,7 @@ class PlannedShape:
 def check_sizes(sizes: object) -> None:
     """Raises ValueError or TypeError unless every size is a number within its limits."""
     for name, most in MOST.items():
-        size = getattr(sizes, name)
-        check_whole_number(name, size)
-        if size > most:
-            raise ValueError(f"{name}: {size}, it must be at most {most}")
+        check_whole_number(name, getattr(sizes, name), at_most=most)
     v, m = (getattr(sizes, name) for name in ("stages_per_rank", "num_microbatches"))
     if v * m >= 2**31:
         raise ValueError(
