@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.clone import structural_clone
-from ..model.refusals import check_capturable
+from ..model.clone import copies_of_buffers, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallLayout
 from .captured import Captured, build_captured, first_layers
@@ -59,7 +58,6 @@ def capture(
             cloned.
     """
     root = as_root(model)
-    check_capturable(root)
     first = root.children_in_order()[0] if isinstance(root, ModuleChain) else root
     layout = CallLayout(first.forward, tuple(example_args), dict(example_kwargs or {}))
     _check_rows(layout, set(replicated))
@@ -181,12 +179,7 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     error = captured.costs.error
     if error is None:
         return captured
-    clone = structural_clone(root, {})
-    for module in clone.modules():
-        module._buffers = {
-            name: None if buffer is None else buffer.clone()
-            for name, buffer in module._buffers.items()
-        }
+    clone = structural_clone(root, {}, copies_of_buffers(root))
     examples = [leaf.example.detach().clone() for leaf in captured.layout.tensors]
     args, kwargs = captured.layout.rebuild(examples)
     try:

@@ -150,21 +150,14 @@ class _DryRun:
         return self._result
 
     def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:
-        fakes = {
-            parameter: nn.Parameter(
-                self._mode.from_tensor(parameter.detach()), parameter.requires_grad
-            )
-            for parameter in root.parameters()
+        """Clones the model over fake tensors, and gives the names of the clone's buffers by id."""
+        parameters = {
+            old: nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
+            for old in root.parameters()
         }
-        copy = structural_clone(root, fakes)
-        buffers = {id(buffer): self._mode.from_tensor(buffer.detach()) for buffer in root.buffers()}
-        names = {id(buffers[id(buffer)]): name for name, buffer in root.named_buffers()}
-        for module in copy.modules():
-            module._buffers = {
-                name: None if buffer is None else buffers[id(buffer)]
-                for name, buffer in module._buffers.items()
-            }
-        return copy, names
+        buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
+        names = {id(buffers[old]): name for name, old in root.named_buffers()}
+        return structural_clone(root, parameters, buffers), names
 
     def _layer(self, node: fx.Node) -> None:
         parameters, buffers = self._held_by(node)

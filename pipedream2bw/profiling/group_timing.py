@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..capture.saved_bytes import SavedCounter
-from ..model.clone import structural_clone
+from ..model.clone import copies_of_buffers, structural_clone
 from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
@@ -133,7 +133,7 @@ def _spread_out(members: Sequence[int]) -> list[int]:
 def _own_copy(root: nn.Module) -> nn.Module:
     """A clone with gradients and buffers of its own over the same weights."""
     own = {old: nn.Parameter(old.detach(), old.requires_grad) for old in root.parameters()}
-    return structural_clone(root, own, own_buffers=True)
+    return structural_clone(root, own, copies_of_buffers(root))
 
 
 def _first_pass(

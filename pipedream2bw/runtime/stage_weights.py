@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..model.clone import copy_training_flags, structural_clone
+from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
@@ -345,7 +345,7 @@ def _another(
 def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
     """The model over parameters and buffers of its own, for a second pipeline in this process."""
     parameters = {parameter: _another(parameter, precision) for parameter in model.parameters()}
-    return structural_clone(model, parameters, own_buffers=True)
+    return structural_clone(model, parameters, copies_of_buffers(model))
 
 
 def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[StageWeights]]:
