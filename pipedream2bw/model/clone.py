@@ -61,7 +61,9 @@ class _Cloner:
         buffers: Mapping[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         self._tensors: dict[Any, torch.Tensor] = {**parameters, **(buffers or {})}
-        self._mapped = {"_parameters", "_modules"} | ({"_buffers"} if buffers is not None else set())
+        self._mapped = {"_parameters", "_modules"} | (
+            {"_buffers"} if buffers is not None else set()
+        )
         self._modules: dict[int, nn.Module] = {}  # by id of the original
 
     def module(self, original: nn.Module) -> nn.Module:

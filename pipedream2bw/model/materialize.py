@@ -61,7 +61,10 @@ def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, 
         if isinstance(old, nn.Parameter)
     }
     try:
-        yield structural_clone(root, parameters, buffers=tensors), pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example)
+        yield (
+            structural_clone(root, parameters, buffers=tensors),
+            pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example),
+        )
     finally:
         for tensor in tensors.values():
             tensor.untyped_storage().resize_(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: dict[int, torch.UntypedStorage] = {}
         kept = {geometry.storage for geometry in wanted}
         steps = self._needed_for(kept)
-        last_use = {storage: i for i, step in enumerate(steps) for storage in step.reads | step.made}
+        last_use = {
+            storage: i for i, step in enumerate(steps) for storage in step.reads | step.made
+        }
         with random_state_kept(), torch.no_grad():
             for i, step in enumerate(steps):
                 step.run(storages)
@@ -180,7 +182,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Step:
     """An operator that made a storage or wrote to one."""
 
-    call: Callable[..., Any]
+    call: Any  # an operator of torch
     arguments: list[Any]  # flat; tensors are geometries, or constants from outside
     spec: pytree.TreeSpec
     writes: frozenset[int] = frozenset()  # storages

@@ -219,7 +219,7 @@ def capture(checked: Checked, grid: RankGrid) -> Captured:
 def start(captured: Captured, control: ControlPlane) -> Session:
     """Takes the model over: weights into the engine's buffers, threads, channels."""
     checked = captured.checked
-    checked.stage_options.precision.take_over()
+    checked.stage_options.precision.convert()
     stages = LocalStages(
         root=checked.root,
         mode=checked.modes.first,
