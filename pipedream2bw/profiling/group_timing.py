@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..capture.saved_bytes import SavedCounter
+from ..capture.saved_bytes import SavedBytes
 from ..model.clone import copies_of_buffers, structural_clone
+from ..model.storages import storage_of
 from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
@@ -138,18 +139,18 @@ def _own_copy(root: nn.Module) -> nn.Module:
 
 def _first_pass(
     run: Run, root: nn.Module, programs: Sequence[StageProgram]
-) -> tuple[SavedCounter, list[int], list[list[Any]]]:
+) -> tuple[SavedBytes, list[int], list[list[Any]]]:
     """What autograd saves, also by group, and each group's inputs. Runs the model once."""
     own = _own_copy(root)
     values: dict[str, Any] = dict(run.inputs)
-    counter = SavedCounter([*own.parameters(), *own.buffers(), *run.inputs.values()])
+    counter = SavedBytes(map(storage_of, (*own.parameters(), *own.buffers(), *run.inputs.values())))
     saved, inputs = [], []
     graphs = []  # kept until all is counted: a storage is told by where it is
     for program in programs:
         inputs.append(_leaves([values[name] for name in program.inputs]))
-        with counter.hooks:
+        with counter:
             outputs = program.bind(own)(inputs[-1])
-        saved.append(counter.take())
+        saved.append(counter.end_part())
         graphs.append(outputs)
         values.update(zip(program.outputs, outputs, strict=True))
     return counter, saved, inputs

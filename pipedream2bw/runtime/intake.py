@@ -98,7 +98,7 @@ class Intake:
     def _rows(self, given: Given, mode: Mode) -> int:
         captured = mode.captured
         named = [
-            (f"argument {captured.layout.tensors[position].path}", value)
+            (f"argument {captured.signature.tensors[position].path}", value)
             for position, value, keep in zip(
                 captured.input_positions, given.values, given.whole, strict=True
             )

@@ -15,6 +15,7 @@ from torch import nn
 from .. import _C
 from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
+from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
@@ -268,7 +269,7 @@ class StageWeights:
         """The storages of weights and buffers."""
         slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return set(map(storage_of, tensors))
 
     def held_tensors(self) -> list[torch.Tensor]:
         """The newest weights and their masters, frozen ones and buffers."""
