@@ -48,7 +48,7 @@ class Captured:
         layer_parameters, layer_buffers: qualified names of what each layer uses.
         parameter_names, buffer_names: qualified names of all that the model has, in its order.
         costs: what the dry run found out.
-        attribute_of: tells what a get_attr or call_module node of the graph refers to.
+        attribute_of: returns what a get_attr or call_module node of the graph refers to.
         signature: the tensors of the example call.
         input_positions: the position of each of ``model_inputs`` among the signature's tensors.
     """

@@ -147,7 +147,7 @@ def _of_torch_distributed(path: Path) -> Checkpoint:
             if isinstance(about, TensorStorageMetadata):
                 state[name] = torch.empty(about.size, dtype=about.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does not ask the other processes
+            warnings.simplefilter("ignore")  # about loading without the other processes
             load(state, storage_reader=FileSystemReader(path), no_dist=True)
         return state
 

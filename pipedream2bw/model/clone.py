@@ -87,7 +87,7 @@ class _Cloner:
         return clone
 
     def _counterpart(self, item: Any) -> Any:
-        """What the clone has in the place of something that the original refers to."""
+        """Returns what the clone has in the place of ``item``."""
         if isinstance(item, torch.Tensor):
             return self._tensors.get(item, item)
         if isinstance(item, nn.Module):

@@ -73,7 +73,7 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
     new: dict[torch.Tensor, torch.Tensor] = dict(zip(plain, values, strict=True))
     new.update((tensor, _promise(tensor, tape)) for tensor in fakes if tensor not in new)
     replace_tensors(modules, lambda tensor: new.get(tensor, tensor))
-    return_freed_memory()  # in which random numbers were drawn
+    return_freed_memory()  # random numbers were drawn in it
     return model
 
 

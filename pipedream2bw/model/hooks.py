@@ -78,7 +78,7 @@ class LateHooks:
 
 
 def _called(root: nn.Module, graph: fx.Graph) -> Iterator[nn.Module]:
-    """The modules that the graph calls or gives to a function."""
+    """Yields the modules that the graph calls or gives to a function."""
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
             with contextlib.suppress(AttributeError):  # a parameter's name

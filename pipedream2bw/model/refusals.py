@@ -1,4 +1,4 @@
-"""What a user's module must not have to be trained by a pipeline."""
+"""What a model must not have if a pipeline is to train it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .storages import storage_of
 def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
     """Refuses a model that a pipeline cannot train.
 
-    Looks at its modules, at its parameters and buffers one by one, at the memory that these share,
-    and at ``loss_fn``, in this order. Values are not looked at: tensors may be on meta.
+    Looks at its modules, at its parameters and buffers one by one, at the memory that they share,
+    and at ``loss_fn``, in this order. No value is read: tensors may be on meta.
 
     Raises:
-        ValueError: names what is in the way, and what to do.
+        ValueError: a module, parameter, buffer or ``loss_fn`` breaks a rule; the message names it.
         TypeError: a module cannot be cloned.
     """
     for name, module in root.named_modules():
@@ -78,7 +78,7 @@ def refuse_valueless(root: nn.Module) -> None:
 
 
 def check_example(args: object, kwargs: object) -> None:
-    """Raises TypeError unless these are a tuple of arguments and a mapping."""
+    """Raises TypeError unless the example's arguments are a tuple and a mapping."""
     if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows
         raise TypeError(
             f"example_args: {type(args).__name__} given, it must be a tuple of the positional "
@@ -197,7 +197,7 @@ def _refuse_views(root: nn.Module) -> None:
 
 
 def _other_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with memory, but Parameters, that modules hold, each after its name in a text."""
+    """Yields the tensors that modules hold, without Parameters, each after its name in messages."""
     for owner, module in root.named_modules():
         prefix = f"{owner}." if owner else ""
         # The old spectral_norm keeps the weight there until its hook has made another one.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 Replace = Callable[[Any], Any]
-"""Gives what to put in the place of something, or that itself."""
+"""Returns what to put in the place of an item, or the item."""
 
 
 def replaced(value: Any, replace: Replace, *, in_place: bool = False, depth: int = 2) -> Any:
@@ -46,10 +46,10 @@ def replaced(value: Any, replace: Replace, *, in_place: bool = False, depth: int
 def replace_tensors(
     modules: Iterable[nn.Module], new_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Puts ``new_of(tensor)`` where the modules hold ``tensor``: what a structural clone maps, too.
+    """Puts ``new_of(tensor)`` where the modules hold ``tensor``.
 
-    That is among their parameters and buffers, and in plain attributes as deep as :func:`replaced`
-    looks.
+    They hold tensors as parameters and buffers, and in plain attributes as deep as
+    :func:`replaced` looks.
     """
 
     def replace(item: Any) -> Any:
@@ -61,7 +61,10 @@ def replace_tensors(
 
 
 def tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that :func:`replace_tensors` finds, each after the attribute that holds it."""
+    """Lists the tensors that a module holds, each after the name of the attribute.
+
+    These are the tensors that :func:`replace_tensors` replaces.
+    """
     found: list[tuple[str, torch.Tensor]] = []
     for name, value in _attributes(module):
 

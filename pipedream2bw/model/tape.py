@@ -32,7 +32,7 @@ _OVERWRITING = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
     """A tensor as a view of a recorded storage."""
 
@@ -70,11 +70,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "takes strided ones only: construct the model without it"
             )
         return Geometry(
-            storage_of(tensor),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
+            storage=storage_of(tensor),
+            dtype=tensor.dtype,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
         )
 
     def make(self, wanted: Sequence[Geometry]) -> list[torch.Tensor]:
@@ -112,7 +112,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec = pytree.tree_flatten((args, kwargs))
         with _disable_current_modes():
             writes = frozenset(map(storage_of, _written(func, args, kwargs)))
-            step = _Step(func, [self._kept(item) for item in flat], spec, writes)
+            arguments = [self._kept(item) for item in flat]
+            step = _Step(call=func, arguments=arguments, spec=spec, writes=writes)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._draw(step)
         try:
@@ -158,7 +159,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def constant(value: torch.Tensor) -> torch.Tensor:
             fake = self.fake.from_tensor(value)
             _, spec = pytree.tree_flatten(((value,), {}))
-            self._record(_Step(torch.ops.aten.clone.default, [value], spec), fake)
+            step = _Step(call=torch.ops.aten.clone.default, arguments=[value], spec=spec)
+            self._record(step, fake)
             return fake
 
         result = step.execute(self._real(step.arguments, scratch=False))
@@ -178,7 +180,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._steps.append(step)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Step:
     """An operator that made a storage or wrote to one."""
 
@@ -191,7 +193,7 @@ class _Step:
 
     @functools.cached_property
     def reads(self) -> set[int]:
-        """The storages of all arguments, also of those that it writes to."""
+        """The storages of all arguments, also of those that the operator writes to."""
         return {item.storage for item in self.arguments if isinstance(item, Geometry)}
 
     @functools.cached_property

@@ -51,7 +51,7 @@ def generate(
         title: the stage, in tracebacks.
         inputs, outputs: names of nodes; an output node among ``nodes`` gives its value under its
             own name.
-        attribute_of: tells what a get_attr or call_module node refers to.
+        attribute_of: returns what a get_attr or call_module node refers to.
         cloned_inputs: inputs that are copied first, as the stage writes to them in place.
         sizes: values that are sizes of an input: name -> (input, dimension).
         block_of: names the recomputed block that a node belongs to.

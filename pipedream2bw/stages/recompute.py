@@ -113,7 +113,7 @@ class Replayer:
 
 
 class Replay:
-    """What a forward read and may have changed when it is run again."""
+    """The state that a forward read, for the time when it is run again."""
 
     def __init__(self, generator: _Generator | None) -> None:
         self.inputs: list[torch.Tensor] = []
@@ -170,7 +170,7 @@ class Replay:
         if not torch.equal(reached, self.drawn_from) and not torch.equal(reached, self.drawn_to):
             raise RuntimeError(
                 "recompute: a forward cannot be run again as it was: another thread drew random "
-                "numbers from the device's default generator meanwhile; give what runs beside the "
+                "numbers from the device's default generator meanwhile; give what runs next to the "
                 "pipeline its own torch.Generator"
             )
 
