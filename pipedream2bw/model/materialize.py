@@ -60,9 +60,10 @@ def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, 
         for old, new in tensors.items()
         if isinstance(old, nn.Parameter)
     }
+    buffers = {old: new for old, new in tensors.items() if old not in parameters}
     try:
         yield (
-            structural_clone(root, parameters, buffers=tensors),
+            structural_clone(root, parameters, buffers),
             pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example),
         )
     finally:

@@ -65,8 +65,8 @@ def refuse_valueless(root: nn.Module) -> None:
     for name, buffer in root.named_buffers():
         if buffer.is_meta and id(buffer) not in in_checkpoints:
             raise ValueError(
-                f"buffer {name}: on meta and not persistent, it must be one of the two at most, "
-                f"since no checkpoint has its values: {how}"
+                f"buffer {name}: on meta and not persistent, it must not be both, since no "
+                f"checkpoint has its values: {how}"
             )
     for name, module in root.named_modules():
         for _, tensor in tensors_in(module):
