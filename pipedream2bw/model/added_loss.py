@@ -123,8 +123,7 @@ add_loss._torchdynamo_disable = True  # type: ignore[attr-defined]
 def restore_added_losses(module: fx.GraphModule) -> None:
     """Puts :func:`add_loss` back in an exported graph, where an operator stands for it."""
     for node in module.graph.nodes:
-        operator = node.target
-        if isinstance(operator, torch._ops.OpOverload) and operator.name() == _OPERATOR:
+        if str(node.target) == f"{_OPERATOR.replace('::', '.')}.default":
             node.target = add_loss
     module.recompile()
 
