@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw.model.replacing import return_freed_memory
+from pipedream2bw.model.storages import return_freed_memory
 
 NUM_STAGES = 4
 WAYS = ("whole", "deferred", "safetensors", "sharded", "torch", "distributed")

@@ -30,7 +30,7 @@ from measuring.trainers import LEARNING_RATE
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw.model.replacing import return_freed_memory
+from pipedream2bw.model.storages import return_freed_memory
 from pipedream2bw.runtime.stage_memory import StageMemory
 
 NUM_STAGES = 2

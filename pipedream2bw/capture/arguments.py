@@ -1,7 +1,7 @@
-"""How a call of the model is taken apart into the tensors that the pipeline carries.
+"""The signature of a call of the model: which tensors are in it, and where.
 
 The example call fixes the structure: which parameters of ``forward`` are given, how containers
-nest, and every leaf that is no tensor (numbers, strings, None, flags). Those are part of the
+nest, and every leaf that is no tensor (numbers, strings, None, flags). These leaves are part of the
 captured program, so a later call must repeat them; the tensors are the model's inputs.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,23 @@ from torch.utils import _pytree as pytree
 class TensorLeaf:
     """One tensor of the example call."""
 
-    path: str  # as in messages: "x", "batch['mask']"
+    path: str  # as in error messages: "x", "batch['mask']"
     name: str  # a Python identifier made from the path
     keys: tuple[str, ...]  # every name on the path: parameter of forward, then dictionary keys
     example: torch.Tensor
 
+    def carries_batch(self, replicated: Collection[str]) -> bool:
+        """Tells whether dimension 0 is the batch's rows."""
+        return not any(key in replicated for key in self.keys)
 
-class CallLayout:
-    """The structure of the example call, and how to take a call of that structure apart."""
+
+class CallSignature:
+    """The structure of the example call, by which other calls are taken apart and rebuilt.
+
+    Attributes:
+        args, kwargs: the example call.
+        tensors: its tensors, in the order in which they stand in it.
+    """
 
     def __init__(
         self,
@@ -40,13 +49,13 @@ class CallLayout:
         Raises:
             ValueError: the signature of ``forward`` does not take these arguments.
         """
-        self._signature = _signature(forward)
+        self._forward = _signature_of(forward)
         try:
-            bound = self._signature.bind(*example_args, **example_kwargs)
+            bound = self._forward.bind(*example_args, **example_kwargs)
         except TypeError as error:
             raise ValueError(
                 f"example_args and example_kwargs do not fit the model's "
-                f"forward{self._signature}: {error}"
+                f"forward{self._forward}: {error}"
             ) from None
         self.args, self.kwargs = bound.args, bound.kwargs
         self._names = self._names_of(len(self.args), tuple(self.kwargs))
@@ -56,12 +65,12 @@ class CallLayout:
             for name, value in zip(self._names, [*self.args, *self.kwargs.values()], strict=True)
         ]
         self._all_tensors = all(isinstance(item, TensorLeaf) for item in self._templates)
-        # A call may pass by keyword what the example passed by position and the other way round;
-        # where each argument is found depends on the form of the call alone.
+        # A call may pass by keyword what the example passed by position, and vice versa: where each
+        # argument is found depends on the number of positional arguments and the names of others.
         self._sources: dict[tuple[int, tuple[str, ...]], list[int | str]] = {}
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The call's tensors, in the order of :attr:`tensors`.
+    def tensors_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Returns the tensors of a call, in the order of :attr:`tensors`.
 
         Raises:
             ValueError: other arguments are given than in the example call, a container has
@@ -77,11 +86,11 @@ class CallLayout:
             return given
         values: list[torch.Tensor] = []
         for template, value in zip(self._templates, given, strict=True):
-            _take(template, value, values)
+            _collect(template, value, values)
         return values
 
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The example call's args and kwargs with ``values`` in place of its tensors."""
+        """Returns the example call's args and kwargs with ``values`` in place of its tensors."""
         remaining = iter(values)
         built = [_rebuild(template, remaining) for template in self._templates]
         return tuple(built[: len(self.args)]), dict(
@@ -90,10 +99,10 @@ class CallLayout:
 
     def _find_sources(self, num_args: int, kwarg_names: tuple[str, ...]) -> list[int | str]:
         try:
-            bound = self._signature.bind(*range(num_args), **{name: name for name in kwarg_names})
+            bound = self._forward.bind(*range(num_args), **{name: name for name in kwarg_names})
         except TypeError as error:
             raise ValueError(
-                f"the arguments do not fit the model's forward{self._signature}: {error}"
+                f"the arguments do not fit the model's forward{self._forward}: {error}"
             ) from None
         sources = dict(
             zip(
@@ -112,7 +121,7 @@ class CallLayout:
 
     def _names_of(self, num_args: int, kwarg_names: tuple[str, ...]) -> tuple[str, ...]:
         names: list[str] = []
-        for parameter in self._signature.parameters.values():
+        for parameter in self._forward.parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 names.append(parameter.name)
             elif parameter.kind == parameter.VAR_POSITIONAL:
@@ -130,7 +139,13 @@ class CallLayout:
         templates = tuple(
             self._template(child, f"{path}[{key!r}]", (*keys, str(key))) for key, child in children
         )
-        return _Container(path, type(value), tuple(key for key, _ in children), templates, spec)
+        return _Container(
+            path=path,
+            kind=type(value),
+            keys=tuple(key for key, _ in children),
+            children=templates,
+            spec=spec,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +154,7 @@ class _Constant:
     value: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Container:
     path: str
     kind: type
@@ -149,7 +164,7 @@ class _Container:
 
 
 def _open(value: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec | None]:
-    """The (key, child) pairs of a container and its own spec; a leaf has no spec."""
+    """Returns the (key, child) pairs of a container and its own spec; a leaf has no spec."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
     if len(children) == 1 and children[0] is value:
         return [], None
@@ -157,7 +172,7 @@ def _open(value: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec | None]:
     return list(zip(keys, children, strict=True)), spec
 
 
-def _take(template: Any, value: Any, values: list[torch.Tensor]) -> None:
+def _collect(template: Any, value: Any, values: list[torch.Tensor]) -> None:
     if isinstance(template, TensorLeaf):
         if not isinstance(value, torch.Tensor):
             raise TypeError(
@@ -173,10 +188,10 @@ def _take(template: Any, value: Any, values: list[torch.Tensor]) -> None:
                 "part of the captured model"
             )
     else:
-        _take_container(template, value, values)
+        _collect_container(template, value, values)
 
 
-def _take_container(template: _Container, value: Any, values: list[torch.Tensor]) -> None:
+def _collect_container(template: _Container, value: Any, values: list[torch.Tensor]) -> None:
     if type(value) is not template.kind:
         raise ValueError(
             f"argument {template.path}: {type(value).__name__} given, "
@@ -205,7 +220,7 @@ def _take_container(template: _Container, value: Any, values: list[torch.Tensor]
             f"{len(template.children)} in the example call"
         )
     for child, item in zip(template.children, children, strict=True):
-        _take(child, item, values)
+        _collect(child, item, values)
 
 
 def _rebuild(template: Any, remaining: Any) -> Any:
@@ -224,11 +239,11 @@ def _same_constant(given: Any, example: Any) -> bool:
         return False
     try:
         return bool(given == example)
-    except Exception:  # a comparison that the object does not define as yes or no
+    except Exception:  # the comparison gives neither yes nor no
         return False
 
 
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
     try:
         signature = inspect.signature(forward)
     except (TypeError, ValueError):  # implemented in C: any arguments may be right

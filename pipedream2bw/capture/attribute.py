@@ -1,20 +1,40 @@
-"""What generated code refers to of a model's modules, parameters and buffers."""
+"""What a graph's nodes, and code generated from them, refer to in the model."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from torch import fx, nn
+
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """Something that the code takes from the module it is bound to.
+    """Something that code takes from the module it is bound to.
 
-    kind: "module", "parameter", "buffer" (looked up at every call, since a module may assign a new
-    tensor), "constant" (``value``, the same for every clone) or "block" (what runs the part of a
-    stage that belongs to the module ``target``, and runs it again for its backward).
+    Attributes:
+        kind: "module", "parameter", "buffer" (looked up in every call, since a module may assign a
+            new tensor), "constant" (``value``, the same for every clone), "device" (a constant that
+            moves with the stage), or "block" (runs the part of a stage that belongs to the module
+            ``target``, and runs it again for its backward).
+        target: the qualified name.
+        value: a constant, or the number of a block.
     """
 
     kind: str
     target: str
     value: Any = None
+
+    def found_in(self, root: nn.Module) -> Any:
+        """Returns the module, parameter, buffer or constant, in the model or a clone of it."""
+        if self.kind == "module":
+            return root.get_submodule(self.target)
+        if self.kind == "parameter":
+            return root.get_parameter(self.target)
+        return root.get_buffer(self.target) if self.kind == "buffer" else self.value
+
+
+def nodes_with_attributes(layer: fx.Node) -> list[fx.Node]:
+    """Returns the nodes through which a layer refers to attributes: itself if it calls a module."""
+    called = [layer] if layer.op == "call_module" else []
+    return called + [node for node in layer.all_input_nodes if node.op == "get_attr"]

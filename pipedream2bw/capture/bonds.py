@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from .captured import Captured
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tie:
+class Bond:
     """Layers first..last have to be on one stage because of ``what``."""
 
     first: int
@@ -16,37 +17,35 @@ class _Tie:
     what: str
 
 
-class Ties:
-    """What holds layers together, and where a cut does not part them."""
+class Bonds:
+    """The bonds of a model's layers."""
 
-    def __init__(self, ties: list[_Tie], num_layers: int) -> None:
-        self.ties = ties
-        self._forbidden = [0] * (num_layers + 1)
-        for tie in ties:
-            for cut in range(tie.first + 1, tie.last + 1):
-                self._forbidden[cut] = 1
+    def __init__(self, bonds: Sequence[Bond]) -> None:
+        self._bonds = bonds
+        self._parting = {cut for bond in bonds for cut in range(bond.first + 1, bond.last + 1)}
 
-    def allows(self, cut: int) -> bool:
-        """Whether a stage may begin at layer ``cut``."""
-        return not self._forbidden[cut]
+    def __iter__(self) -> Iterator[Bond]:
+        return iter(self._bonds)
+
+    def allow(self, cut: int) -> bool:
+        """Tells whether a stage may begin at layer ``cut``."""
+        return cut not in self._parting
 
 
-def held_together(captured: Captured) -> Ties:
-    """The layers that have to be on one stage."""
-    # Parameters may be on several stages, and so may buffers that are only read.
+def bonds_of(captured: Captured) -> Bonds:
+    """Finds the layers that have to be on one stage.
+
+    These share a buffer that one of them writes, or a value that one of them writes in place.
+    Parameters may be on several stages, and so may buffers that are only read.
+    """
     users: dict[str, list[int]] = {}
     for layer, names in enumerate(captured.layer_buffers):
         for name in names:
             if name in captured.costs.written_buffers:
                 users.setdefault(name, []).append(layer)
-    ties = [
-        _Tie(layers[0], layers[-1], f"buffer {name!r}")
-        for name, layers in users.items()
-        if layers[0] != layers[-1]
-    ]
-    ties.extend(
-        _Tie(first, last, f"value {name!r}, which is written in place,")
+    found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
+    found.extend(
+        Bond(first, last, f"value {name!r}, which is written in place,")
         for first, last, name in captured.costs.written_values
-        if first != last
     )
-    return Ties(ties, len(captured.layers))
+    return Bonds([bond for bond in found if bond.first != bond.last])

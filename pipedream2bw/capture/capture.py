@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.clone import structural_clone
-from ..model.refusals import check_capturable
+from ..model.clone import copies_of_buffers, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
-from .arguments import CallLayout
+from .arguments import CallSignature
 from .captured import Captured, build_captured, first_layers
 from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential, sequential_graph
-from .exporting import carries_batch, export
+from .exporting import export
 from .tracing import reason_of, trace
 
 
@@ -37,8 +36,8 @@ def capture(
 ) -> Captured:
     """Captures ``model`` as it behaves now (each module in its current train or eval mode).
 
-    The model, its buffers and the random state are left as they were; the model must not run in
-    another thread meanwhile.
+    The model, its buffers and the random state stay as they are; the model must not run in another
+    thread meanwhile. It must be one that :func:`refuse_untrainable` does not refuse.
 
     Args:
         model: the module, or a list of modules to be chained (see :func:`as_root`).
@@ -49,146 +48,118 @@ def capture(
         replicated: names of arguments whose dimension 0 is no batch dimension.
         prefer: the way by which the model's other mode was captured, tried first: "fx" skips
             nn.Sequential's children as layers, "export" is tried before "fx".
-        why_not: a further demand: tells why a capture will not do, None if it will. Without another
-            way that will, capturing fails.
+        why_not: a further demand: gives the reason why a capture does not serve, None if it does.
 
     Raises:
-        ValueError: parameters that a pipeline cannot hold, example arguments that the model
-            refuses, or no way of capture works (the message gives each one's reason).
-        TypeError: something else than a module or a list of modules, or a module that cannot be
-            cloned.
+        ValueError: the model refuses the example arguments, or no way of capture works (the message
+            gives each one's reason).
+        TypeError: ``model`` is neither a module nor a list of modules.
     """
     root = as_root(model)
-    check_capturable(root)
     first = root.children_in_order()[0] if isinstance(root, ModuleChain) else root
-    layout = CallLayout(first.forward, tuple(example_args), dict(example_kwargs or {}))
-    _check_rows(layout, set(replicated))
-    names = () if isinstance(split, str) else tuple(split)
+    signature = CallSignature(first.forward, tuple(example_args), dict(example_kwargs or {}))
+    _check_rows(signature, set(replicated))
+    search = _Search(
+        root=root,
+        signature=signature,
+        num_stages=num_stages,
+        names=() if isinstance(split, str) else tuple(split),
+        replicated=set(replicated),
+        demand=why_not or (lambda captured: None),
+    )
     with plain_modes():
-        search = _Search(root, layout, num_stages, names, set(replicated), why_not)
-        return _checked(root, search.run(prefer))
-
-
-class _Search:
-    """Tries the ways of capture until one serves; collects why the others do not."""
-
-    def __init__(
-        self,
-        root: nn.Module,
-        layout: CallLayout,
-        num_stages: int,
-        names: tuple[str, ...],
-        replicated: set[str],
-        why_not: Callable[[Captured], str | None] | None,
-    ) -> None:
-        self._demand = why_not or (lambda captured: None)
-        self._root = root
-        self._layout = layout
-        self._num_stages = num_stages
-        self._names = names
-        self._replicated = replicated
-        self._reasons: list[str] = []
-
-    def run(self, prefer: str | None) -> Captured:
-        root, layout = self._root, self._layout
-        if isinstance(root, ModuleChain):
-            return build_captured(root, "list", chain_graph(root, layout), layout, ())
-        if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
-            reason = _why_not_sequential(root, layout, self._num_stages, self._names)
-            if reason is None:
-                graph = sequential_graph(root, layout)
-                return build_captured(root, "sequential", graph, layout, ())
-            self._reasons.append(f"sequential: {reason}")
-        second_best: list[Captured] = []
-        ways = [self._export, self._trace] if prefer == "export" else [self._trace, self._export]
-        for way in ways:
-            captured, reason = way()
-            if captured is not None and reason is None:
-                return captured
-            if (
-                captured is not None
-                and len(captured.layers) >= self._num_stages
-                and self._demand(captured) is None
-            ):
-                second_best.append(captured)
-        if not second_best:
-            raise ValueError(
-                f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
-                f"mode) could not be captured for {self._num_stages} stages: "
-                f"{'; '.join(self._reasons)}. Pass a list of modules (one for each stage), or "
-                "change what the reasons name"
-            )
-        # Names that neither graph knows are told where the names are looked up.
-        best = min(second_best, key=lambda captured: len(_unknown(captured, self._names)))
-        return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self._reasons])))
-
-    def _trace(self) -> tuple[Captured | None, str | None]:
-        scratch = structural_clone(self._root, {})
-        try:
-            graph, leaves = trace(scratch, self._layout)
-        except Exception as error:
-            return self._failed("fx", reason_of(error))
-        notes = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
-        notes = [*self._reasons, *notes]
-        captured = build_captured(self._root, "fx", graph, self._layout, notes, scratch)
-        reason = self._why_not(captured) or _why_unbalanced(captured, self._num_stages, leaves)
-        return self._failed("fx", reason, captured) if reason else (captured, None)
-
-    def _export(self) -> tuple[Captured | None, str | None]:
-        notes = tuple(self._reasons)
-        try:
-            graph, module = export(structural_clone(self._root, {}), self._layout, self._replicated)
-        except Exception as error:
-            return self._failed("export", reason_of(error))
-        captured = build_captured(self._root, "export", graph, self._layout, notes, module)
-        reason = self._why_not(captured)
-        return self._failed("export", reason, captured) if reason else (captured, None)
-
-    def _failed(
-        self, way: str, reason: str, captured: Captured | None = None
-    ) -> tuple[Captured | None, str | None]:
-        self._reasons.append(f"{way}: {reason}")
-        return captured, reason
-
-    def _why_not(self, captured: Captured) -> str | None:
-        if len(captured.layers) < self._num_stages:
-            return f"{len(captured.layers)} layers, num_stages: {self._num_stages}"
-        unknown = _unknown(captured, self._names)
-        if unknown:
-            return f"split names {unknown[0]!r}, where its graph has no layer"
-        return self._demand(captured)
+        return _checked(root, search.capture(prefer))
 
 
 def split_model_args(
     captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """The values of ``captured.model_inputs`` in a call, in that order.
+    """Returns the values of ``captured.model_inputs`` in a call, in that order.
 
     Raises:
         ValueError, TypeError: the call differs from the example call in more than its tensors (see
-            :meth:`CallLayout.take`).
+            :meth:`CallSignature.tensors_of`).
     """
-    values = captured.layout.take(args, kwargs)
+    values = captured.signature.tensors_of(args, kwargs)
     return [values[position] for position in captured.input_positions]
 
 
-def _checked(root: nn.Module, captured: Captured) -> Captured:
-    """Tells a model that refuses the example arguments from one that fake tensors cannot run.
+@dataclasses.dataclass(kw_only=True)
+class _Search:
+    """Tries the ways of capture until one serves; collects why the others do not."""
 
-    Only a layer that failed on fake tensors makes this run the model itself, on copies of its
-    buffers.
+    root: nn.Module
+    signature: CallSignature
+    num_stages: int
+    names: tuple[str, ...]
+    replicated: set[str]
+    demand: Callable[[Captured], str | None]
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+    def capture(self, prefer: str | None) -> Captured:
+        root, signature = self.root, self.signature
+        if isinstance(root, ModuleChain):
+            return build_captured(root, "list", chain_graph(root, signature), signature, ())
+        if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
+            reason = _why_not_sequential(root, signature, self.num_stages, self.names)
+            if reason is None:
+                graph = sequential_graph(root, signature)
+                return build_captured(root, "sequential", graph, signature, ())
+            self.reasons.append(f"sequential: {reason}")
+        second_best: list[Captured] = []
+        for how in ("export", "fx") if prefer == "export" else ("fx", "export"):
+            scratch = structural_clone(root, {})
+            leaves: dict[str, str] = {}
+            try:
+                if how == "fx":
+                    module = scratch
+                    graph, leaves = trace(scratch, signature)
+                else:
+                    graph, module = export(scratch, signature, self.replicated)
+            except Exception as error:
+                self.reasons.append(f"{how}: {reason_of(error)}")
+                continue
+            as_a_whole = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
+            notes = [*self.reasons, *as_a_whole]
+            captured = build_captured(root, how, graph, signature, notes, module)
+            reason = self._why_not(captured) or _why_unbalanced(captured, self.num_stages, leaves)
+            if reason is None:
+                return captured
+            self.reasons.append(f"{how}: {reason}")
+            if len(captured.layers) >= self.num_stages and self.demand(captured) is None:
+                second_best.append(captured)
+        if not second_best:
+            raise ValueError(
+                f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
+                f"mode) could not be captured for {self.num_stages} "
+                f"stage{'' if self.num_stages == 1 else 's'}: "
+                f"{'; '.join(self.reasons)}. Pass a list of modules (one for each stage), or "
+                "change what the reasons name"
+            )
+        # Names that neither graph knows are refused where the stages' boundaries are chosen.
+        best = min(second_best, key=lambda captured: len(_unknown(captured, self.names)))
+        return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
+
+    def _why_not(self, captured: Captured) -> str | None:
+        if len(captured.layers) < self.num_stages:
+            return f"{len(captured.layers)} layers, num_stages: {self.num_stages}"
+        unknown = _unknown(captured, self.names)
+        if unknown:
+            return f"split names {unknown[0]!r}, where its graph has no layer"
+        return self.demand(captured)
+
+
+def _checked(root: nn.Module, captured: Captured) -> Captured:
+    """Runs the model if a layer failed on fake tensors, to see whether the arguments are wrong.
+
+    The model runs on copies of its buffers.
     """
     error = captured.costs.error
     if error is None:
         return captured
-    clone = structural_clone(root, {})
-    for module in clone.modules():
-        module._buffers = {
-            name: None if buffer is None else buffer.clone()
-            for name, buffer in module._buffers.items()
-        }
-    examples = [leaf.example.detach().clone() for leaf in captured.layout.tensors]
-    args, kwargs = captured.layout.rebuild(examples)
+    clone = structural_clone(root, {}, copies_of_buffers(root))
+    examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
+    args, kwargs = captured.signature.rebuild(examples)
     try:
         with random_state_kept(), torch.no_grad():
             clone(*args, **kwargs)
@@ -200,10 +171,10 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     return dataclasses.replace(captured, notes=(*captured.notes, note))
 
 
-def _check_rows(layout: CallLayout, replicated: set[str]) -> None:
+def _check_rows(signature: CallSignature, replicated: set[str]) -> None:
     first: tuple[str, int] | None = None
-    for leaf in layout.tensors:
-        if not carries_batch(leaf, replicated):
+    for leaf in signature.tensors:
+        if not leaf.carries_batch(replicated):
             continue
         if leaf.example.dim() == 0 or leaf.example.shape[0] == 0:
             raise ValueError(
@@ -221,15 +192,15 @@ def _check_rows(layout: CallLayout, replicated: set[str]) -> None:
 
 
 def _why_not_sequential(
-    root: nn.Sequential, layout: CallLayout, num_stages: int, names: Sequence[str]
+    root: nn.Sequential, signature: CallSignature, num_stages: int, names: Sequence[str]
 ) -> str | None:
     if not is_plain_sequential(root):
         return "its forward is not nn.Sequential's"
     if len(root) < num_stages:
         return f"{len(root)} children, num_stages: {num_stages}"
-    if len(layout.args) + len(layout.kwargs) != 1:
+    if len(signature.args) + len(signature.kwargs) != 1:
         raise ValueError(
-            f"example_args and example_kwargs give {len(layout.args) + len(layout.kwargs)} "
+            f"example_args and example_kwargs give {len(signature.args) + len(signature.kwargs)} "
             "arguments: nn.Sequential takes 1"
         )
     inner = [name for name in names if name not in root._modules]
@@ -244,7 +215,7 @@ def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
 
 
 def _why_unbalanced(captured: Captured, num_stages: int, leaves: Mapping[str, str]) -> str | None:
-    """A module that could not be traced and is too large for stages of equal cost."""
+    """Names a module that could not be traced and is too large for stages of equal cost."""
     for what, sizes in (
         ("cost", [layer.forward_cost + layer.backward_cost for layer in captured.layers]),
         ("parameters", [layer.parameter_bytes for layer in captured.layers]),

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .arguments import CallLayout
-from .attribute import Attribute
+from .arguments import CallSignature
+from .attribute import Attribute, nodes_with_attributes
 from .chain import call_chained
 from .costs import LayerCosts, dry_run
 from .reorder import gather_lookups
@@ -31,26 +31,26 @@ class Layer:
     parameter_bytes: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Captured:
     """A captured model.
 
     Attributes:
-        how: "list", "sequential", "fx" or "export".
+        how: the way by which it was captured: "list", "sequential", "fx" or "export".
         notes: why the earlier ways were not taken, and which modules are called as a whole.
         layers: the computing nodes in execution order.
         edges: (producer layer, consumer layer, bytes) of every value between two layers; a model
             input counts as produced by layer 0.
         model_inputs: the names of the tensors that the model takes, in the order in which
             ``split_model_args`` gives them.
-        device: where the model's parameters were.
+        device: the device of the model's parameters.
         graph, layer_nodes: the graph, and the node of each layer.
-        layer_parameters, layer_buffers: what each layer uses, by qualified name.
-        parameter_names, buffer_names: all of the model's, in its order.
-        costs: the dry run's findings.
-        attribute_of: what a get_attr or call_module node of the graph refers to.
-        layout: how a call is taken apart; ``input_positions[i]`` is the position of
-            ``model_inputs[i]`` among its tensors.
+        layer_parameters, layer_buffers: qualified names of what each layer uses.
+        parameter_names, buffer_names: qualified names of all that the model has, in its order.
+        costs: what the dry run found out.
+        attribute_of: returns what a get_attr or call_module node of the graph refers to.
+        signature: the tensors of the example call.
+        input_positions: the position of each of ``model_inputs`` among the signature's tensors.
     """
 
     how: str
@@ -67,17 +67,17 @@ class Captured:
     buffer_names: tuple[str, ...] = dataclasses.field(repr=False)
     costs: LayerCosts = dataclasses.field(repr=False)
     attribute_of: Callable[[fx.Node], Attribute] = dataclasses.field(repr=False)
-    layout: CallLayout = dataclasses.field(repr=False)
+    signature: CallSignature = dataclasses.field(repr=False)
     input_positions: tuple[int, ...] = dataclasses.field(repr=False)
 
 
 def is_layer(node: fx.Node) -> bool:
-    """Whether a node of a captured graph computes (and so can stand on either side of a cut)."""
+    """Tells whether a node of a captured graph computes, and so may be the first of a stage."""
     return node.op in ("call_module", "call_function", "call_method")
 
 
 def first_layers(captured: Captured) -> dict[str, int]:
-    """Every name that a stage may begin at (modules and layers), and the first layer under it."""
+    """Finds the first layer under every name that a stage may begin at (modules and layers)."""
     first: dict[str, int] = {}
     for index, (layer, node) in enumerate(zip(captured.layers, captured.layer_nodes, strict=True)):
         for name in (*_modules_around(node), layer.name):
@@ -90,10 +90,10 @@ def first_layers(captured: Captured) -> dict[str, int]:
 def blocks_of_layers(
     captured: Captured, root: nn.Module, names: Sequence[str], *, training: bool
 ) -> dict[fx.Node, str]:
-    """The layers that are in the named modules, and in which; of nested ones the outermost.
+    """Finds the layers in the named modules, each with the outermost named module around it.
 
     Raises:
-        ValueError: there is no such module, or in training no layer that can be told to be in it.
+        ValueError: there is no such module, or in training no layer known to be in it.
     """
     known = {name for name, _ in root.named_modules(remove_duplicate=False)}
     for name in names:
@@ -117,14 +117,14 @@ def blocks_of_layers(
 
 
 def describe_layer(captured: Captured, index: int) -> str:
-    """A layer for a message: its name and the module that it is in."""
+    """Describes a layer for a message: its name and the module that it is in."""
     name = captured.layers[index].name
     around = _modules_around(captured.layer_nodes[index])
     return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
 
 
 def _modules_around(node: fx.Node) -> list[str]:
-    """Qualified names of the modules that a node was traced in, outermost first."""
+    """Returns the qualified names of the modules that a node was traced in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     names = (str(name).removeprefix("L['self']").lstrip(".") for name, _ in stack.values())
     return [name for name in names if name]
@@ -134,7 +134,7 @@ def build_captured(
     root: nn.Module,
     how: str,
     graph: fx.Graph,
-    layout: CallLayout,
+    signature: CallSignature,
     notes: Sequence[str],
     traced: nn.Module | None = None,
 ) -> Captured:
@@ -143,22 +143,22 @@ def build_captured(
     Args:
         root: the model.
         how, notes: as in :class:`Captured`.
-        graph: its placeholders are ``layout``'s tensors in order; call_module and get_attr nodes
-            name modules, parameters and buffers as ``root`` does.
-        layout: how a call is taken apart.
-        traced: where the graph's other names lead; ``root`` if there are none.
+        graph: its placeholders are the tensors of ``signature`` in order; call_module and get_attr
+            nodes name modules, parameters and buffers as ``root`` does.
+        signature: the tensors of the example call.
+        traced: the module that has the graph's other names; ``root`` if there are none.
     """
-    holders = _Holders(root, _constants(root, graph, traced or root))
-    gather_lookups(graph, holders.module_of, lambda node: holders.used_by(node)[0])
+    names = _Names(root, _constants(root, graph, traced or root))
+    gather_lookups(graph, names.module_of, lambda node: names.used_by(node)[0])
     layer_nodes = [node for node in graph.nodes if is_layer(node)]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     positions = tuple(i for i, node in enumerate(placeholders) if node.users)
-    uses = [holders.used_by(node) for node in layer_nodes]
+    uses = [names.used_by(node) for node in layer_nodes]
     sizes = {
         name: parameter.numel() * parameter.element_size()
         for name, parameter in root.named_parameters()
     }
-    costs = dry_run(root, graph, holders.attribute_of, [leaf.example for leaf in layout.tensors])
+    costs = dry_run(root, graph, names.attribute_of, [leaf.example for leaf in signature.tensors])
     layers = [
         Layer(
             layer_name(node),
@@ -174,7 +174,7 @@ def build_captured(
         layers=layers,
         edges=edges_between(layer_nodes, costs.value_bytes),
         model_inputs=tuple(placeholders[i].name for i in positions),
-        device=_device_of(root, layout),
+        device=_device_of(root, signature),
         graph=graph,
         layer_nodes=layer_nodes,
         layer_parameters=[parameters for parameters, _ in uses],
@@ -182,19 +182,19 @@ def build_captured(
         parameter_names=tuple(sizes),
         buffer_names=tuple(name for name, _ in root.named_buffers()),
         costs=costs,
-        attribute_of=holders.attribute_of,
-        layout=layout,
+        attribute_of=names.attribute_of,
+        signature=signature,
         input_positions=positions,
     )
 
 
-def _device_of(root: nn.Module, layout: CallLayout) -> torch.device:
-    tensors = [*root.parameters(), *(leaf.example for leaf in layout.tensors)]
+def _device_of(root: nn.Module, signature: CallSignature) -> torch.device:
+    tensors = [*root.parameters(), *(leaf.example for leaf in signature.tensors)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:
-    """What the graph takes from the traced module that is no state of the model."""
+    """Returns what the graph takes from the traced module and is no state of the model, by name."""
     known = {name for name, _ in root.named_modules(remove_duplicate=False)}
     known.update(name for name, _ in root.named_parameters(remove_duplicate=False))
     known.update(name for name, _ in root.named_buffers(remove_duplicate=False))
@@ -203,39 +203,40 @@ def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str,
     for target, value in constants.items():
         if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
             raise ValueError(
-                f"{target}: a tensor of shape {tuple(value.shape)} without values would be a "
-                "constant: the forward refers to it in another way than as an attribute of its "
-                "module (a closure, or an object or nested container that holds it)"
+                f"{target}: a tensor of shape {tuple(value.shape)} without values {_AS_A_CONSTANT}"
             )
-    refuse_views(
-        constants.values(),
-        {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()},
-    )
+    addresses = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters()}
+    refuse_parameters(constants.values(), addresses)
     return constants
 
 
-def refuse_views(constants: Iterable[Any], owner: Mapping[int, str]) -> None:
-    """Raises ValueError if one is over memory of which ``owner`` tells the parameter."""
+def refuse_parameters(constants: Iterable[Any], addresses: Mapping[int, str]) -> None:
+    """Raises ValueError if a constant is in the memory of a parameter.
+
+    ``addresses`` gives the name of the parameter whose storage begins at an address.
+    """
     for value in constants:
         if isinstance(value, torch.Tensor) and value.numel():
-            name = owner.get(value.untyped_storage().data_ptr())
+            name = addresses.get(value.untyped_storage().data_ptr())
             if name is not None:
-                raise ValueError(
-                    f"parameter {name} would be a constant: the forward refers to it in another "
-                    "way than as an attribute of its module (a closure, or an object or nested "
-                    "container that holds it)"
-                )
+                raise ValueError(f"parameter {name} {_AS_A_CONSTANT}")
+
+
+_AS_A_CONSTANT = (
+    "would be a constant: the forward refers to it in another way than as an attribute of its "
+    "module (a closure, or an object or nested container that holds it)"
+)
 
 
 def constants_of(captured: Captured) -> list[Any]:
-    """What the graph takes from the traced module that is no state of the model."""
+    """Returns the constants that the graph refers to."""
     nodes = (node for node in captured.graph.nodes if node.op == "get_attr")
     attributes = map(captured.attribute_of, nodes)
     return [attribute.value for attribute in attributes if attribute.kind == "constant"]
 
 
 def layer_name(node: fx.Node) -> str:
-    """What a layer is called in messages and in ``split=``: the module's name or the node's."""
+    """Names a layer for messages and ``split=``: by its module if it has one, else by its node."""
     if node.op == "call_module":
         return str(node.target)
     if node.target is call_chained:
@@ -246,7 +247,7 @@ def layer_name(node: fx.Node) -> str:
 def edges_between(
     layer_nodes: Sequence[fx.Node], value_bytes: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
-    """(producer, consumer, bytes) of the values between layers, see :class:`Captured`."""
+    """Lists (producer, consumer, bytes) of the values between layers, see :class:`Captured`."""
     index_of = {node: index for index, node in enumerate(layer_nodes)}
     edges = []
     for consumer, node in enumerate(layer_nodes):
@@ -259,8 +260,8 @@ def edges_between(
     return edges
 
 
-class _Holders:
-    """Where the names in the graph lead: parameters and buffers under their canonical names."""
+class _Names:
+    """Looks up the names in a graph: parameters and buffers under their canonical names."""
 
     def __init__(self, root: nn.Module, constants: Mapping[str, Any]) -> None:
         self._root = root
@@ -270,7 +271,7 @@ class _Holders:
         self._modules = dict(root.named_modules(remove_duplicate=False))
 
     def attribute_of(self, node: fx.Node) -> Attribute:
-        """What a get_attr or call_module node takes from the module that the stage is bound to."""
+        """Returns what a get_attr or call_module node refers to."""
         target = str(node.target)
         if target in self._constants:
             return Attribute("constant", target, self._constants[target])
@@ -284,27 +285,23 @@ class _Holders:
         return Attribute("buffer", target)
 
     def module_of(self, node: fx.Node) -> nn.Module | None:
-        """The module that a call_module node calls, if it is one of the model's."""
+        """Returns the module that a call_module node calls, if it is one of the model's."""
         return self._modules.get(str(node.target)) if node.op == "call_module" else None
 
     def used_by(self, layer: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Canonical names of the parameters and of the buffers that a layer uses."""
-        parameters: dict[str, None] = {}
-        buffers: dict[str, None] = {}
-        holders = [layer] if layer.op == "call_module" else []
-        holders += [node for node in layer.all_input_nodes if node.op == "get_attr"]
-        for node in holders:
-            attribute = self.attribute_of(node)
-            owner, _, name = attribute.target.rpartition(".")
+        """Returns the canonical names of the parameters and of the buffers that a layer uses."""
+        parameters: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
+        for attribute in map(self.attribute_of, nodes_with_attributes(layer)):
+            item = attribute.found_in(self._root)
             if attribute.kind == "module":
-                module = self._modules[attribute.target]
-                for parameter in module.parameters():
-                    parameters[self._parameters[id(parameter)]] = None
-                for buffer in module.buffers():
-                    buffers[self._buffers[id(buffer)]] = None
+                parameters.extend(item.parameters())
+                buffers.extend(item.buffers())
             elif attribute.kind == "parameter":
-                parameter = self._modules[owner]._parameters[name]
-                parameters[self._parameters[id(parameter)]] = None
+                parameters.append(item)
             elif attribute.kind == "buffer":
-                buffers[self._buffers[id(self._modules[owner]._buffers[name])]] = None
-        return tuple(parameters), tuple(buffers)
+                buffers.append(item)
+        return (
+            tuple(dict.fromkeys(self._parameters[id(item)] for item in parameters)),
+            tuple(dict.fromkeys(self._buffers[id(item)] for item in buffers)),
+        )

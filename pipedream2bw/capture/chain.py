@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx, nn
 
 from ..model.materialize import home_of
-from .arguments import CallLayout
+from .arguments import CallSignature
 
 
 class ModuleChain(nn.Module):
-    """A list of modules called one after another.
+    """A list of modules that are called one after another.
 
     The first gets the arguments of the call. A tuple is passed on as positional arguments, anything
     else as one argument. The children are named "0", "1", ....
@@ -32,7 +32,7 @@ class ModuleChain(nn.Module):
         return value
 
     def children_in_order(self) -> list[nn.Module]:
-        """The modules of the list; a module listed twice appears twice."""
+        """Returns the modules of the list; a module listed twice appears twice."""
         return [module for module in self._modules.values() if module is not None]
 
 
@@ -41,11 +41,11 @@ def call_chained(module: nn.Module, value: Any) -> Any:
     return module(*value) if type(value) is tuple else module(value)
 
 
-def chain_graph(root: ModuleChain, layout: CallLayout) -> fx.Graph:
-    """The graph of a list of modules: one node a module."""
+def chain_graph(root: ModuleChain, signature: CallSignature) -> fx.Graph:
+    """Makes the graph of a list of modules, with one node for each module."""
     graph = fx.Graph()
-    inputs = [graph.placeholder(leaf.name) for leaf in layout.tensors]
-    args, kwargs = layout.rebuild(inputs)
+    inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
+    args, kwargs = signature.rebuild(inputs)
     names = list(root._modules)
     value = graph.call_module(names[0], args, kwargs)
     for name in names[1:]:
@@ -54,11 +54,11 @@ def chain_graph(root: ModuleChain, layout: CallLayout) -> fx.Graph:
     return graph
 
 
-def sequential_graph(root: nn.Sequential, layout: CallLayout) -> fx.Graph:
-    """The graph of an nn.Sequential: one node a child, called as nn.Sequential calls it."""
+def sequential_graph(root: nn.Sequential, signature: CallSignature) -> fx.Graph:
+    """Makes the graph of an nn.Sequential, with one node for each child, which gets one value."""
     graph = fx.Graph()
-    inputs = [graph.placeholder(leaf.name) for leaf in layout.tensors]
-    args, kwargs = layout.rebuild(inputs)
+    inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
+    args, kwargs = signature.rebuild(inputs)
     (value,) = (*args, *kwargs.values())
     for name in root._modules:
         value = graph.call_module(name, (value,))
@@ -67,7 +67,7 @@ def sequential_graph(root: nn.Sequential, layout: CallLayout) -> fx.Graph:
 
 
 def is_plain_sequential(root: nn.Module) -> bool:
-    """Whether calling ``root`` is calling its children in order, one value each."""
+    """Tells whether calling ``root`` is calling its children in order, with one value each."""
     return (
         isinstance(root, nn.Sequential)
         and type(root).forward is nn.Sequential.forward
@@ -76,7 +76,7 @@ def is_plain_sequential(root: nn.Module) -> bool:
 
 
 def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The module to capture and clone: the model itself, or one module around a list of them.
+    """Returns the module to capture and clone: the model, or one module around a list of modules.
 
     Raises:
         TypeError: neither a module nor a list of modules.
@@ -95,9 +95,9 @@ def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def device_type_of(model: Any, args: Any, kwargs: Any) -> str:
-    """The type of the device where the model is; "cpu" where none of these is as it must be.
+    """Returns the type of the model's device; "cpu" if the arguments are wrong.
 
-    For joining other processes, before all of them check their arguments.
+    Processes join by it before they check their arguments together.
     """
     try:
         root = as_root(model)

@@ -1,8 +1,8 @@
-"""Costs of the layers without running them: the captured graph is run once on fake tensors.
+"""Costs of the layers, found by running the captured graph once on fake tensors.
 
-Deterministic on every rank, since every rank has to find the same stages. A nominal machine turns
-counts of operations and bytes into seconds; only their ratios matter. The same run shows which
-values share memory and which layers write in place, which decides where the graph may be cut.
+Every rank gets the same costs, since every rank has to find the same stages. A nominal machine
+turns counts of operations and bytes into seconds; only their ratios matter. The same run shows
+which values share memory and which layers write in place, which decides where the graph may be cut.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from ..model.clone import structural_clone
+from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
-from .attribute import Attribute
+from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_counts import OperatorCounter, bytes_of, described, is_tensor, storage_of
-from .saved_bytes import SavedCounter
+from .operator_counts import OperatorCounter, bytes_of, described, tensor_leaves
+from .saved_bytes import SavedBytes
 
-# A link between stages.
+# A nominal link between stages.
 _LINK_BYTES_PER_SECOND = 2e9
-
-
-_SECONDS_PER_TENSOR = 20e-6
-
+_LINK_SECONDS_PER_TENSOR = 20e-6
 
 # What fake tensors cannot do although the model may be right.
 _FAKE_LIMITS = (
@@ -48,45 +46,47 @@ _FAKE_LIMITS = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class LayerCosts:
     """What the dry run found out, by layer (in execution order) and by value (node name).
 
     Attributes:
-        forward, backward: nominal seconds; weight_grad: the part of backward for parameters.
-        saved_bytes: what autograd keeps of each layer, 0 if not asked for; a storage counts with
-            the first layer that saves it, parameters, buffers and the graph's inputs with none.
-        kept: bytes of what several layers save, with these layers.
-        described: of each value, structure, shapes, dtypes and strides.
+        forward, backward: nominal seconds of each layer.
+        weight_grad: the part of ``backward`` for parameters.
+        saved_bytes: bytes that autograd keeps of each layer, 0 if not asked for; a storage counts
+            with the first layer that saves it; parameters, buffers and the graph's inputs do not
+            count.
+        kept: bytes that several layers save, with these layers.
+        described: structure, shapes, dtypes and strides of each value.
         value_bytes: bytes of each value's tensors.
         crossing: nominal seconds that each value takes over a link between stages, its gradient
             included.
         written_buffers: names of the buffers that some layer writes.
         written_values: (first layer, last layer, value) where a value is read after a write in
             place; these layers have to see one tensor.
-        sizes: the values that are integers or tuples of them: on fake tensors these can only come
-            from shapes.
-        storages: the memory behind each value, as opaque numbers.
-        writes: for each layer, the memory of values that it writes in place.
+        sizes: names of the values that are integers or tuples of integers: on fake tensors these
+            can only come from shapes.
+        storages: the storages of each value (see :func:`storage_of`).
+        writes: the storages of values that each layer writes in place.
         unknown: names of the layers that could not be run on fake tensors.
-        error: the first failure that may be the model refusing its arguments.
+        error: the first failure that may mean that the model refuses its arguments.
     """
 
-    forward: list[float]
-    backward: list[float]
-    weight_grad: list[float]
-    saved_bytes: list[int]
-    kept: list[tuple[int, tuple[int, ...]]]
-    described: dict[str, str]
-    value_bytes: dict[str, int]
-    crossing: dict[str, float]
-    written_buffers: set[str]
-    written_values: list[tuple[int, int, str]]
-    sizes: set[str]
-    storages: dict[str, frozenset[int]]
-    writes: list[frozenset[int]]
-    unknown: list[str]
-    error: Exception | None
+    forward: list[float] = dataclasses.field(default_factory=list)
+    backward: list[float] = dataclasses.field(default_factory=list)
+    weight_grad: list[float] = dataclasses.field(default_factory=list)
+    saved_bytes: list[int] = dataclasses.field(default_factory=list)
+    kept: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    described: dict[str, str] = dataclasses.field(default_factory=dict)
+    value_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    crossing: dict[str, float] = dataclasses.field(default_factory=dict)
+    written_buffers: set[str] = dataclasses.field(default_factory=set)
+    written_values: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    sizes: set[str] = dataclasses.field(default_factory=set)
+    storages: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
+    writes: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
 
 
 def dry_run(
@@ -100,13 +100,14 @@ def dry_run(
 ) -> LayerCosts:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
-    Computes nothing and leaves the model, its buffers and the random state as they are. A layer
+    Nothing is computed, and the model, its buffers and the random state stay as they are. A layer
     that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
-    operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; there are fewer
-    operators then, autograd making no views.
+    operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; fewer operators run
+    then, because autograd makes no views.
     """
     with torch_reports_silenced():
-        return _DryRun(root, attribute_of, examples, figures, count_saved).run(graph)
+        dry = _DryRun(root, attribute_of, examples, figures=figures, count_saved=count_saved)
+        return dry.run(graph)
 
 
 class _DryRun:
@@ -115,6 +116,7 @@ class _DryRun:
         root: nn.Module,
         attribute_of: Callable[[fx.Node], Attribute],
         examples: Sequence[torch.Tensor],
+        *,
         figures: DeviceFigures,
         count_saved: bool,
     ) -> None:
@@ -123,17 +125,15 @@ class _DryRun:
         self._attribute_of = attribute_of
         self._fake_root, self._buffer_names = self._fake_copy(root)
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
-        # As many positions as the largest input has, for layers that cannot be counted.
+        # For layers that cannot be counted: they multiply each parameter once for each position.
         self._positions = max((_positions(item) for item in self._examples), default=1)
         self._values: dict[fx.Node, Any] = {}
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
-        self._result = LayerCosts(
-            *([], [], [], [], [], {}, {}, {}, set(), [], set(), {}, [], []), error=None
-        )
+        self._result = LayerCosts()
         state = (*self._fake_root.parameters(), *self._fake_root.buffers())
-        self._saved = SavedCounter([*state, *self._examples])
-        self._hooks = self._saved.hooks if count_saved else contextlib.nullcontext()
+        self._saved = SavedBytes(map(storage_of, (*state, *self._examples)))
+        self._counting = self._saved if count_saved else contextlib.nullcontext()
 
     def run(self, graph: fx.Graph) -> LayerCosts:
         examples = iter(self._examples)
@@ -150,21 +150,14 @@ class _DryRun:
         return self._result
 
     def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:
-        fakes = {
-            parameter: nn.Parameter(
-                self._mode.from_tensor(parameter.detach()), parameter.requires_grad
-            )
-            for parameter in root.parameters()
+        """Clones the model over fake tensors, and gives the names of the clone's buffers by id."""
+        parameters = {
+            old: nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
+            for old in root.parameters()
         }
-        copy = structural_clone(root, fakes)
-        buffers = {id(buffer): self._mode.from_tensor(buffer.detach()) for buffer in root.buffers()}
-        names = {id(buffers[id(buffer)]): name for name, buffer in root.named_buffers()}
-        for module in copy.modules():
-            module._buffers = {
-                name: None if buffer is None else buffers[id(buffer)]
-                for name, buffer in module._buffers.items()
-            }
-        return copy, names
+        buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
+        names = {id(buffers[old]): name for name, old in root.named_buffers()}
+        return structural_clone(root, parameters, buffers), names
 
     def _layer(self, node: fx.Node) -> None:
         parameters, buffers = self._held_by(node)
@@ -172,12 +165,12 @@ class _DryRun:
             self._unknown(node, parameters, buffers)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        inputs = [item for item in pytree.tree_leaves((args, kwargs)) if is_tensor(item)]
+        inputs = tensor_leaves((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
         counter = OperatorCounter(free_ones_too=self._figures.free_ones_too)
         try:
-            with counter, self._hooks:
+            with counter, self._counting:
                 value = self._call(node, args, kwargs)
         except _FAKE_LIMITS:
             self._unknown(node, parameters, buffers)
@@ -198,7 +191,7 @@ class _DryRun:
         self._cost(counter, parameters, inputs, value)
 
     def _statistics(self, node: fx.Node) -> set[int]:
-        """Running statistics that a layer writes; batch norm does not count it as a version."""
+        """Returns the ids of running statistics that a layer writes: no version counts that."""
         written: list[Any] = []
         if node.op == "call_module":
             for module in self._resolve(node).modules():
@@ -220,13 +213,13 @@ class _DryRun:
         self,
         counter: OperatorCounter,
         parameters: list[nn.Parameter],
-        inputs: list[Any],
+        inputs: list[torch.Tensor],
         value: Any,
     ) -> None:
         result, seconds = self._result, self._figures.seconds
-        result.saved_bytes.append(self._saved.take())
+        result.saved_bytes.append(self._saved.end_part())
         result.forward.append(seconds(counter.work))
-        if not _requires_grad(value):
+        if not any(item.requires_grad for item in tensor_leaves(value)):
             result.backward.append(0.0)
             result.weight_grad.append(0.0)
             return
@@ -258,14 +251,13 @@ class _DryRun:
         result.forward.append(forward)
         result.backward.append(2 * forward)
         result.weight_grad.append(forward if parameters else 0.0)
-        self._saved.take()
+        self._saved.end_part()
         result.saved_bytes.append(0)
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._values[node] = value
         self._kept_alive.append(value)  # a storage's number is only unique while it lives
-        leaves = pytree.tree_leaves(value)
-        tensors = [item for item in leaves if is_tensor(item)]
+        leaves, tensors = pytree.tree_leaves(value), tensor_leaves(value)
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
         self._result.storages[node.name] = frozenset(map(storage_of, tensors))
@@ -277,23 +269,13 @@ class _DryRun:
         return self._resolve(node) if node.op == "get_attr" else self._values[node]
 
     def _resolve(self, node: fx.Node) -> Any:
-        attribute = self._attribute_of(node)
-        if attribute.kind == "constant":
-            return attribute.value
-        owner, _, name = attribute.target.rpartition(".")
-        if attribute.kind == "module":
-            return self._fake_root.get_submodule(attribute.target)
-        module = self._fake_root.get_submodule(owner)
-        return (module._parameters if attribute.kind == "parameter" else module._buffers)[name]
+        return self._attribute_of(node).found_in(self._fake_root)
 
     def _held_by(self, node: fx.Node) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-        """The fake parameters and buffers that a layer uses."""
-        holders = [node] if node.op == "call_module" else []
-        holders += [item for item in node.all_input_nodes if item.op == "get_attr"]
+        """Returns the fake parameters and buffers that a layer uses."""
         parameters: list[nn.Parameter] = []
         buffers: list[torch.Tensor] = []
-        for holder in holders:
-            item = self._resolve(holder)
+        for item in map(self._resolve, nodes_with_attributes(node)):
             if isinstance(item, nn.Parameter):
                 parameters.append(item)
             elif isinstance(item, nn.Module):
@@ -305,11 +287,15 @@ class _DryRun:
 
 
 def _stale_reads(layers: list[fx.Node], costs: LayerCosts) -> Iterable[tuple[int, int, str]]:
-    """Where a value is read, under a name older than the write, after memory of it was written."""
+    """Yields what holds layers together because a value is read after a write to its memory.
+
+    Gives the layer that makes the value, the last one that reads it, and a name for it: values from
+    before the write, read after it.
+    """
     index_of = {node: index for index, node in enumerate(layers)}
     for writer, storages in enumerate(costs.writes):
         for storage in storages:
-            # Every value of that memory which is older than the write, with its producer.
+            # The values of that memory from before the write, with the layers that make them.
             older = {
                 node: index_of.get(node, 0)
                 for layer in layers
@@ -343,8 +329,4 @@ def _crossing(item: torch.Tensor) -> float:
     # A tensor that is not contiguous is copied before it is sent.
     copies = 1 if item.is_contiguous() else 2
     seconds = bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
-    return directions * (seconds + copies * _SECONDS_PER_TENSOR)
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(item.requires_grad for item in pytree.tree_leaves(value) if is_tensor(item))
+    return directions * (seconds + copies * _LINK_SECONDS_PER_TENSOR)

@@ -1,4 +1,4 @@
-"""A device's peak figures, by which counts of operations and bytes become seconds."""
+"""A device's peak figures, which turn counts of operations and bytes into seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Work(NamedTuple):
     moved: int  # bytes read and written
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
     """What a device can do at most, and how much of that kernels reach.
 
@@ -29,14 +29,14 @@ class DeviceFigures:
 
     Attributes:
         name, type: as in a profile; the type is "cuda" or "cpu".
-        flops_per_second: peak, by dtype; dtypes that are not there have float32's.
-        bytes_per_second: of its memory, peak.
-        memory_bytes: of its memory.
-        efficiency, memory_efficiency: the part of the peaks that kernels reach.
-        seconds_per_operator: that every operator takes beside its work.
-        overlapped: False: arithmetic and traffic are added.
-        free_ones_too: also operators that compute nothing take ``seconds_per_operator``, and those
-            of them that are no views their tensors' traffic.
+        flops_per_second: peak by dtype; a dtype that is missing has that of float32.
+        bytes_per_second: peak bandwidth of the memory.
+        memory_bytes: size of the memory.
+        efficiency, memory_efficiency: the part of each peak that kernels reach.
+        seconds_per_operator: what every operator takes in addition to its work.
+        overlapped: arithmetic and traffic run at the same time; else their times are added.
+        free_ones_too: operators that compute nothing take ``seconds_per_operator``, too, and the
+            time of their tensors' traffic unless they are views.
 
     Raises:
         ValueError: a figure that is not positive and finite; float32 is missing.
@@ -76,9 +76,9 @@ class DeviceFigures:
         more_bytes: int = 0,
         operators: int = 1,
     ) -> float:
-        """How long operators take whose flops, bytes and number are multiples of ``work``'s.
+        """Returns the time of operators whose flops, bytes and number are multiples of ``work``.
 
-        ``more_bytes`` are moved besides.
+        ``more_bytes`` are moved in addition.
         """
         bandwidth = self.bytes_per_second * self.memory_efficiency
         if self.overlapped:
@@ -113,10 +113,9 @@ NOMINAL = DeviceFigures(
     overlapped=False,
     free_ones_too=True,
 )
-"""By which models are cut where nothing is measured; only ratios of its seconds matter."""
+"""Balances the stages where nothing is measured; only the ratios of its seconds matter."""
 
-
-# Without sparsity, from NVIDIA's data sheets; of several memory sizes the one named.
+# From NVIDIA's data sheets, without sparsity, for the memory size in the name.
 KNOWN_DEVICES = {
     "v100": DeviceFigures(
         name="V100 SXM2 16GB",

@@ -1,4 +1,4 @@
-"""Capturing by torch.export, for models whose own forward cannot be traced symbolically.
+"""Capturing by torch.export, for models whose own forward cannot be traced by torch.fx.
 
 The number of rows (dimension 0 of every tensor that carries the batch) stays symbolic, since
 microbatches and evaluation batches have other numbers of rows than the example.
@@ -19,19 +19,21 @@ from ..model.surroundings import (
     refuse_random_numbers,
     torch_reports_silenced,
 )
-from .arguments import CallLayout, TensorLeaf
+from .arguments import CallSignature, TensorLeaf
 
 
 class HookedError(Exception):
-    """The exported program would leave hooks out."""
+    """The exported program would not run the hooks of a module."""
 
 
 class SpecializedError(Exception):
-    """The exported program only holds for some numbers of rows."""
+    """The exported program is only valid for some numbers of rows."""
 
 
-def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[fx.Graph, nn.Module]:
-    """Exports ``root`` called as in the example.
+def export(
+    root: nn.Module, signature: CallSignature, replicated: set[str]
+) -> tuple[fx.Graph, nn.Module]:
+    """Exports ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses. Returns the graph, whose get_attr
     nodes name parameters and buffers as ``root`` does, and the module that its other names
@@ -39,15 +41,16 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     model's output.
 
     Raises:
-        Exception: whatever torch.export raised, a :class:`HookedError` or
-            :class:`SpecializedError`.
+        Exception: whatever torch.export raises.
+        HookedError: a module has hooks.
+        SpecializedError: the number of rows was fixed.
     """
-    examples = [_example(leaf, replicated) for leaf in layout.tensors]
-    args, kwargs = layout.rebuild(examples)
+    examples = [_example(leaf, replicated) for leaf in signature.tensors]
+    args, kwargs = signature.rebuild(examples)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for leaf, example in zip(layout.tensors, examples, strict=True):
+    for leaf, example in zip(signature.tensors, examples, strict=True):
         dimensions: dict[int, Any] = dict.fromkeys(range(example.dim()))
-        if carries_batch(leaf, replicated):
+        if leaf.carries_batch(replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
     reason = why_not_exported(root)
@@ -58,12 +61,12 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
         refuse_random_numbers(before)
-    _check_rows(program, layout, replicated)
+    _check_rows(program, signature, replicated)
     module = program.module(check_guards=False)
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.meta["out_spec"] = program.call_spec.out_spec
-    _keep_tensor_inputs(graph, layout)
+    _keep_tensor_inputs(graph, signature)
     _drop_checks(graph)
     _call_regions_directly(graph)
     for part in module.modules():
@@ -74,39 +77,34 @@ def export(root: nn.Module, layout: CallLayout, replicated: set[str]) -> tuple[f
     return graph, module
 
 
-def carries_batch(leaf: TensorLeaf, replicated: set[str]) -> bool:
-    """Whether dimension 0 of an argument is the batch's rows."""
-    return replicated.isdisjoint(leaf.keys)
-
-
 def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
     example = leaf.example.detach()
     # torch.export takes a dimension of size 0 or 1 for a constant.
-    if carries_batch(leaf, replicated) and example.shape[0] == 1:
+    if leaf.carries_batch(replicated) and example.shape[0] == 1:
         example = example.expand(2, *example.shape[1:])
-    # Distinct tensors, so that none is taken for another's alias.
+    # A copy, since torch.export may treat one tensor given twice as aliases.
     return example.clone()
 
 
-def _check_rows(program: Any, layout: CallLayout, replicated: set[str]) -> None:
+def _check_rows(program: Any, signature: CallSignature, replicated: set[str]) -> None:
     values = [
         node.meta.get("val")
         for node in program.graph.nodes
         if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) != len(layout.tensors):
+    if len(tensors) != len(signature.tensors):
         raise SpecializedError(
-            f"{len(tensors)} tensor arguments in the exported program, {len(layout.tensors)} in "
+            f"{len(tensors)} tensor arguments in the exported program, {len(signature.tensors)} in "
             "the example call"
         )
-    for leaf, value in zip(layout.tensors, tensors, strict=True):
+    for leaf, value in zip(signature.tensors, tensors, strict=True):
         if tuple(value.shape[1:]) != tuple(leaf.example.shape[1:]):
             raise SpecializedError(
                 f"argument {leaf.path}: shape {tuple(value.shape)} in the exported program, "
                 f"{tuple(leaf.example.shape)} in the example call"
             )
-        if not carries_batch(leaf, replicated):
+        if not leaf.carries_batch(replicated):
             continue
         rows: Any = value.shape[0]
         if not isinstance(rows, torch.SymInt):
@@ -121,8 +119,8 @@ def _check_rows(program: Any, layout: CallLayout, replicated: set[str]) -> None:
             )
 
 
-def _keep_tensor_inputs(graph: fx.Graph, layout: CallLayout) -> None:
-    """Leaves one placeholder per tensor of the call, in its order."""
+def _keep_tensor_inputs(graph: fx.Graph, signature: CallSignature) -> None:
+    """Removes the placeholders of constant arguments, so that one is left for each tensor."""
     tensors = 0
     for node in list(graph.nodes):
         if node.op != "placeholder":
@@ -132,11 +130,11 @@ def _keep_tensor_inputs(graph: fx.Graph, layout: CallLayout) -> None:
         else:
             assert not node.users, f"the constant argument {node.name} is used as a value"
             graph.erase_node(node)
-    assert tensors == len(layout.tensors)
+    assert tensors == len(signature.tensors)
 
 
 def _drop_checks(graph: fx.Graph) -> None:
-    """Removes run-time checks of what the example call fixed, and what only fed them."""
+    """Removes run-time checks of what the example call fixed, and the nodes that only they use."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op not in ("call_function", "call_module", "get_attr"):
             continue
@@ -152,7 +150,7 @@ def _is_check(node: fx.Node) -> bool:
 def _is_pure(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         schema, tags = node.target._schema, node.target.tags
-        # Batch norms update their statistics though their schemas do not say so.
+        # Batch norms write their statistics, but their schemas do not say so.
         if any(argument.name == "running_mean" for argument in schema.arguments):
             return False
         return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
@@ -160,7 +158,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _call_regions_directly(graph: fx.Graph) -> None:
-    """Replaces the operators for no_grad and autocast regions by the context managers."""
+    """Replaces the operators for no_grad and autocast regions by calls under context managers."""
     for node in graph.nodes:
         replacement = _REGIONS.get(getattr(node.target, "__name__", ""))
         if node.op == "call_function" and replacement is not None:

@@ -1,4 +1,4 @@
-"""What operators do while they run, on fake tensors too: arithmetic, traffic, what is saved."""
+"""What operators do while they run, on fake tensors too: arithmetic and memory traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts floating-point operations and bytes moved, by operator.
 
     Args:
-        free_ones_too: those that only make views or look at a tensor's properties.
+        free_ones_too: also counts operators that only make views or read a tensor's properties.
     """
 
     def __init__(self, *, free_ones_too: bool) -> None:
@@ -39,35 +39,29 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
             shapes = (item.shape for item in args[:3])
             flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-        dtype = next((item.dtype for item in args if flops and is_tensor(item)), torch.float32)
+        first = next((item for item in args if isinstance(item, torch.Tensor)), None)
+        dtype = first.dtype if flops and first is not None else torch.float32
         moved = 0 if func.is_view else bytes_of((args, kwargs, result))
         self.work.append(Work(flops, dtype, moved))
         return result
 
 
-def is_tensor(item: Any) -> bool:
-    """Whether it is one."""
-    return isinstance(item, torch.Tensor)
-
-
-def storage_of(item: torch.Tensor) -> int:
-    """A number of the memory behind a tensor, unique while that lives."""
-    return int(item.untyped_storage()._cdata)
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a structure of lists, tuples and dictionaries."""
+    return [item for item in pytree.tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
 def bytes_of(tree: Any) -> int:
-    """Those of all tensors in a structure."""
-    return sum(
-        item.numel() * item.element_size() for item in pytree.tree_leaves(tree) if is_tensor(item)
-    )
+    """Returns the number of bytes of all tensors in a structure."""
+    return sum(item.numel() * item.element_size() for item in tensor_leaves(tree))
 
 
 def described(value: Any) -> str:
-    """Structure, shapes, strides, dtypes and whether gradients are required: not the numbers."""
+    """Describes structure, shapes, strides, dtypes and whether gradients are required."""
     leaves, structure = pytree.tree_flatten(value)
     parts = (
         f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
-        if is_tensor(item)
+        if isinstance(item, torch.Tensor)
         else repr(item)
         for item in leaves
     )

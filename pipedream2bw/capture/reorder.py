@@ -4,8 +4,8 @@ An encoder-decoder model looks the same table up for its encoder and, half a mod
 decoder. The later lookup depends on the model's inputs alone, so it may as well happen right after
 the first one:
 
-    before   embed(x) | encoder ... encoder | embed(y) | decoder ...     the table ties all of it
-    after    embed(x)   embed(y) | encoder ... encoder | decoder ...     only the first two
+    before   embed(x) | encoder ... encoder | embed(y) | decoder ...     uses are far apart
+    after    embed(x)   embed(y) | encoder ... encoder | decoder ...     uses are neighbours
 
 No value changes; the lookups of one table keep their order, so neither does the order in which its
 gradients are added.
@@ -21,24 +21,11 @@ from torch import fx, nn
 from torch.nn import functional
 
 # What may stand between a model input and a lookup in a graph traced by torch.fx.
-_INDEX_METHODS = frozenset(
-    {
-        "contiguous",
-        "dim",
-        "flatten",
-        "int",
-        "long",
-        "reshape",
-        "size",
-        "squeeze",
-        "to",
-        "unsqueeze",
-        "view",
-    }
-)
-
-
-_INDEX_FUNCTIONS = frozenset({getattr, operator.getitem})
+_INDEX_METHODS = {
+    *("contiguous", "dim", "flatten", "int", "long", "reshape"),
+    *("size", "squeeze", "to", "unsqueeze", "view"),
+}
+_INDEX_FUNCTIONS = {getattr, operator.getitem}
 
 
 def gather_lookups(
@@ -46,7 +33,7 @@ def gather_lookups(
     module_of: Callable[[fx.Node], nn.Module | None],
     parameters_of: Callable[[fx.Node], tuple[str, ...]],
 ) -> None:
-    """Moves every lookup that needs nothing but model inputs behind the table's first use.
+    """Moves every lookup that needs nothing but model inputs right after the table's first use.
 
     ``module_of`` gives the module of a call_module node (None for others), ``parameters_of`` the
     names of the parameters that a node uses.
@@ -81,7 +68,7 @@ def _needed_after(
     graph: fx.Graph,
     parameters_of: Callable[[fx.Node], tuple[str, ...]],
 ) -> list[fx.Node] | None:
-    """What has to move along with ``lookup``, in order; None if it has to stay."""
+    """Lists the nodes that have to move with ``lookup``, in order; None if it has to stay."""
     order = list(graph.nodes)
     position = {node: index for index, node in enumerate(order)}
     between = order[position[earlier] + 1 : position[lookup]]

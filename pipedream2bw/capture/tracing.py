@@ -25,7 +25,7 @@ from ..model.surroundings import (
     refuse_random_numbers,
     restore_random_states,
 )
-from .arguments import CallLayout
+from .arguments import CallSignature
 
 # Modules of torch.nn that are only containers of layers.
 _OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -35,17 +35,17 @@ class UntraceableError(Exception):
     """Symbolic tracing would change the meaning of the code it reached."""
 
 
-def trace(root: nn.Module, layout: CallLayout) -> tuple[fx.Graph, dict[str, str]]:
-    """Traces ``root`` called with the example's structure; tensors are the graph's placeholders.
+def trace(root: nn.Module, signature: CallSignature) -> tuple[fx.Graph, dict[str, str]]:
+    """Traces ``root`` as the example call calls it; tensors are the graph's placeholders.
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
-    Returns the graph and, for every module that became a leaf by itself, its name and the reason.
-    The output node's ``meta["out_spec"]`` restores the type of the model's output.
+    Returns the graph and, for every module that could not be traced, its name and the reason. The
+    output node's ``meta["out_spec"]`` restores the type of the model's output.
 
     Raises:
-        Exception: whatever the root's own forward raised.
+        Exception: whatever the root's own forward raises.
     """
-    tracer = _Tracer(layout)
+    tracer = _Tracer(signature)
     with random_state_kept(), _autograd_functions_traced():
         graph = tracer.trace(root)
     _refuse_writes_to_constants(graph, {name for name, _ in root.named_buffers()})
@@ -53,10 +53,17 @@ def trace(root: nn.Module, layout: CallLayout) -> tuple[fx.Graph, dict[str, str]
     return graph, tracer.leaves
 
 
+def reason_of(error: BaseException, limit: int = 300) -> str:
+    """Describes an error in a line: its type and the beginning of its text."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class _Tracer(fx.Tracer):
-    def __init__(self, layout: CallLayout) -> None:
+    def __init__(self, signature: CallSignature) -> None:
         super().__init__()
-        self._layout = layout
+        self._signature = signature
         self._modes = _ambient_modes()
         self._thread = threading.get_ident()
         self._tensor_names: dict[int, str] = {}
@@ -67,9 +74,9 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         values = [
-            self.create_proxy("placeholder", leaf.name, (), {}) for leaf in self._layout.tensors
+            self.create_proxy("placeholder", leaf.name, (), {}) for leaf in self._signature.tensors
         ]
-        args, kwargs = self._layout.rebuild(values)
+        args, kwargs = self._signature.rebuild(values)
         root = self.root
         tensors = (*root.named_parameters(), *root.named_buffers())
         self._tensor_names = {id(tensor): name for name, tensor in tensors}
@@ -85,13 +92,13 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             return attr_val
-        # Parameters and buffers are read when the stage runs. Without a cache, since a cached proxy
-        # could belong to a node that was erased with a failed module.
+        # Parameters and buffers are read when the stage runs. No proxy is cached: it could belong
+        # to a node that was erased with a module that cannot be traced.
         name = self._tensor_names.get(id(attr_val))
         if name is None:
             return attr_val
         if isinstance(attr_val, nn.Parameter):
-            # Its shape is known: code that branches on it can be traced.
+            # Such a proxy knows its shape: code that branches on it can be traced.
             return self.create_proxy(
                 "get_attr",
                 name,
@@ -110,7 +117,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if has_hooks(m):  # those of a traced module would run once, on proxies, and never again
+        if has_hooks(m):  # traced, they would run on proxies only
             return True
         return not isinstance(m, _OPENED) and super().is_leaf_module(m, module_qualified_name)
 
@@ -166,13 +173,6 @@ class _LeafCall:
         return self._tracer.create_proxy("call_module", self._path, args, kwargs)
 
 
-def reason_of(error: BaseException, limit: int = 300) -> str:
-    """One line for a message: the error's type and the beginning of its text."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _ambient_modes() -> dict[str, Any]:
     modes: dict[str, Any] = {
         "gradient recording (no_grad, inference_mode)": torch.is_grad_enabled(),
@@ -221,24 +221,10 @@ def _writes_in_place(node: fx.Node) -> bool:
     return False
 
 
-_OPERATORS = frozenset(
-    {
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "matmul",
-        "concat",
-    }
-)
+_OPERATORS = {
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "concat"),
+    *("and", "or", "xor", "lshift", "rshift"),
+}
 
 
 def _refuse_writes_to_constants(graph: fx.Graph, buffers: set[str]) -> None:

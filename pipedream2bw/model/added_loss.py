@@ -1,8 +1,8 @@
-"""Losses that arise inside the model and are not carried to the loss function.
+"""Losses that are added inside the model instead of in the loss function.
 
-The value itself goes nowhere: a node on the activation's way gives it its gradient when the
+The value is not sent anywhere: an autograd node on the activation gives it its gradient when the
 backward passes there (as Megatron-LM's MoEAuxLossAutoScaler does), so neither schedules nor
-messages know of it. What the node needs is the weight that the engine gives the microbatch's loss.
+messages know of it. The node needs the weight that the engine gives the microbatch's loss.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from torch import fx
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossWeight:
     """How much one microbatch's loss counts.
 
     Attributes:
-        rows: of each microbatch of the batch; empty if losses are sums.
-        microbatch: its number in the batch.
-        num_replicas: gradients are averaged over as many.
-        num_averaged: and over as many train_steps.
-        scale: by which losses are multiplied (see :class:`LossScale`).
+        rows: the rows of each microbatch of the batch; empty if losses are sums.
+        microbatch: the microbatch's number in the batch.
+        num_replicas: how many replicas gradients are averaged over.
+        num_averaged: how many train_steps gradients are averaged over.
+        scale: what losses are multiplied by (see :class:`LossScale`).
     """
 
     rows: tuple[int, ...]
@@ -37,7 +37,7 @@ class LossWeight:
     scale: float = 1.0
 
     def seed(self, value: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``value``, with the bits that the engine's seed of the loss has."""
+        """Returns the gradient of ``value``, bitwise as the engine seeds the loss."""
         seed = torch.full_like(value, 1.0 / self.num_replicas)
         if self.num_averaged > 1:
             seed = seed / self.num_averaged
@@ -57,9 +57,9 @@ _surroundings = _Surroundings()
 
 
 def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Adds ``value`` to the loss where it arises; gives ``x`` back, which must be used instead.
+    """Adds ``value`` to the loss and returns ``x``, which must be used in place of the argument.
 
-    Training is as if ``loss_fn`` had added ``value`` to what it returns, without carrying it
+    Training is as if ``loss_fn`` had added ``value`` to what it returns, but nothing is sent
     there::
 
         def forward(self, x):
@@ -67,22 +67,22 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             x = pd2.add_loss(x, 0.01 * load_balance(gates))
             ...
 
-    As the loss, ``value`` is a mean over the microbatch's rows (a sum under
+    Like the loss, ``value`` is a mean over the microbatch's rows (a sum under
     ``loss_reduction="sum"``), and it counts as much as the microbatch does. The loss that
-    ``train_step`` returns is without it. ``x`` can be any floating-point activation on the way to
-    the loss: ``value`` gets its gradient when the backward comes through ``x``, so its result must
-    not be dropped. Adds nothing in evaluation. Outside a pipeline it gives ``x`` and does nothing
-    else, unless :func:`collect_losses` collects ``value``.
+    ``train_step`` returns does not contain it. ``x`` can be any floating-point activation on the
+    way to the loss: ``value`` gets its gradient when the backward comes through the returned
+    tensor. Nothing is added in evaluation, nor outside a pipeline, unless :func:`collect_losses`
+    collects ``value`` there.
 
     Args:
         x: an activation, any shape.
-        value: one floating-point number, with its history.
+        value: one floating-point number, with its autograd history.
 
     Raises:
         TypeError: one of them is no floating-point tensor.
         ValueError: ``value`` has more than one element.
-        RuntimeError: it is called again by a reentrant checkpoint, where it would be lost: set
-            ``use_reentrant=False``.
+        RuntimeError: the call is repeated by a reentrant checkpoint, where ``value`` would be lost:
+            set ``use_reentrant=False``.
     """
     given: tuple[Any, Any] = (x, value)
     for item in given:
@@ -101,7 +101,7 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             "over the microbatch"
         )
     if _is_in_backward():
-        # A checkpoint that saves tensors by hooks needs no second node, as the first one stays.
+        # Under a checkpoint that saves tensors by hooks the first forward's node stays.
         if torch.is_grad_enabled() and not _saves_by_hooks():
             raise RuntimeError(
                 "add_loss: called again by torch.utils.checkpoint(use_reentrant=True), where it "
@@ -116,33 +116,14 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# Called between compiled graphs: what it does depends on the microbatch.
+# Compiled graphs break here: what it does depends on the microbatch.
 add_loss._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-_OPERATOR = "pipedream2bw::add_loss"
-
-
-@functools.cache
-def _exported() -> Any:
-    """Stands for :func:`add_loss` in an exported graph, which takes operators only."""
-
-    @torch.library.custom_op(_OPERATOR, mutates_args=())
-    def operator(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @operator.register_fake
-    def _(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    return operator
-
-
 def restore_added_losses(module: fx.GraphModule) -> None:
-    """Puts :func:`add_loss` in an exported graph where what stands for it is."""
+    """Puts :func:`add_loss` back in an exported graph, where an operator stands for it."""
     for node in module.graph.nodes:
-        operator = node.target
-        if isinstance(operator, torch._ops.OpOverload) and operator._name == _OPERATOR:
+        if str(node.target) == f"{_OPERATOR.replace('::', '.')}.default":
             node.target = add_loss
     module.recompile()
 
@@ -151,7 +132,7 @@ def restore_added_losses(module: fx.GraphModule) -> None:
 def collect_losses() -> Iterator[list[torch.Tensor]]:
     """Collects what :func:`add_loss` adds in a model that is no pipeline, in this thread.
 
-    For the same training without a pipeline::
+    This gives the same training without a pipeline::
 
         with pd2.collect_losses() as added:
             loss = loss_fn(model(x), target)
@@ -168,7 +149,7 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def weighing(weight: LossWeight | None) -> Iterator[None]:
-    """Around a forward of a pipeline's microbatch, in its thread; None in evaluation."""
+    """Sets the weight of losses in a microbatch's forward, in this thread; None in evaluation."""
     before = _surroundings.weight
     _surroundings.weight = weight
     try:
@@ -180,13 +161,31 @@ def weighing(weight: LossWeight | None) -> Iterator[None]:
 class _AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, weight: LossWeight) -> torch.Tensor:
-        # No saved tensor: a checkpoint around it would count it.
+        # Not as a saved tensor: a checkpoint around the call would count it.
         ctx.seed = weight.seed(value.detach())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         return gradients[0], ctx.seed, None
+
+
+_OPERATOR = "pipedream2bw::add_loss"
+
+
+@functools.cache
+def _exported() -> Any:
+    """Makes the operator that stands for :func:`add_loss` in an exported graph."""
+
+    @torch.library.custom_op(_OPERATOR, mutates_args=())
+    def operator(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @operator.register_fake
+    def _(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    return operator
 
 
 def _is_in_backward() -> bool:

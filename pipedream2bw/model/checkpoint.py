@@ -1,4 +1,4 @@
-"""Checkpoints in files, of which only what is asked for is read."""
+"""Checkpoints in files, of which only the wanted entries are read."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _NAMES_IN_A_FOLDER = (
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The entries of a ``state_dict`` that is somewhere.
+    """The entries of a ``state_dict`` in memory or in files.
 
     Attributes:
-        names: of all entries.
-        take: reads the entries of these names.
+        names: the names of all entries.
+        read: reads the entries of the given names.
     """
 
     names: Collection[str]
-    take: Callable[[Sequence[str]], dict[str, Any]]
+    read: Callable[[Sequence[str]], dict[str, Any]]
 
     @staticmethod
     def of(state_dict: Mapping[str, Any]) -> Checkpoint:
-        """Of a mapping, which may read when it is asked."""
+        """Wraps a mapping, which may read an entry when it is asked for it."""
         return Checkpoint(
             state_dict.keys(), lambda names: {name: state_dict[name] for name in names}
         )
 
     def under(self, prefix: str) -> Checkpoint:
-        """The entries whose names begin with ``prefix``, which they lose."""
+        """Keeps the entries whose names begin with ``prefix``, and removes it from these names."""
         if not prefix:
             return self
         names = [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)]
 
-        def take(wanted: Sequence[str]) -> dict[str, Any]:
-            taken = self.take([prefix + name for name in wanted])
-            return {name: taken[prefix + name] for name in wanted}
+        def read(wanted: Sequence[str]) -> dict[str, Any]:
+            entries = self.read([prefix + name for name in wanted])
+            return {name: entries[prefix + name] for name in wanted}
 
-        return Checkpoint(names, take)
+        return Checkpoint(names, read)
 
 
 def open_checkpoint(path: str | os.PathLike[str], prefix: str = "") -> Checkpoint:
-    """The entries of a checkpoint on disk, see :meth:`PipelineModule.load_checkpoint`."""
+    """Opens a checkpoint on disk, see :meth:`PipelineModule.load_checkpoint`."""
     place = Path(path)
     if not place.exists():
         raise ValueError(f"checkpoint: {place} does not exist, it must be a file or a folder")
@@ -83,26 +83,25 @@ def _open(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         with _open_safetensors(path) as file:
             return _of_files(dict.fromkeys(file.keys(), path))
-    entries = _read_torch_file(path)
-    return Checkpoint.of(entries)
+    return Checkpoint.of(_read_torch_file(path))
 
 
 def _of_files(places: Mapping[str, Path]) -> Checkpoint:
-    """Entries in files that are only opened for them."""
+    """Reads from several files, each opened when an entry in it is wanted."""
 
-    def take(names: Sequence[str]) -> dict[str, Any]:
-        taken: dict[str, Any] = {}
+    def read(names: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for path in dict.fromkeys(places[name] for name in names):
             here = [name for name in names if places[name] == path]
             if path.suffix == ".safetensors":
                 with _open_safetensors(path) as file:
-                    taken.update((name, file.get_tensor(name)) for name in here)
+                    found.update((name, file.get_tensor(name)) for name in here)
             else:
                 entries = _read_torch_file(path)
-                taken.update((name, entries[name]) for name in here)
-        return taken
+                found.update((name, entries[name]) for name in here)
+        return found
 
-    return Checkpoint(places.keys(), take)
+    return Checkpoint(places.keys(), read)
 
 
 def _open_safetensors(path: Path) -> contextlib.AbstractContextManager[Any]:
@@ -118,7 +117,7 @@ def _open_safetensors(path: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def _read_torch_file(path: Path) -> dict[str, Any]:
-    """The file mapped into memory, of which only the tensors that are used are read."""
+    """Maps a file into memory; tensors are read from it when they are used."""
     return _flat(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
 
@@ -133,13 +132,14 @@ def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _of_torch_distributed(path: Path) -> Checkpoint:
+    # Imported here because it takes a second.
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     described = FileSystemReader(path).read_metadata().state_dict_metadata
 
-    def take(names: Sequence[str]) -> dict[str, Any]:
+    def read(names: Sequence[str]) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for name in names:
             about = described[name]
@@ -147,8 +147,8 @@ def _of_torch_distributed(path: Path) -> Checkpoint:
             if isinstance(about, TensorStorageMetadata):
                 state[name] = torch.empty(about.size, dtype=about.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does not ask the other processes
+            warnings.simplefilter("ignore")  # about loading without the other processes
             load(state, storage_reader=FileSystemReader(path), no_dist=True)
         return state
 
-    return Checkpoint(described.keys(), take)
+    return Checkpoint(described.keys(), read)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .replacing import replace_tensors, return_freed_memory
+from .replacing import replace_tensors, tensors_in
+from .storages import return_freed_memory
 from .tape import Geometry, Tape
 
 _Model = TypeVar("_Model")
-
 
 _RECIPE = "_pipedream2bw_recipe"
 
@@ -26,19 +26,19 @@ _RECIPE = "_pipedream2bw_recipe"
 def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
     """Calls ``build(*args, **kwargs)`` without memory for the parameters of the model it gives.
 
-    They are on ``torch.device("meta")``, with a record of how they are initialised. PipelineModule
-    makes those of its own stages, with bitwise the values that the call alone would have given
-    after the same ``torch.manual_seed``, whatever initialises them inside ``build`` (constructors,
-    ``torch.nn.init``, ``module.apply``, copies). Every process calls it alike::
+    The parameters are on ``torch.device("meta")``, with a record of how they are initialised.
+    PipelineModule makes those of its own stages, bitwise with the values that the plain call would
+    have given after the same ``torch.manual_seed``, whatever initialises them inside ``build``
+    (constructors, ``torch.nn.init``, ``module.apply``, copies). Every process makes the same call::
 
         torch.manual_seed(0)
         model = pd2.deferred_init(GPT, config)
         pipe = pd2.PipelineModule(model, loss_fn, ...)
 
-    The default generators are afterwards where the call would have left them: random numbers are
-    drawn, for one tensor at a time, so this takes the time of an initialisation but the memory of
-    the largest parameter. Buffers and other tensors of the modules are made at once. A model that
-    is to be loaded, without buffers that no checkpoint has, is made faster under
+    The default generators end in the state in which the plain call would have left them: random
+    numbers are drawn, for one tensor at a time, so this takes the time of an initialisation but the
+    memory of the largest parameter. Buffers and other tensors of the modules are made at once. A
+    model that is to be loaded, without buffers that no checkpoint has, is made faster under
     ``with torch.device("meta")``, which draws nothing.
 
     The idea of recording an initialisation is that of torchdistX's ``deferred_init``.
@@ -62,51 +62,45 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
             "list of nn.Modules"
         )
     modules = dict.fromkeys(part for module in given for part in module.modules())
-    found: dict[int, FakeTensor] = {}
-
-    def find(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            found[id(tensor)] = tensor
-        return tensor
-
-    replace_tensors(modules, find)
-    plain = [tensor for tensor in found.values() if not isinstance(tensor, nn.Parameter)]
+    fakes = dict.fromkeys(
+        tensor
+        for module in modules
+        for _, tensor in tensors_in(module)
+        if isinstance(tensor, FakeTensor)
+    )
+    plain = [tensor for tensor in fakes if not isinstance(tensor, nn.Parameter)]
     values = tape.make([tape.geometry(tensor) for tensor in plain])
-    new: dict[int, torch.Tensor] = {
-        id(tensor): value for tensor, value in zip(plain, values, strict=True)
-    }
-    for tensor in found.values():
-        if id(tensor) not in new:
-            new[id(tensor)] = _promise(tensor, tape)
-    replace_tensors(modules, lambda tensor: new.get(id(tensor), tensor))
-    return_freed_memory()  # in which random numbers were drawn
+    new: dict[torch.Tensor, torch.Tensor] = dict(zip(plain, values, strict=True))
+    new.update((tensor, _promise(tensor, tape)) for tensor in fakes if tensor not in new)
+    replace_tensors(modules, lambda tensor: new.get(tensor, tensor))
+    return_freed_memory()  # random numbers were drawn in it
     return model
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the parameter gets its values that was put on meta."""
+    """How a parameter on meta gets its values."""
 
     tape: Tape
     geometry: Geometry
-    version: int  # of the tensor then
+    version: int  # of the parameter when deferred_init() returned
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Recipe | None:
-        """The recipe of a tensor, if it has one."""
+        """Returns the recipe of a tensor, if it has one."""
         return getattr(tensor, _RECIPE, None)
 
     @staticmethod
     def forget(tensor: torch.Tensor) -> None:
-        """Lets go of the recipe."""
+        """Drops the recipe of a tensor."""
         vars(tensor).pop(_RECIPE, None)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError if what was done to the tensor since is not in the record."""
+        """Raises ValueError if the tensor was changed since: the record does not have that."""
         if tensor._version != self.version:
             raise ValueError(
                 f"parameter {name}: {tensor._version - self.version} writes since deferred_init() "
-                "returned, there must be none: they are lost on meta; write inside of build"
+                "returned, there must be none: they are lost on meta; write inside build"
             )
         if tuple(tensor.shape) != self.geometry.size:
             raise ValueError(
@@ -116,12 +110,12 @@ class Recipe:
 
 
 def attributes_of(tensor: torch.Tensor) -> Mapping[str, Any]:
-    """What users have set on a parameter, without its recipe."""
+    """Returns the attributes that users have set on a parameter, without its recipe."""
     return {name: value for name, value in vars(tensor).items() if name != _RECIPE}
 
 
 def _promise(fake: FakeTensor, tape: Tape) -> nn.Parameter:
-    """A parameter on meta that knows how to get its values."""
+    """Makes a parameter on meta that has a recipe for its values."""
     if fake._backward_hooks or getattr(fake, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             f"deferred_init: a parameter of shape {tuple(fake.shape)} has hooks on its gradient, "

@@ -1,4 +1,4 @@
-"""What tells one model's parameters from another's."""
+"""What distinguishes one model's parameters from another's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def fingerprint_of(parameters: Sequence[str], layers: Sequence[str]) -> str:
-    """Of a model with these parameters (see :func:`describe_parameters`) and layers."""
+    """Hashes the parameters (see :func:`describe_parameters`) and layer names of a model."""
     text = json.dumps([parameters, layers])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -19,7 +19,7 @@ def fingerprint_of(parameters: Sequence[str], layers: Sequence[str]) -> str:
 def describe_parameters(
     root: nn.Module, dtype_of: Callable[[str, nn.Parameter], torch.dtype] | None = None
 ) -> tuple[str, ...]:
-    """A line for each parameter: name, shape, dtype, and whether it is frozen.
+    """Describes each parameter in a line: name, shape, dtype, and whether it is frozen.
 
     ``dtype_of`` gives the dtypes that the parameters will have, if they will have others.
     """

@@ -1,49 +1,47 @@
-"""Hooks of the user's modules: which ones the stages can run."""
+"""Hooks of the user's modules: which of them the stages can run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import fx, nn
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs hooks."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    """Tells whether a call of the module runs hooks."""
+    return any(_hooks_of(module))
 
 
 def why_not_exported(root: nn.Module) -> str | None:
     """Names a module whose hooks an exported graph would not run: it calls no modules.
 
-    Those of torch.nn.utils compute weights, which the graph then does.
+    The hooks of torch.nn.utils may stay: they compute weights, which the graph then does.
     """
     for name, module in root.named_modules():
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            for hook in hooks.values():
-                if not type(hook).__module__.startswith("torch.nn.utils."):
-                    return f"{name} has hooks, which an exported graph would not run"
+        for hook in itertools.chain.from_iterable(_hooks_of(module)):
+            if not type(hook).__module__.startswith("torch.nn.utils."):
+                return f"{name} has hooks, which an exported graph would not run"
     return None
 
 
+def _hooks_of(module: nn.Module) -> Iterator[Collection[Callable[..., Any]]]:
+    yield module._forward_hooks.values()
+    yield module._forward_pre_hooks.values()
+    yield module._backward_hooks.values()
+    yield module._backward_pre_hooks.values()
+
+
 class LateHooks:
-    """Sees to hooks that are registered after the pipeline was made.
+    """Keeps watch for hooks that are registered after the pipeline was made.
 
     Args:
         root: the model.
-        clones: those of this process, whose modules share their originals' hooks.
-        graph: the captured model's.
-        compiled: the stages are compiled with the hooks that there are now, and look for no others.
+        clones: the clones of this process, whose modules share their originals' hooks.
+        graph: the captured model's graph.
+        compiled: the stages are compiled with the hooks that there are now, and run no others.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class LateHooks:
                 self._parted.append((name, module))
 
     def check(self) -> None:
-        """Before each batch.
+        """Prepares the clones for a batch.
 
         Raises:
             ValueError: hooks were registered on a module that the stages do not call.
@@ -69,8 +67,8 @@ class LateHooks:
             if has_hooks(module):
                 raise ValueError(
                     f"module {name!r}: hooks were registered on it after the pipeline was made, "
-                    "which calls its parts and not itself, or has compiled it: register them "
-                    "before"
+                    "which calls its parts and not the module, or has compiled it: register "
+                    "them before"
                 )
         for module, copies in self._called:
             # Which kind the backward hooks are is no part of the dictionary that clones share.
@@ -80,7 +78,7 @@ class LateHooks:
 
 
 def _called(root: nn.Module, graph: fx.Graph) -> Iterator[nn.Module]:
-    """The modules that the stages call, and those that they give to a function."""
+    """Yields the modules that the graph calls or gives to a function."""
     for node in graph.nodes:
         if node.op in ("call_module", "get_attr"):
             with contextlib.suppress(AttributeError):  # a parameter's name

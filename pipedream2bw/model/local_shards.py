@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-class _AsDTensor(nn.Module):
-    """The DTensor of which this process has a shard; its gradient is the shard's."""
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tells whether ``tensor`` is a DTensor. Does not load their modules, which takes a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
-    def __init__(self, like: DTensor) -> None:
+
+def use_local_shards(model: _Module) -> _Module:
+    """Replaces parameters that are DTensors by this process's shards, and returns the model.
+
+    A pipeline's buffers hold plain tensors. The module makes the DTensor again in each forward, by
+    a parametrization (``torch.nn.utils.parametrize``), so that modules work as
+    ``torch.distributed.tensor.parallel.parallelize_module`` has made them::
+
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        pipe = pd2.PipelineModule(pd2.use_local_shards(model), loss_fn, mesh=mesh, ...)
+
+    Optimizers and ``state_dict`` see ``weight``'s shard as ``parametrizations.weight.original``.
+    """
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_dtensor(parameter):
+                dtensor: Any = parameter
+                shard = dtensor.to_local().detach()
+                module._parameters[name] = nn.Parameter(shard, dtensor.requires_grad)
+                # unsafe: no check whether the DTensor may take the shard's place.
+                parametrize.register_parametrization(module, name, _AsDTensor(dtensor), unsafe=True)
+    return model
+
+
+class _AsDTensor(nn.Module):
+    """Makes the DTensor of which this process has a shard; its gradient is the shard's."""
+
+    def __init__(self, like: Any) -> None:
         super().__init__()
         self._from_local = type(like).from_local
         self._mesh, self._placements = like.device_mesh, like.placements
@@ -38,32 +63,3 @@ class _AsDTensor(nn.Module):
 
     def extra_repr(self) -> str:
         return f"shape={tuple(self._shape)}, placements={self._placements}"
-
-
-def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Does not load their modules, which takes a second."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
-
-
-def use_local_shards(model: _Module) -> _Module:
-    """Replaces parameters that are DTensors by this process's shards, and returns the model.
-
-    A pipeline's buffers hold plain tensors. The module makes the DTensor again in each forward, by
-    a parametrization (``torch.nn.utils.parametrize``), so that what
-    ``torch.distributed.tensor.parallel.parallelize_module`` has made of it works as before::
-
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        pipe = pd2.PipelineModule(pd2.use_local_shards(model), loss_fn, mesh=mesh, ...)
-
-    Optimizer and ``state_dict`` see ``weight``'s shard as ``parametrizations.weight.original``.
-    """
-    for module in list(model.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if is_dtensor(parameter):
-                shard = parameter.to_local().detach()
-                module._parameters[name] = nn.Parameter(shard, parameter.requires_grad)
-                # unsafe: no check whether the DTensor may take the shard's place.
-                as_dtensor = _AsDTensor(parameter)
-                parametrize.register_parametrization(module, name, as_dtensor, unsafe=True)
-    return model

@@ -1,4 +1,4 @@
-"""Models with parameters on meta: captured without values, made where their stage is."""
+"""Models with parameters on meta, which are captured without values and made on their stage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Example = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def is_on_meta(root: nn.Module) -> bool:
-    """Whether a parameter or buffer has no memory."""
+    """Tells whether a parameter or buffer has no memory."""
     return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))
 
 
 def home_of(root: nn.Module, example: Example) -> torch.device:
-    """Where the model is; one on meta is to be where its arguments are.
+    """Returns the model's device; for a model on meta the device of its arguments.
 
     Raises:
         ValueError: an argument of a model on meta is on meta, too.
@@ -33,7 +33,7 @@ def home_of(root: nn.Module, example: Example) -> torch.device:
         if any(tensor.is_meta for tensor in tensors):
             raise ValueError(
                 "example_args: a tensor on meta, the model is on meta: its arguments must be on "
-                "the device that it is to be on"
+                "the device that it is to be trained on"
             )
     else:
         tensors = list(root.parameters())
@@ -42,10 +42,10 @@ def home_of(root: nn.Module, example: Example) -> torch.device:
 
 @contextlib.contextmanager
 def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, Example]]:
-    """The model and example to capture: those themselves, or where there is meta, stand-ins.
+    """Gives the model and the example to capture, with stand-ins for tensors on meta.
 
-    Stand-ins are on the CPU, in memory which is not touched and so takes none up: a capture reads
-    no parameter.
+    Stand-ins are on the CPU, in memory that is never touched and so costs none: a capture reads no
+    parameter.
     """
     if not is_on_meta(root):
         yield root, example
@@ -60,14 +60,12 @@ def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, 
         for old, new in tensors.items()
         if isinstance(old, nn.Parameter)
     }
-    clone = structural_clone(root, parameters)
-    for module in clone.modules():
-        module._buffers = {
-            name: buffer if buffer is None else tensors.get(buffer, buffer)
-            for name, buffer in module._buffers.items()
-        }
+    buffers = {old: new for old, new in tensors.items() if old not in parameters}
     try:
-        yield clone, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example)
+        yield (
+            structural_clone(root, parameters, buffers),
+            pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example),
+        )
     finally:
         for tensor in tensors.values():
             tensor.untyped_storage().resize_(0)
@@ -76,19 +74,21 @@ def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, 
 def materialize(root: nn.Module, names: Collection[str]) -> set[str]:
     """Gives the named parameters and buffers memory on the CPU, and values where these are known.
 
-    Returns the names of those that have no values and are to be loaded. Where :func:`deferred_init`
-    made the model, all have values.
+    Returns the names of those that have no values and are to be loaded: none where
+    :func:`deferred_init` made the model.
 
     Raises:
-        ValueError: a parameter was changed since.
+        ValueError: a parameter was changed since :func:`deferred_init` returned.
     """
     named = dict(root.named_parameters()) | dict(root.named_buffers())
-    hollow = {name: named[name] for name in names if named[name].is_meta}
     without_values = set()
     made: dict[int, torch.Tensor] = {}
     by_tape: dict[int, list[tuple[torch.Tensor, Recipe]]] = {}
-    for name, tensor in hollow.items():
+    for name in names:
+        tensor = named[name]
         recipe = Recipe.of(tensor)
+        if not tensor.is_meta:
+            continue
         if recipe is None:
             made[id(tensor)] = torch.empty_like(tensor, device="cpu")
             without_values.add(name)
@@ -99,18 +99,12 @@ def materialize(root: nn.Module, names: Collection[str]) -> set[str]:
         values = members[0][1].tape.make([recipe.geometry for _, recipe in members])
         for (tensor, _), value in zip(members, values, strict=True):
             made[id(tensor)] = value.to(tensor.dtype)
-
-    def new_of(tensor: torch.Tensor) -> torch.Tensor:
-        value = made.get(id(tensor))
-        if value is None or not isinstance(tensor, nn.Parameter):
-            return tensor if value is None else value
-        if not isinstance(value, nn.Parameter):
-            value = nn.Parameter(value, tensor.requires_grad)
-            vars(value).update(attributes_of(tensor))
-            made[id(tensor)] = value
-        return value
-
-    replace_tensors(root.modules(), new_of)
+    for tensor in named.values():
+        if isinstance(tensor, nn.Parameter) and id(tensor) in made:
+            parameter = nn.Parameter(made[id(tensor)], tensor.requires_grad)
+            vars(parameter).update(attributes_of(tensor))
+            made[id(tensor)] = parameter
+    replace_tensors(root.modules(), lambda tensor: made.get(id(tensor), tensor))
     for parameter in root.parameters():
-        Recipe.forget(parameter)  # those of other processes' stages are not needed any more
+        Recipe.forget(parameter)  # other processes make the parameters of their stages
     return without_values

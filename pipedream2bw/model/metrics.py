@@ -1,4 +1,4 @@
-"""Numbers beside the loss, computed where the loss is and read with it."""
+"""Metrics: numbers that the last stage computes next to the loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Metric = Callable[[Any, Any], torch.Tensor | float]
 
 
 def check_metrics(metrics: object) -> dict[str, Metric]:
-    """The metrics in the order given.
+    """Returns the metrics in the given order.
 
     Raises:
-        TypeError: it is no mapping from names to functions; says what is.
+        TypeError: ``metrics`` is no mapping from names to functions.
     """
     if metrics is None:
         return {}
@@ -37,7 +37,7 @@ def check_metrics(metrics: object) -> dict[str, Metric]:
 def measure(
     metrics: Mapping[str, Metric], output: Any, target: Any, share: float, device: torch.device
 ) -> torch.Tensor | None:
-    """A microbatch's part of the batch's metrics, ``share`` being its share of the rows.
+    """Computes a microbatch's part of the batch's metrics; ``share`` is its share of the rows.
 
     Raises:
         TypeError, ValueError: a metric is no number.
@@ -65,7 +65,7 @@ def measure(
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """Raises TypeError or ValueError unless a loss function may return this."""
+    """Raises TypeError or ValueError unless ``loss`` is one floating-point number in a tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
     if loss.numel() != 1 or not loss.is_floating_point():

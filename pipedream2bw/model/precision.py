@@ -1,4 +1,4 @@
-"""The dtypes that stages compute in, and those in which parameters are kept and stepped."""
+"""The dtypes in which stages compute, and in which parameters are kept and updated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -22,10 +21,8 @@ class Precision:
 
     Args:
         root: the model.
-        precision: see :class:`PipelineModule`.
-        split_master: likewise.
-        autocast: likewise.
-        device_type: of the model's device.
+        precision, split_master, autocast: see :class:`PipelineModule`.
+        device_type: the type of the model's device.
 
     Raises:
         ValueError, TypeError: naming the setting, the rule and the value.
@@ -34,6 +31,7 @@ class Precision:
     def __init__(
         self,
         root: nn.Module,
+        *,
         precision: object,
         split_master: object,
         autocast: object,
@@ -64,22 +62,22 @@ class Precision:
         return [] if self.dtype is None else list(_dtypes(self._root, self.dtype))
 
     def of_parameter(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in which stages compute with a parameter of the model."""
+        """Returns the dtype in which stages compute with a parameter of the model."""
         return self._parameters.get(name, parameter.dtype)
 
     def of_converted(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype of a parameter of ``model.to(dtype)``, which converts norms too."""
+        """Returns the dtype of a parameter of ``model.to(dtype)``, which converts norms too."""
         if self.dtype is None or not parameter.is_floating_point():
             return parameter.dtype
         return self.dtype
 
     def of_master(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in which a parameter is kept, whatever its handle shows."""
+        """Returns the dtype in which a parameter is kept, whatever its handle shows."""
         is_master = self.dtype is not None and parameter.requires_grad
         return torch.float32 if is_master else parameter.dtype
 
     def cast(self, values: Any) -> Any:
-        """The same with floating-point tensors in the dtype of the precision."""
+        """Converts the floating-point tensors among ``values`` to the dtype of the precision."""
         if self.dtype is None:
             return values
         return pytree.tree_map_only(
@@ -87,18 +85,18 @@ class Precision:
         )
 
     def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Around a stage's forward and the loss function."""
+        """Returns the autocast for a stage's forward and the loss function."""
         if self._autocast is None:
             return contextlib.nullcontext()
-        # The cache of cast weights is one for all threads, and any thread that leaves autocast
-        # empties it: with it, bits would depend on timing.
+        # All threads share the cache of cast weights, and any thread that leaves autocast empties
+        # it: with the cache, bits would depend on timing.
         return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
 
     @contextlib.contextmanager
     def as_in_stages(self) -> Iterator[dict[int, str]]:
-        """The model with the dtypes that its stages will have, for a capture.
+        """Converts the model for a capture to the dtypes of its stages, and back at the end.
 
-        Gives the storages that its parameters have otherwise, with their names.
+        Gives the addresses of the storages that its parameters had before, with their names.
         """
         tensors = self._tensors()
         storages = {
@@ -113,7 +111,7 @@ class Precision:
         try:
             for _, tensor, dtype in tensors:
                 if tensor.is_leaf:
-                    tensor.grad = None  # a fake tensor would get one of the other dtype
+                    tensor.grad = None  # a fake tensor would get it in the other dtype
                 tensor.data = tensor.data.to(dtype)
             yield storages
         finally:
@@ -122,15 +120,15 @@ class Precision:
                 if tensor.is_leaf:
                     tensor.grad = gradient
 
-    def take_over(self) -> None:
-        """Converts in place: what stages share with the model, and to float32 what is trained."""
+    def convert(self) -> None:
+        """Converts the model in place: trained parameters to float32, the rest as in the stages."""
         for name, tensor, dtype in self._tensors():
             if not tensor.requires_grad:
                 self._before[name] = tensor.dtype
             tensor.data = tensor.data.to(torch.float32 if tensor.requires_grad else dtype)
 
-    def give_back(self) -> None:
-        """Gives what is not trained the dtypes that it had before."""
+    def restore(self) -> None:
+        """Converts what is not trained back to the dtypes that it had before."""
         for name, tensor in _named(self._root):
             if name in self._before:
                 tensor.data = tensor.data.to(self._before[name])
@@ -142,7 +140,7 @@ def _named(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _dtypes(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-    """Names, floating-point parameters and buffers (each once), and what stages compute in."""
+    """Yields name, tensor and stages' dtype of floating-point parameters and buffers, each once."""
     full = {
         id(tensor)
         for module in root.modules()
@@ -170,7 +168,7 @@ def _check_precision(precision: object, split_master: object) -> None:
 
 
 def _check_device(precision: str, dtype: torch.dtype, device_type: str) -> None:
-    """Tries what every model needs; which other operators there are torch does not tell."""
+    """Tries what every model needs; torch does not report which other operators it has."""
     try:
         with torch.enable_grad():
             matrix = torch.ones(2, 2, dtype=dtype, device=device_type, requires_grad=True)

@@ -1,9 +1,8 @@
-"""Putting other tensors in the place of those that modules hold."""
+"""What modules hold in their attributes, found and replaced."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,49 +10,76 @@ from typing import Any
 import torch
 from torch import nn
 
-NewOf = Callable[[torch.Tensor], torch.Tensor]
+Replace = Callable[[Any], Any]
+"""Returns what to put in the place of an item, or the item."""
 
 
-def replace_tensors(modules: Iterable[nn.Module], new_of: NewOf) -> None:
-    """Puts ``new_of(tensor)`` where the modules hold ``tensor``.
+def replaced(value: Any, replace: Replace, *, in_place: bool = False, depth: int = 2) -> Any:
+    """Returns ``value`` with ``replace(item)`` where it holds ``item``.
 
-    That is among their parameters and buffers, and in plain attributes, lists, tuples and
-    dictionaries, at most two deep: what a structural clone maps, too.
+    Looks into lists, tuples and dictionaries, at most ``depth`` of them deep. A weak reference to a
+    tensor counts as the tensor.
+
+    Args:
+        in_place: lists and dictionaries are changed, since others may hold them too; else copied.
     """
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if name != "_modules" and "_hooks" not in name:
-                vars(module)[name] = _replaced(value, new_of, depth=2)
-
-
-def _replaced(value: Any, new_of: NewOf, depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return new_of(value)
     if isinstance(value, weakref.ref):
         target = value()
-        if isinstance(target, torch.Tensor) and new_of(target) is not target:
-            return weakref.ref(new_of(target))
-        return value
-    if depth == 0:
+        new = replace(target) if isinstance(target, torch.Tensor) else target
+        return value if new is target else weakref.ref(new)
+    if depth == 0 or not (type(value) in (list, tuple) or isinstance(value, dict)):
+        return replace(value)
+    old = list(value.values()) if isinstance(value, dict) else value
+    items = [replaced(item, replace, in_place=in_place, depth=depth - 1) for item in old]
+    if all(new is item for new, item in zip(items, old, strict=True)):
         return value
     if type(value) is tuple:
-        items = [_replaced(item, new_of, depth - 1) for item in value]
-        changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return tuple(items) if changed else value
-    # In place, since others may hold the same list or dictionary.
-    if isinstance(value, dict):
-        for key, item in list(value.items()):
-            value[key] = _replaced(item, new_of, depth - 1)
-    elif type(value) is list:
-        value[:] = [_replaced(item, new_of, depth - 1) for item in value]
-    return value
+        return tuple(items)
+    result = value if in_place else copy.copy(value)
+    if isinstance(result, dict):
+        result.update(zip(value, items, strict=True))
+    else:
+        result[:] = items
+    return result
 
 
-def return_freed_memory() -> None:
-    """Does nothing where the C library is not glibc.
+def replace_tensors(
+    modules: Iterable[nn.Module], new_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Puts ``new_of(tensor)`` where the modules hold ``tensor``.
 
-    glibc keeps freed blocks of up to 32 MiB for itself. When the pipeline has taken over a model of
-    many smaller parameters, that would be the model's whole size once more.
+    They hold tensors as parameters and buffers, and in plain attributes as deep as
+    :func:`replaced` looks.
     """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+
+    def replace(item: Any) -> Any:
+        return new_of(item) if isinstance(item, torch.Tensor) else item
+
+    for module in modules:
+        for name, value in _attributes(module):
+            vars(module)[name] = replaced(value, replace, in_place=True)
+
+
+def tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Lists the tensors that a module holds, each after the name of the attribute.
+
+    These are the tensors that :func:`replace_tensors` replaces.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in _attributes(module):
+
+        def see(item: Any, name: str = name) -> Any:
+            if isinstance(item, torch.Tensor):
+                found.append((name, item))
+            return item
+
+        replaced(value, see)
+    return found
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if name != "_modules" and "_hooks" not in name
+    ]

@@ -1,4 +1,4 @@
-"""What is around a capture: random numbers, grad and autocast modes, torch's own messages.
+"""The state of the process around a capture: generators, grad and autocast modes, torch's logs.
 
 A capture must neither draw random numbers nor freeze one into the program.
 """
@@ -15,16 +15,16 @@ import torch
 
 
 class RandomnessError(Exception):
-    """The forward draws random numbers that the captured program would repeat for ever."""
+    """The forward draws random numbers that every run of the captured program would repeat."""
 
 
 def random_states() -> tuple[Any, torch.Tensor]:
-    """The states of Python's and torch's CPU generators."""
+    """Returns the states of Python's and torch's CPU generators."""
     return random.getstate(), torch.get_rng_state()
 
 
 def restore_random_states(states: tuple[Any, torch.Tensor]) -> None:
-    """Undoes what was drawn since ``states`` was taken."""
+    """Sets the generators back to ``states``."""
     random.setstate(states[0])
     torch.set_rng_state(states[1])
 
@@ -38,7 +38,7 @@ def refuse_random_numbers(before: tuple[Any, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Leaves the generators as they were."""
+    """Sets the generators back to their present states at the end."""
     states = random_states()
     try:
         yield
@@ -48,7 +48,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_modes() -> Iterator[None]:
-    """Gradients recorded and no autocast, as in a stage's thread, whatever the caller is in."""
+    """Turns gradient recording on and autocast off, as in a stage's thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -60,7 +60,7 @@ def plain_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_reports_silenced() -> Iterator[None]:
-    """Keeps torch from logging failures that are told later, with the other ways' reasons."""
+    """Keeps torch from logging failures that an error of ours reports later."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

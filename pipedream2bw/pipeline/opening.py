@@ -16,7 +16,7 @@ from ..json_document import given_or_loaded
 from ..model.materialize import home_of, materialize
 from ..model.metrics import check_metrics
 from ..model.precision import Precision
-from ..model.refusals import check_example, check_loadable, check_parameters
+from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
 from ..planning.plan import Plan
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.grid import RankGrid
@@ -140,9 +140,9 @@ def check(arranged: Arranged, num_processes: int) -> Checked:
     check_runnable(schedule)
     recompute, blocks = what_to_recompute(arrangement.recompute, schedule)
     root = as_root(wanted.model)
-    check_parameters(root, loss_fn)
+    refuse_untrainable(root, loss_fn)
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
-    check_loadable(root)
+    refuse_valueless(root)
     home = home_of(root, example)
     recomputes = bool(blocks) or any(recompute)
     compiling = compile_options(options.compile, home, recomputes=recomputes)
@@ -219,7 +219,7 @@ def capture(checked: Checked, grid: RankGrid) -> Captured:
 def start(captured: Captured, control: ControlPlane) -> Session:
     """Takes the model over: weights into the engine's buffers, threads, channels."""
     checked = captured.checked
-    checked.stage_options.precision.take_over()
+    checked.stage_options.precision.convert()
     stages = LocalStages(
         root=checked.root,
         mode=checked.modes.first,

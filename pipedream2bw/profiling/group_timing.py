@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..capture.saved_bytes import SavedCounter
-from ..model.clone import structural_clone
+from ..capture.saved_bytes import SavedBytes
+from ..model.clone import copies_of_buffers, structural_clone
+from ..model.storages import storage_of
 from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
@@ -134,23 +135,25 @@ def _spread_out(members: Sequence[int]) -> list[int]:
 def _own_copy(root: nn.Module) -> nn.Module:
     """A clone with gradients and buffers of its own over the same weights."""
     own = {old: nn.Parameter(old.detach(), old.requires_grad) for old in root.parameters()}
-    return structural_clone(root, own, own_buffers=True)
+    return structural_clone(root, own, copies_of_buffers(root))
 
 
 def _first_pass(
     graph: LossGraph, root: nn.Module, programs: Sequence[StageProgram]
-) -> tuple[SavedCounter, list[int], list[list[Any]]]:
+) -> tuple[SavedBytes, list[int], list[list[Any]]]:
     """Runs the model once: what autograd saves in all, bytes by group, and each group's inputs."""
     own = _own_copy(root)
     values: dict[str, Any] = dict(graph.inputs)
-    counter = SavedCounter([*own.parameters(), *own.buffers(), *graph.inputs.values()])
+    counter = SavedBytes(
+        map(storage_of, (*own.parameters(), *own.buffers(), *graph.inputs.values()))
+    )
     saved, inputs = [], []
     results = []  # kept until all is counted: a storage is known by its address
     for program in programs:
         inputs.append(_leaves([values[name] for name in program.inputs]))
-        with counter.hooks:
+        with counter:
             outputs = program.bind(own)(inputs[-1])
-        saved.append(counter.take())
+        saved.append(counter.end_part())
         results.append(outputs)
         values.update(zip(program.outputs, outputs, strict=True))
     return counter, saved, inputs

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from ..capture.attribute import Attribute
-from ..capture.bonds import held_together
+from ..capture.bonds import bonds_of
 from ..capture.captured import Captured
 
 # A group takes at least so many nominal seconds, or such a part of the model's.
@@ -81,8 +81,8 @@ def crossing_bytes(captured: Captured) -> list[int]:
 
 def _boundaries(captured: Captured, seconds: Sequence[float]) -> list[int]:
     n = len(captured.layers)
-    held = held_together(captured)
-    allowed = [cut for cut in range(1, n - 1) if held.allows(cut)]
+    bonds = bonds_of(captured)
+    allowed = [cut for cut in range(1, n - 1) if bonds.allow(cut)]
     crossing = crossing_bytes(captured)
     until = list(itertools.accumulate(seconds, initial=0.0))
     least = min(_LEAST_SECONDS, until[n] * _LEAST_PART)

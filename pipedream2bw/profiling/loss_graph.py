@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from ..capture.captured import Captured, Layer
 from ..capture.costs import dry_run
 from ..capture.device_figures import DeviceFigures
-from ..capture.exporting import carries_batch
 from ..model.metrics import check_loss
 
 
@@ -68,8 +67,8 @@ def add_loss(
     graph.output(loss)
     whole = set(replicated)
     examples = [
-        of_rows(leaf.example, rows) if carries_batch(leaf, whole) else leaf.example.detach()
-        for leaf in captured.layout.tensors
+        of_rows(leaf.example, rows) if leaf.carries_batch(whole) else leaf.example.detach()
+        for leaf in captured.signature.tensors
     ]
     given = [of_rows(leaf, rows) for leaf, i in zip(leaves, is_input, strict=True) if i]
     tensors = [*examples, *given]

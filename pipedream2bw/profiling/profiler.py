@@ -20,7 +20,7 @@ from ..capture.device_figures import NOMINAL, DeviceFigures
 from ..checks import check_number, check_whole_number
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, home_of, is_on_meta
-from ..model.refusals import check_example, check_parameters
+from ..model.refusals import check_example, refuse_untrainable
 from ..model.surroundings import plain_modes, random_state_kept
 from ..ranks.agreement import ControlPlane, join
 from .assembly import median_of, message_bytes, microbatch_of, profile_of, shared_out
@@ -281,7 +281,7 @@ def _checked_example(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
     check_example(args, kwargs)
-    check_parameters(root, loss_fn)
+    refuse_untrainable(root, loss_fn)
     return tuple(args), dict(kwargs or {})
 
 

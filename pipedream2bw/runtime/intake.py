@@ -98,7 +98,7 @@ class Intake:
     def _rows(self, given: Given, mode: Mode) -> int:
         captured = mode.captured
         named = [
-            (f"argument {captured.layout.tensors[position].path}", value)
+            (f"argument {captured.signature.tensors[position].path}", value)
             for position, value, keep in zip(
                 captured.input_positions, given.values, given.whole, strict=True
             )
@@ -171,7 +171,12 @@ class Intake:
         if given.part is not None:
             rows = self.weighing_rows(sizes)
             inputs.loss_weights = [
-                LossWeight(rows, microbatch, grid.width, given.part.num_averaged)
+                LossWeight(
+                    rows=rows,
+                    microbatch=microbatch,
+                    num_replicas=grid.width,
+                    num_averaged=given.part.num_averaged,
+                )
                 for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):

@@ -88,7 +88,7 @@ class LocalModel:
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
         with self._masters_shown(change=True):
-            result = root.load_state_dict(checkpoint.take(wanted), strict=False)
+            result = root.load_state_dict(checkpoint.read(wanted), strict=False)
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import _C
 from ..model.hooks import LateHooks
-from ..model.replacing import return_freed_memory
+from ..model.storages import return_freed_memory
 from ..ranks.agreement import ControlPlane
 from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..capture.saved_bytes import SavedBytes
 from ..model.added_loss import LossWeight, weighing
 from ..model.metrics import check_loss, measure
+from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
@@ -321,4 +322,4 @@ def _is_differentiable(messages: Sequence[Structured], loss: torch.Tensor | None
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
-    return {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
+    return {storage_of(value) for value in values if isinstance(value, torch.Tensor)}

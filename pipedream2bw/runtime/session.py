@@ -277,7 +277,7 @@ class Session:
         self.flush_for(Operation.flush)
         for stage in self.stages.of_first_pipeline():
             stage.weights.give_back()
-        self.stages.options.precision.give_back()
+        self.stages.options.precision.restore()
         self.close()
 
     def close(self) -> None:

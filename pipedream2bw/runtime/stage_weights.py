@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..model.clone import copy_training_flags, structural_clone
+from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
+from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
@@ -268,7 +269,7 @@ class StageWeights:
         """The storages of weights and buffers."""
         slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return set(map(storage_of, tensors))
 
     def held_tensors(self) -> list[torch.Tensor]:
         """The newest weights and their masters, frozen ones and buffers."""
@@ -345,7 +346,7 @@ def _another(
 def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
     """The model over parameters and buffers of its own, for a second pipeline in this process."""
     parameters = {parameter: _another(parameter, precision) for parameter in model.parameters()}
-    return structural_clone(model, parameters, own_buffers=True)
+    return structural_clone(model, parameters, copies_of_buffers(model))
 
 
 def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[StageWeights]]:

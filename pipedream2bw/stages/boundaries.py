@@ -1,27 +1,21 @@
-"""Where the stages begin: balanced by cost, by name, or where another capture has them."""
+"""Where the stages begin: balanced by cost, at given names, or as in another capture."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from collections.abc import Iterable, Sequence
 
 from .. import _C
-from ..capture.bonds import Ties, held_together
-from ..capture.capture import capture
+from ..capture.bonds import Bonds, bonds_of
 from ..capture.captured import Captured, describe_layer, first_layers
-
-if TYPE_CHECKING:
-    from .program import StageProgram
+from .program import StageProgram
 
 
 def choose_boundaries(
     captured: Captured, num_stages: int, split: str | Sequence[str] = "auto"
 ) -> list[int]:
-    """The first layer of every stage.
+    """Chooses the first layer of every stage.
 
     Raises:
         ValueError: more stages than layers, an unknown name or a wrong number of names in
@@ -41,55 +35,18 @@ def choose_boundaries(
             )
         return _balanced(captured, num_stages)
     boundaries = _named(captured, num_stages, list(split))
-    check_uses(captured, boundaries)
+    _check_bonds(captured, boundaries)
     return boundaries
 
 
-def capture_like(
-    model: nn.Module | Sequence[nn.Module],
-    like: Captured,
-    programs: Sequence[StageProgram],
-    *,
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    replicated: Sequence[str] = (),
-) -> tuple[Captured, list[int]]:
-    """Captures the model's other mode, in a way that can be cut like ``programs``.
-
-    ``like`` is the first mode's capture and ``programs`` its stages; the other arguments are those
-    of :func:`capture`. Returns the capture and its boundaries (see :func:`place_like`).
-
-    Raises:
-        ValueError: no way of capture can be cut so; the message gives each one's reason.
-    """
-
-    def why_not(captured: Captured) -> str | None:
-        try:
-            place_like(captured, programs)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    captured = capture(
-        model,
-        num_stages=1,  # a stage may have nothing to do in this mode
-        example_args=example_args,
-        example_kwargs=example_kwargs,
-        replicated=replicated,
-        prefer=like.how,
-        why_not=why_not,
-    )
-    return captured, place_like(captured, programs)
-
-
 def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int]:
-    """Boundaries of another mode's capture that leave every parameter and buffer where it is.
+    """Places another mode's capture so that every parameter and buffer stays on its stage.
 
-    A parameter may be on several stages. A stage may get no layer at all (one whose layers do
-    nothing in this mode).
+    Returns the first layer of every stage. A parameter may be on several stages. A stage may get no
+    layer at all (one whose layers do nothing in this mode).
 
     Raises:
-        ValueError: no cut does that; names what stands in the way.
+        ValueError: there are no such boundaries; names the stage that cannot begin anywhere.
     """
     stages_of: dict[str, set[int]] = {}
     for program in programs:
@@ -100,90 +57,30 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
         everywhere.intersection(*(stages_of[name] for name in names if name in stages_of))
         for names in _state_names(captured)
     ]
-    held = held_together(captured)
-    fits = _what_fits(allowed, held, len(programs))
+    bonds = bonds_of(captured)
+    fits = _what_fits(allowed, bonds, len(programs))
     begins = {program.index: program.first_layer_name for program in programs}
     boundaries = [0]
     for stage in range(1, len(programs)):
         legal = []
         for cut in range(boundaries[-1], len(allowed) + 1):
-            if held.allows(cut) and fits[stage][cut]:
+            if bonds.allow(cut) and fits[stage][cut]:
                 legal.append(cut)
             if cut < len(allowed) and stage - 1 not in allowed[cut]:
                 break
         if not legal:
             raise ValueError(
                 f"stage {stage} cannot begin anywhere in the other mode's capture: its parameters "
-                f"and those of the stages before are not used one after another"
+                "and those of the stages before are not used one after another"
             )
         boundaries.append(_closest(captured, legal, begins[stage]))
     return boundaries
 
 
-def _what_fits(allowed: Sequence[set[int]], held: Ties, num_stages: int) -> list[list[bool]]:
-    """By stage and layer: whether that stage and later ones can have the layers from there on."""
-    fits = [[False] * len(allowed) + [True] for _ in range(num_stages + 1)]
-    for layer in reversed(range(len(allowed))):
-        for stage in reversed(range(num_stages)):
-            fits[stage][layer] = (stage in allowed[layer] and fits[stage][layer + 1]) or (
-                held.allows(layer) and fits[stage + 1][layer]
-            )
-    return fits
-
-
-def check_uses(captured: Captured, boundaries: Sequence[int]) -> None:
-    """Refuses boundaries that separate what has to stay on one stage.
-
-    Raises:
-        ValueError: names the buffer (or value written in place) and both stages.
-    """
-    for tie in held_together(captured).ties:
-        first = _stage_at(boundaries, tie.first)
-        last = _stage_at(boundaries, tie.last)
-        if first != last:
-            raise ValueError(
-                f"{tie.what} is used in stages {first} and {last} (layers "
-                f"{describe_layer(captured, tie.first)} and "
-                f"{describe_layer(captured, tie.last)}): "
-                "choose a split that puts both uses into one stage"
-            )
-
-
-def _state_names(captured: Captured) -> Iterable[list[str]]:
-    shared = captured.costs.written_buffers
-    for parameters, buffers in zip(captured.layer_parameters, captured.layer_buffers, strict=True):
-        # Read-only buffers may be on several stages, so they fix nothing.
-        yield [*parameters, *(name for name in buffers if name in shared)]
-
-
-def _balanced(captured: Captured, num_stages: int) -> list[int]:
-    if captured.how == "list" and len(captured.layers) == num_stages:
-        boundaries = list(range(num_stages))
-        check_uses(captured, boundaries)
-        return boundaries
-    held = held_together(captured)
-    num_layers = len(captured.layers)
-    can_cut = [held.allows(cut) for cut in range(1, num_layers)]
-    if sum(can_cut) < num_stages - 1:
-        longest = max(held.ties, key=lambda tie: tie.last - tie.first)
-        raise ValueError(
-            f"num_stages: {num_stages}, but the model can be cut in only {sum(can_cut)} places: "
-            f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
-            f"{describe_layer(captured, longest.last)}, which have to be on one stage"
-        )
-    layers = [(layer.forward_cost, layer.backward_cost, 0, 0, 0, 0) for layer in captured.layers]
-    without_limit = (0, 0, 0, 0, math.inf, 1)
-    split = _C.split_stages(
-        layers, [], [without_limit] * num_stages, can_cut=can_cut, values=crossing_values(captured)
-    )
-    assert split is not None
-    return split[0]
-
-
 def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, float]]:
-    """(producer, consumers, 0, nominal seconds of a crossing) of values that more layers read.
+    """Lists (producer, consumers, 0, nominal seconds of a crossing) of values that layers read.
 
-    A model input counts as produced by layer 0, as its rank gets the model's arguments.
+    A model input counts as produced by layer 0, whose rank gets the model's arguments.
     """
     consumers_of: dict[str, tuple[int, list[int]]] = {}
     index_of = {node: index for index, node in enumerate(captured.layer_nodes)}
@@ -198,8 +95,69 @@ def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, flo
     ]
 
 
+def _what_fits(allowed: Sequence[set[int]], bonds: Bonds, num_stages: int) -> list[list[bool]]:
+    """Tells by stage and layer whether that stage and later ones can have the layers from there."""
+    fits = [[False] * len(allowed) + [True] for _ in range(num_stages + 1)]
+    for layer in reversed(range(len(allowed))):
+        for stage in reversed(range(num_stages)):
+            fits[stage][layer] = (stage in allowed[layer] and fits[stage][layer + 1]) or (
+                bonds.allow(layer) and fits[stage + 1][layer]
+            )
+    return fits
+
+
+def _check_bonds(captured: Captured, boundaries: Sequence[int]) -> None:
+    """Refuses boundaries that separate what has to stay on one stage.
+
+    Raises:
+        ValueError: names the buffer (or value written in place) and both stages.
+    """
+    for bond in bonds_of(captured):
+        first = _stage_at(boundaries, bond.first)
+        last = _stage_at(boundaries, bond.last)
+        if first != last:
+            raise ValueError(
+                f"{bond.what} is used in stages {first} and {last} (layers "
+                f"{describe_layer(captured, bond.first)} and "
+                f"{describe_layer(captured, bond.last)}): "
+                "choose a split that puts both uses into one stage"
+            )
+
+
+def _state_names(captured: Captured) -> Iterable[list[str]]:
+    """Yields for each layer the parameters and buffers that have to be on its stage."""
+    written = captured.costs.written_buffers
+    for parameters, buffers in zip(captured.layer_parameters, captured.layer_buffers, strict=True):
+        # Buffers that are only read may be on several stages.
+        yield [*parameters, *(name for name in buffers if name in written)]
+
+
+def _balanced(captured: Captured, num_stages: int) -> list[int]:
+    if captured.how == "list" and len(captured.layers) == num_stages:
+        boundaries = list(range(num_stages))
+        _check_bonds(captured, boundaries)
+        return boundaries
+    bonds = bonds_of(captured)
+    num_layers = len(captured.layers)
+    can_cut = [bonds.allow(cut) for cut in range(1, num_layers)]
+    if sum(can_cut) < num_stages - 1:
+        longest = max(bonds, key=lambda bond: bond.last - bond.first)
+        raise ValueError(
+            f"num_stages: {num_stages}, but the model can be cut in only {sum(can_cut)} places: "
+            f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
+            f"{describe_layer(captured, longest.last)}, which have to be on one stage"
+        )
+    layers = [(layer.forward_cost, layer.backward_cost, 0, 0, 0, 0) for layer in captured.layers]
+    without_limit = (0, 0, 0, 0, math.inf, 1)
+    split = _C.split_stages(
+        layers, [], [without_limit] * num_stages, can_cut=can_cut, values=crossing_values(captured)
+    )
+    assert split is not None
+    return split[0]
+
+
 def _cut_costs(captured: Captured) -> list[float]:
-    """Nominal seconds of what crosses the cut before layer i+1; a value counts once."""
+    """Returns nominal seconds of what crosses the cut before each layer but the first."""
     costs = [0.0] * (len(captured.layers) - 1)
     for producer, consumers, _, seconds in crossing_values(captured):
         for cut in range(producer, consumers[-1]):
@@ -235,7 +193,7 @@ def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
 
 
 def _closest(captured: Captured, legal: list[int], name: str | None) -> int:
-    """The legal cut at the layer called ``name``, else the one that fewest bytes cross."""
+    """Returns the legal cut at the layer called ``name``, else the cheapest one to cross."""
     first = first_layers(captured).get(name) if name is not None else None
     if first in legal:
         return first

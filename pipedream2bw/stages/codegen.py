@@ -1,7 +1,7 @@
 """Python source for one stage: a function from its input values to its output values.
 
-The graph of the captured model is only walked when the stage is built. What runs per microbatch
-is straight-line code whose modules, parameters and functions are closure variables, so that a
+The graph of the captured model is only walked when the stage is built. For each microbatch
+straight-line code runs, whose modules, parameters and functions are closure variables, so that a
 call costs little more than the operators in it.
 """
 
@@ -22,13 +22,12 @@ from ..capture.attribute import Attribute
 
 StageFunction = Callable[[Sequence[Any]], list[Any]]
 
-
 _serial = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class StageSource:
-    """The code of a stage and what it must be bound to."""
+    """The code of a stage, and the attributes of the model that ``make`` binds it to."""
 
     text: str
     attributes: tuple[Attribute, ...]
@@ -37,6 +36,7 @@ class StageSource:
 
 def generate(
     title: str,
+    *,
     nodes: Iterable[fx.Node],
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -47,11 +47,14 @@ def generate(
 ) -> StageSource:
     """Writes and compiles the function of the stage that computes ``nodes``.
 
-    ``inputs`` and ``outputs`` are node names; an output node among ``nodes`` gives its value under
-    its own name. ``attribute_of`` says what a get_attr node or a call_module node refers to.
-    ``cloned_inputs`` are copied first (they are written in place here). ``sizes`` are values that
-    are read off an input: name -> (input, dimension). ``block_of`` names the recomputed block that
-    a node belongs to.
+    Args:
+        title: the stage, in tracebacks.
+        inputs, outputs: names of nodes; an output node among ``nodes`` gives its value under its
+            own name.
+        attribute_of: returns what a get_attr or call_module node refers to.
+        cloned_inputs: inputs that are copied first, as the stage writes to them in place.
+        sizes: values that are sizes of an input: name -> (input, dimension).
+        block_of: names the recomputed block that a node belongs to.
     """
     return _Writer(attribute_of, block_of).write(
         title, list(nodes), list(inputs), list(outputs), set(cloned_inputs), dict(sizes or {})
@@ -120,7 +123,7 @@ class _Writer:
     def _block(
         self, block: str, nodes: list[fx.Node], last_use: Mapping[fx.Node, list[str]]
     ) -> Iterator[str]:
-        """A function of its own, called by what runs it again for the backward."""
+        """Writes the nodes of a block as a function, which the block's runner calls."""
         inside = {node.name for node in nodes}
         used = dict.fromkeys(
             value.name
@@ -247,7 +250,7 @@ class _Writer:
 
 
 def _last_uses(nodes: list[fx.Node], outputs: set[str]) -> dict[fx.Node, list[str]]:
-    """For each node, the names of the values that nothing after it needs."""
+    """Returns for each node the names of the values that nothing after it needs."""
     uses: dict[fx.Node, list[str]] = {}
     seen = set(outputs)
     for node in reversed(nodes):

@@ -12,11 +12,12 @@ from .codegen import StageFunction
 
 
 def compile_options(compile: object, device: torch.device, *, recomputes: bool) -> dict[str, Any]:
-    """What torch.compile is given.
+    """Returns the options for torch.compile, none if stages are not to be compiled.
 
     Raises:
-        TypeError: it is neither a bool nor a dict of torch.compile's options.
-        ValueError: what is compiled cannot be run again, or there is no C++ compiler.
+        TypeError: ``compile`` is neither a bool nor a dict of torch.compile's options.
+        ValueError: stages are recomputed, which compiled ones cannot be, or there is no C++
+            compiler.
     """
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(
@@ -37,11 +38,11 @@ def compile_options(compile: object, device: torch.device, *, recomputes: bool) 
 
 
 def compiled(function: StageFunction, options: Mapping[str, Any]) -> StageFunction:
-    """The function, compiled when it is first called; itself without options.
+    """Returns the function compiled, at its first call; without options the function itself.
 
-    The functions of a stage's weight slots have one code object and differ in what they are bound
-    to, parameters of equal shapes: torch.compile takes these for inputs, so that all slots share
-    one compilation.
+    The functions of a stage's weight slots have one code object and differ in the parameters that
+    they are bound to. torch.compile treats parameters as inputs, so all slots share one
+    compilation.
     """
     return torch.compile(function, **options) if options else function
 
@@ -50,7 +51,7 @@ def _check_compiler() -> None:
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
-    except ImportError:  # they have moved: the first forward will tell
+    except ImportError:  # these private names have moved: the first forward fails instead
         return
     reason = None
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""A captured model cut into stages: what each one takes, gives, holds and computes."""
+"""Cutting a captured model into stages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ def split_into_stages(
 ) -> list[StageProgram]:
     """Cuts the captured model; ``boundaries[i]`` is the first layer of stage i.
 
-    ``recomputed_blocks`` names the block of each layer that is in one.
+    ``recomputed_blocks`` gives the name of the block that a layer is in.
     """
     return _Splitter(captured, list(boundaries), recomputed_blocks or {}).programs()
 
 
 @dataclasses.dataclass
 class _LocalSizes:
-    """Sizes that a stage does not have to receive."""
+    """The sizes that a stage does not have to receive."""
 
     read: dict[str, tuple[str, int]]  # size -> (received tensor, dimension)
     computed: list[fx.Node]  # computed again from what the stage has
-
-
-def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 class _Splitter:
@@ -86,10 +81,10 @@ class _Splitter:
     def _local_sizes(
         self, stage: int, wanted: list[fx.Node], moves: list[dict[int, list[str]]]
     ) -> _LocalSizes:
-        """Which sizes a stage finds out by itself; what is left is added to ``moves``.
+        """Finds the sizes that a stage can read or compute itself; adds the others to ``moves``.
 
         A number would need a message of its own between processes, and nearly always the stage
-        takes a tensor that has that size.
+        receives a tensor that has that size.
         """
         received = {name for consumers in moves for name in consumers.get(stage, ())}
         nodes = {node.name: node for node in self._captured.graph.nodes}
@@ -155,7 +150,7 @@ class _Splitter:
         written = {
             storage for layer in self._ranges[stage] for storage in captured.costs.writes[layer]
         }
-        # Other stages still hold what they sent; and autograd takes no write to a received leaf.
+        # The sender still holds the value, and autograd refuses writes to a received leaf.
         cloned = [
             name
             for name in (inputs if stage > 0 else ())
@@ -163,13 +158,13 @@ class _Splitter:
         ]
         source = generate(
             f"stage {stage}",
-            nodes,
-            inputs,
-            outputs,
-            captured.attribute_of,
-            cloned,
-            sizes.read,
-            self._recomputed_blocks.get,
+            nodes=nodes,
+            inputs=inputs,
+            outputs=outputs,
+            attribute_of=captured.attribute_of,
+            cloned_inputs=cloned,
+            sizes=sizes.read,
+            block_of=self._recomputed_blocks.get,
         )
         return StageProgram(
             index=stage,
@@ -199,7 +194,7 @@ class _Splitter:
         return tuple(sorted(names, key=self._position.__getitem__))
 
     def _owned(self) -> list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
-        """Per stage: parameters used, parameters kept unused, buffers."""
+        """Returns for each stage the parameters it uses, those it keeps unused, and the buffers."""
         captured = self._captured
         parameters = self._by_stage(captured.layer_parameters)
         buffers = self._by_stage(captured.layer_buffers)
@@ -225,8 +220,13 @@ class _Splitter:
         ]
 
 
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
 def _nearest(name: str, placed: dict[str, int]) -> int:
-    """The stage of the placed name that shares the longest module path with ``name``."""
+    """Returns the stage of the placed name that shares the longest module path with ``name``."""
     best, best_length = 0, -1
     path = name.split(".")
     for other, stage in placed.items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..capture.capture import capture
-from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_views
+from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_parameters
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, for_capture
 from ..model.precision import Precision
@@ -22,26 +22,31 @@ from .program import StageProgram
 class Mode:
     """The model captured in one mode and cut into stages."""
 
-    wiring: int
+    wiring: int  # the number by which executors know it
     captured: Captured
     programs: list[StageProgram]
     whole: list[bool]  # by model input: passed whole to every microbatch
 
     def edges(self) -> list[tuple[int, int]]:
-        """(producer stage, consumer stage) of every message."""
+        """Lists (producer stage, consumer stage) of every message."""
         return [
             (program.index, consumer) for program in self.programs for consumer in program.sends
         ]
 
 
 class Modes:
-    """Captures the model once per mode, over the same parameters and cut at the same places."""
+    """Captures the model once per mode, over the same parameters and cut at the same places.
+
+    Args:
+        recomputed_blocks: names of the modules whose forward is run again in the backward.
+    """
 
     def __init__(
         self,
         root: nn.Module,
-        num_stages: int,
         example: Example,
+        *,
+        num_stages: int,
         split: str | Sequence[str],
         replicated: Sequence[str],
         recomputed_blocks: Sequence[str],
@@ -58,7 +63,7 @@ class Modes:
 
     @property
     def first(self) -> Mode:
-        """The mode that was captured first; what it fixes holds for the other."""
+        """The mode that was captured first; the other one has its parameters on the same stages."""
         return next(iter(self._by_training.values()))
 
     def __contains__(self, training: bool) -> bool:
@@ -68,38 +73,51 @@ class Modes:
         return self._by_training[training]
 
     def get(self, training: bool) -> Mode:
-        """The mode, or the first one if it has not been captured yet."""
+        """Returns the mode, or the first one if it has not been captured yet."""
         return self._by_training.get(training, self.first)
 
     def capture(self, training: bool) -> Mode:
         """Captures the model as its modules behave now, which is as ``training`` says."""
         with (
-            self._precision.as_in_stages() as storages,
+            self._precision.as_in_stages() as addresses,
             for_capture(self._root, self._example) as (root, (args, kwargs)),
         ):
-            captured = capture(
-                root,
-                num_stages=self._num_stages,
-                example_args=args,
-                example_kwargs=kwargs,
-                split=self._split,
-                replicated=self._replicated,
-            )
-            refuse_views(constants_of(captured), storages)
-        if self._by_training:
-            boundaries = place_like(captured, self.first.programs)
-        else:
-            boundaries = choose_boundaries(captured, self._num_stages, self._split)
-        leaves = [captured.layout.tensors[position] for position in captured.input_positions]
-        whole = [any(key in self._replicated for key in leaf.keys) for leaf in leaves]
+            options: dict[str, Any] = {
+                "example_args": args,
+                "example_kwargs": kwargs,
+                "replicated": self._replicated,
+            }
+            if self._by_training:
+                captured = self._capture_like_first(root, options)
+                boundaries = place_like(captured, self.first.programs)
+            else:
+                captured = capture(root, num_stages=self._num_stages, split=self._split, **options)
+                boundaries = choose_boundaries(captured, self._num_stages, self._split)
+            refuse_parameters(constants_of(captured), addresses)
+        leaves = [captured.signature.tensors[position] for position in captured.input_positions]
+        whole = [not leaf.carries_batch(self._replicated) for leaf in leaves]
         blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks, training=training)
         programs = split_into_stages(captured, boundaries, blocks)
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode
         return mode
 
+    def _capture_like_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
+        """Captures the model in a way that can be cut like the first mode."""
+
+        def why_not(captured: Captured) -> str | None:
+            try:
+                place_like(captured, self.first.programs)
+            except ValueError as error:
+                return str(error)
+            return None
+
+        # One stage is enough, since some may have nothing to do in this mode.
+        prefer = self.first.captured.how
+        return capture(root, num_stages=1, prefer=prefer, why_not=why_not, **options)
+
     def names_in(self, stages: Iterable[int]) -> list[str]:
-        """The parameters and buffers that these of the model's stages hold."""
+        """Lists the parameters and buffers that the given stages of the model hold."""
         programs = [self.first.programs[stage] for stage in stages]
         return [
             name
@@ -108,7 +126,7 @@ class Modes:
         ]
 
     def settings(self) -> dict[str, Any]:
-        """What the first capture found that must be the same on all ranks."""
+        """Returns what the first capture found that must be the same on all ranks."""
         if not self._by_training:
             return {}
         captured, programs = self.first.captured, self.first.programs

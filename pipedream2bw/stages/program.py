@@ -15,7 +15,7 @@ from .codegen import StageFunction, StageSource
 from .recompute import Block
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageProgram:
     """One stage of a captured model.
 
@@ -32,11 +32,12 @@ class StageProgram:
             stages may use one.
         unused_parameters: parameters that the captured mode uses nowhere, kept by this stage so
             that every parameter has a place.
-        buffers: the same for buffers, used and unused.
-        layers: indices of the layers in ``Captured.layers``.
+        buffers: qualified names of the buffers of this stage, used and unused.
+        layers: indices of the stage's layers in ``Captured.layers``.
+        first_layer_name: the stage's first layer, as ``split=`` would name it; None if it has no
+            layers.
         home: the device on which the model was captured.
-        first_layer_name: what the stage begins with, as ``split=`` would name it; None if it has
-            no layers.
+        source: the code.
     """
 
     index: int
@@ -54,11 +55,11 @@ class StageProgram:
     source: StageSource = dataclasses.field(repr=False)
 
     def bind(self, root: nn.Module, device: torch.device | None = None) -> StageFunction:
-        """The stage as a function from its input values to its output values, as lists.
+        """Makes a function from the stage's input values to its output values, both lists.
 
         Args:
-            root: a structural clone of the captured model (or the model): its modules are called,
-                its parameters and buffers are read.
+            root: the captured model or a structural clone of it: its modules are called, its
+                parameters and buffers are read.
             device: where the stage runs, if not where the model was captured: constants of the
                 program move there.
         """
@@ -68,19 +69,18 @@ class StageProgram:
         )
 
     def _resolve(self, root: nn.Module, attribute: Attribute, device: torch.device | None) -> Any:
-        if attribute.kind == "module":
-            return root.get_submodule(attribute.target)
         if attribute.kind == "block":
             return Block(attribute.target, root, device or self.home)
-        if attribute.kind == "parameter":
-            return root.get_parameter(attribute.target)
-        if attribute.kind == "buffer":
+        if attribute.kind == "buffer":  # the dictionary: the module may assign another tensor
             return root.get_submodule(attribute.target.rpartition(".")[0])._buffers
-        return attribute.value if device is None else _moved(attribute.value, self.home, device)
+        found = attribute.found_in(root)
+        if device is None or attribute.kind not in ("constant", "device"):
+            return found
+        return _moved(found, self.home, device)
 
 
 def _moved(value: Any, home: torch.device, device: torch.device) -> Any:
-    """A constant of the program for another device than the one it was captured on."""
+    """Moves a constant of the program from the device where it was captured to another one."""
     if isinstance(value, torch.device):
         return device if _same_device(value, home) else value
     if isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only if
 the second forward finds the inputs and buffers as the first did, and draws the same random numbers.
-The engine sees to those of the CPU; a device's generator is set back here.
+The engine repeats those of the CPU's generator; a device's generator is set back here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from .. import _C
 from ..capture.saved_bytes import count_as_saved
 
 BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
-"""The dictionaries and names under which modules hold buffers."""
-
+"""Lists the dictionaries and names under which modules hold buffers."""
 
 # Held by forwards that may draw from a device's generator: threads share it.
 _drawing = threading.RLock()
 
 
 class Replayer:
-    """Makes forwards of one layout repeatable.
+    """Makes forwards of a stage on inputs of the same shapes repeatable.
 
-    The first one tells which inputs and buffers they write to. Only those are copied for the later
-    ones, which may write to no others.
+    The first forward shows which inputs and buffers are written to. Only those are copied for later
+    forwards, which may write to no others.
 
     Args:
-        device: of the stage.
-        buffer_places: of the buffers that the forwards may use; a buffer may be None.
+        device: the stage's device.
+        buffer_places: lists the buffers that the forwards may use; a buffer may be None.
     """
 
     def __init__(self, device: torch.device, buffer_places: BufferPlaces) -> None:
@@ -46,17 +45,17 @@ class Replayer:
 
     @property
     def writes_to_inputs(self) -> bool:
-        """Whether the forwards so far did."""
+        """Whether forwards have written to their inputs."""
         return bool(self._written_inputs)
 
     @property
     def draws_on_a_device(self) -> bool:
-        """Whether random numbers come from a device's generator, too."""
+        """Whether random numbers come from a device's generator, too, not only from the CPU's."""
         return self._generator is not None
 
     @contextlib.contextmanager
     def first(self, inputs: Sequence[torch.Tensor], *, keep_inputs: bool) -> Iterator[Replay]:
-        """Around a first forward on ``inputs``; gives what the second one needs.
+        """Watches a first forward on ``inputs``, and gives what the second one needs.
 
         Raises:
             RuntimeError: the forward has written to what earlier ones did not write to.
@@ -85,7 +84,7 @@ class Replayer:
         after = [_version(tensor) for tensor in (*inputs, *(h[leaf] for h, leaf in places))]
         changed = [was != now for was, now in zip(counts, after, strict=True)]
         written_inputs = [i for i in range(len(inputs)) if changed[i]]
-        # BatchNorm's operator writes without counting; and a module's buffers change together.
+        # BatchNorm's operator writes without a new version; a module's buffers change together.
         copies = {(id(holder), leaf): copied for holder, leaf, copied in replay.buffers}
         writers = {
             id(holder)
@@ -114,7 +113,7 @@ class Replayer:
 
 
 class Replay:
-    """What one forward read that will not be there any more when it is run again."""
+    """The state that a forward read, for the time when it is run again."""
 
     def __init__(self, generator: _Generator | None) -> None:
         self.inputs: list[torch.Tensor] = []
@@ -125,16 +124,16 @@ class Replay:
         self.drawn_to: torch.Tensor | None = None
 
     def nbytes(self) -> int:
-        """Bytes held for the second forward, the inputs apart."""
+        """Returns the bytes held for the second forward, without the inputs."""
         return sum(copied.nbytes for _, _, copied in self.buffers if copied is not None)
 
     def remember_versions(self) -> None:
-        """From now on nobody may write to the inputs."""
+        """Remembers the inputs as they are: nobody may write to them from now on."""
         self._versions = [_version(tensor) for tensor in self.inputs]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Around the second forward, which uses ``inputs``. Leaves everything as it was.
+        """Prepares a second forward, which uses ``inputs``, and restores everything after it.
 
         Raises:
             RuntimeError: somebody wrote to the inputs since the first forward, or drew from the
@@ -171,41 +170,15 @@ class Replay:
         if not torch.equal(reached, self.drawn_from) and not torch.equal(reached, self.drawn_to):
             raise RuntimeError(
                 "recompute: a forward cannot be run again as it was: another thread drew random "
-                "numbers from the device's default generator meanwhile; give what runs beside the "
-                "pipeline a torch.Generator of its own"
+                "numbers from the device's default generator meanwhile; give what runs next to the "
+                "pipeline its own torch.Generator"
             )
 
 
-def _version(tensor: torch.Tensor | None) -> Any:
-    """Changes when the tensor is written to, or another takes its place."""
-    return None if tensor is None else (id(tensor), tensor._version)
-
-
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and torch.equal(one, other)
-
-
-class _Generator:
-    """A device's default generator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-
-    def state(self) -> torch.Tensor:
-        state: torch.Tensor = self._module.get_rng_state(self._device)
-        return state
-
-    def set(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state, self._device)
-
-
 class Block:
-    """A part of a stage that keeps its inputs only, and is run again when its gradient arrives.
+    """Runs a part of a stage of which only the inputs are kept, and runs it again for its backward.
 
-    torch.utils.checkpoint with random numbers and buffers as :class:`Replayer` has them.
+    This is torch.utils.checkpoint with the random numbers and buffers of a :class:`Replayer`.
     """
 
     def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
@@ -217,7 +190,7 @@ class Block:
         )
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """``function(*inputs)``.
+        """Returns ``function(*inputs)``.
 
         Raises:
             ValueError: the block writes to its inputs.
@@ -228,7 +201,7 @@ class Block:
         for tensor in tensors:
             count_as_saved(tensor)
         passes = _Passes(self._replayer)
-        # Ending the second forward early would leave out the look at a device's generator.
+        # Ending the second forward early would skip the check of a device's generator.
         with set_checkpoint_early_stop(not self._replayer.draws_on_a_device):
             outputs = checkpoint(
                 function,
@@ -246,7 +219,7 @@ class Block:
 
 
 class _Passes:
-    """Around both forwards of one call of a block."""
+    """The contexts of both forwards of one call of a block."""
 
     def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
@@ -282,6 +255,32 @@ class _EachTime:
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
+
+
+class _Generator:
+    """A device's default generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    def state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def set(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+
+def _version(tensor: torch.Tensor | None) -> Any:
+    """Returns what changes when a tensor is written to, or another one takes its place."""
+    return None if tensor is None else (id(tensor), tensor._version)
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _copy(tensor: Any) -> Any:

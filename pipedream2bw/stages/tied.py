@@ -1,29 +1,29 @@
-"""Parameters that several stages hold (tied weights): which they are, and how copies stay equal."""
+"""Tied weights: parameters that several stages hold."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .. import _C
-
-if TYPE_CHECKING:
-    from .program import StageProgram
+from .program import StageProgram
 
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """Parameters that the same stages of the model hold, in ascending order; the first counts."""
+    """Parameters that the same stages of the model hold.
+
+    Stages are in ascending order: the first one's copy counts as the parameter.
+    """
 
     stages: tuple[int, ...]
     names: tuple[str, ...]
 
 
 def find_ties(programs: Sequence[StageProgram]) -> list[Tie]:
-    """All parameters that layers of several stages use, frozen ones too."""
+    """Finds the parameters that layers of several stages use, frozen ones too."""
     stages: dict[str, tuple[int, ...]] = {}
     for program in programs:
         for name in program.parameters:
@@ -36,7 +36,7 @@ def find_ties(programs: Sequence[StageProgram]) -> list[Tie]:
 
 
 def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> None:
-    """Raises ValueError if stages that wait for each other's gradients would wait for ever."""
+    """Raises ValueError if stages with a common trained parameter would deadlock."""
     copies = range(0, schedule.num_stages, schedule.depth)
     joint = []
     described = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream2bw.capture.arguments import CallLayout
+from pipedream2bw.capture.arguments import CallSignature
 from pipedream2bw.capture.capture import capture, split_model_args
 
 X, Y, Z = (torch.full((2, 3), float(i)) for i in range(3))
@@ -23,33 +23,38 @@ def values(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def test_the_same_arguments_by_position_and_by_keyword() -> None:
-    layout = CallLayout(forward, (X,), {"mask": Y, "scale": 2.0})
-    assert [leaf.path for leaf in layout.tensors] == ["x", "mask"]
-    assert values(layout.take((X, Y), {"scale": 2.0})) == [0.0, 1.0]
-    assert values(layout.take((), {"scale": 2.0, "mask": Y, "x": X})) == [0.0, 1.0]
+    signature = CallSignature(forward, (X,), {"mask": Y, "scale": 2.0})
+    assert [leaf.path for leaf in signature.tensors] == ["x", "mask"]
+    assert values(signature.tensors_of((X, Y), {"scale": 2.0})) == [0.0, 1.0]
+    assert values(signature.tensors_of((), {"scale": 2.0, "mask": Y, "x": X})) == [0.0, 1.0]
 
 
 def test_containers_are_opened_and_put_together_again() -> None:
     ordered = collections.OrderedDict(a=X, b=1)
     batch = {"t": (X, None, [Y]), "n": "text", "o": ordered}
-    layout = CallLayout(forward, (batch,), {"extra": Z})
-    assert [leaf.path for leaf in layout.tensors] == [
+    signature = CallSignature(forward, (batch,), {"extra": Z})
+    assert [leaf.path for leaf in signature.tensors] == [
         "x['t'][0]",
         "x['t'][2][0]",
         "x['o']['a']",
         "extra",
     ]
-    assert [leaf.name for leaf in layout.tensors] == ["x_t_0", "x_t_2_0", "x_o_a", "extra"]
-    assert layout.tensors[2].keys == ("x", "o", "a")
-    args, kwargs = layout.rebuild([1, 2, 3, 4])
+    assert [leaf.name for leaf in signature.tensors] == ["x_t_0", "x_t_2_0", "x_o_a", "extra"]
+    assert signature.tensors[2].keys == ("x", "o", "a")
+    args, kwargs = signature.rebuild([1, 2, 3, 4])
     assert args == ({"t": (1, None, [2]), "n": "text", "o": {"a": 3, "b": 1}},)
     assert type(args[0]["o"]) is collections.OrderedDict
     assert kwargs == {"extra": 4}
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
-    layout = CallLayout(forward, ({"a": X, "b": Y},), {"p": X, "q": Z})
-    assert values(layout.take(({"b": Y, "a": X},), {"q": Z, "p": X})) == [0.0, 1.0, 0.0, 2.0]
+    signature = CallSignature(forward, ({"a": X, "b": Y},), {"p": X, "q": Z})
+    assert values(signature.tensors_of(({"b": Y, "a": X},), {"q": Z, "p": X})) == [
+        0.0,
+        1.0,
+        0.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +79,9 @@ def test_the_order_of_keys_does_not_matter() -> None:
 def test_another_call_than_the_example_is_refused(
     args: tuple[Any, ...], kwargs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    layout = CallLayout(forward, (X, Y), {"scale": 2.0})
+    signature = CallSignature(forward, (X, Y), {"scale": 2.0})
     with pytest.raises(error, match=message):
-        layout.take(args, kwargs)
+        signature.tensors_of(args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +95,16 @@ def test_another_call_than_the_example_is_refused(
     ],
 )
 def test_another_structure_than_the_examples_is_refused(batch: Any, message: str) -> None:
-    layout = CallLayout(forward, ({"a": X, "b": (Y, 3)},), {})
+    signature = CallSignature(forward, ({"a": X, "b": (Y, 3)},), {})
     with pytest.raises(ValueError, match=message):
-        layout.take((batch,), {})
+        signature.tensors_of((batch,), {})
 
 
 def test_example_arguments_that_the_signature_refuses() -> None:
     with pytest.raises(
         ValueError, match=r"example_args and example_kwargs.*\(x, mask=None.*missing"
     ):
-        CallLayout(forward, (), {})
+        CallSignature(forward, (), {})
 
 
 def test_inputs_that_the_model_does_not_use_are_not_carried() -> None:

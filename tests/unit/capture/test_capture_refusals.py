@@ -14,30 +14,6 @@ from pipedream2bw.capture.chain import as_root
 X = (torch.randn(4, 3),)
 
 
-def test_lazy_parameters() -> None:
-    with pytest.raises(ValueError, match=r"parameter '0.weight' is lazy .* run one forward"):
-        capture(nn.Sequential(nn.LazyLinear(3), nn.ReLU()), num_stages=2, example_args=X)
-
-
-def test_complex_parameters() -> None:
-    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64), nn.ReLU())
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has dtype torch.complex64"):
-        capture(model, num_stages=2, example_args=X)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients(kind: Any) -> None:
-    model = nn.Sequential(kind(5, 3, sparse=True), nn.ReLU())
-    with pytest.raises(ValueError, match=r"module '0' has sparse=True"):
-        capture(model, num_stages=2, example_args=(torch.zeros(4, 3, dtype=torch.long),))
-
-
-def test_parameters_on_several_devices_name_both() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    with pytest.raises(ValueError, match=r"'1.weight' is on meta, '0.weight' is on cpu"):
-        capture(model, num_stages=2, example_args=X)
-
-
 @pytest.mark.parametrize("model", [3, [nn.ReLU(), 3], None, "model"])
 def test_neither_a_module_nor_a_list_of_modules(model: Any) -> None:
     with pytest.raises(TypeError, match=r"must be an nn.Module or a list of nn.Modules"):
@@ -120,10 +96,3 @@ def test_a_batch_size_that_the_forward_depends_on_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"export: "):
         capture(Fixed(), num_stages=2, example_args=X)
-
-
-def test_parameters_on_two_devices_are_refused() -> None:
-    # "meta" stands for a second device; a pipeline captures what is there over stand-ins.
-    model = [nn.Linear(4, 4), nn.Linear(4, 4, device="meta")]
-    with pytest.raises(ValueError, match=r"'1.weight' is on meta, '0.weight' is on cpu"):
-        capture(model, num_stages=2, example_args=(torch.zeros(1, 4),))

@@ -125,3 +125,22 @@ def test_a_batch_norm_whose_output_nobody_uses_keeps_its_statistics(untraceable:
             return self.last(self.middle(y))
 
     check_task(Task(Unused, TASKS["mlp"].draw), 2, 2, rows=[4, 4, 5])
+
+
+def test_a_stage_that_has_nothing_to_do_in_evaluation() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            if self.training:
+                y = y * 2 * torch.rand_like(y)
+            return self.last(y)
+
+    task = Task(Noisy, TASKS["mlp"].draw)
+    (batch,) = task.batches([6])
+    model = task.model().eval()
+    with make_pipeline(task, 3, 3, batch, split=["mul", "last"]) as pipe, torch.no_grad():
+        assert torch.equal(pipe.eval()(*batch.args), model(*batch.args))

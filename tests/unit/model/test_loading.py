@@ -159,7 +159,7 @@ def test_files_are_opened_for_what_is_wanted_only(tmp_path: Path) -> None:
     places = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     wanted = [name for name, file in places.items() if "00002" in file]
     (path / "model-00001-of-00003.safetensors").unlink()
-    assert checkpoint.take(wanted).keys() == set(wanted)
+    assert checkpoint.read(wanted).keys() == set(wanted)
 
 
 def test_a_prefix_names_the_entries_and_dtypes_are_converted(tmp_path: Path) -> None:

@@ -11,13 +11,10 @@ from torch import nn
 
 from pipedream2bw.capture.capture import capture
 from pipedream2bw.capture.captured import Captured
-from pipedream2bw.stages.boundaries import (
-    capture_like,
-    choose_boundaries,
-    crossing_values,
-    place_like,
-)
+from pipedream2bw.model.precision import Precision
+from pipedream2bw.stages.boundaries import choose_boundaries, crossing_values, place_like
 from pipedream2bw.stages.cut import split_into_stages
+from pipedream2bw.stages.modes import Mode, Modes
 from tests.runs.staged_run import cut
 
 
@@ -58,6 +55,29 @@ def captured(num_stages: int = 4, model: nn.Module | None = None, **options: Any
 
 def names_at(program: Captured, boundaries: list[int]) -> list[str]:
     return [program.layers[layer].name for layer in boundaries]
+
+
+def both_modes(
+    model: nn.Module, num_stages: int, split: str | list[str] = "auto"
+) -> tuple[Mode, Mode]:
+    """The mode that the model is in, which is captured first, and the other one."""
+    modes = Modes(
+        model,
+        (X, {}),
+        num_stages=num_stages,
+        split=split,
+        replicated=(),
+        recomputed_blocks=(),
+        precision=Precision(
+            model, precision=None, split_master=False, autocast=None, device_type="cpu"
+        ),
+    )
+    first = modes.capture(model.training)
+    return first, modes.capture(model.train(not model.training).training)
+
+
+def boundaries_of(mode: Mode) -> list[int]:
+    return [program.layers.start for program in mode.programs]
 
 
 @pytest.mark.parametrize("untraceable", [False, True])
@@ -229,22 +249,19 @@ def test_the_other_mode_is_captured_the_same_way_where_possible(
     untraceable_in_training: bool,
 ) -> None:
     model = Branches(untraceable_in_training).train()
-    first, programs = cut(model, 3, X)
-    other, boundaries = capture_like(model.eval(), first, programs, example_args=X)
-    assert (first.how, other.how) == (
+    first, other = both_modes(model, 3)
+    assert (first.captured.how, other.captured.how) == (
         ("export", "export") if untraceable_in_training else ("fx", "export")
     )
-    others = split_into_stages(other, boundaries)
-    for here, there in zip(programs, others, strict=True):
+    for here, there in zip(first.programs, other.programs, strict=True):
         assert set(here.parameters) == set(there.parameters)
 
 
 def test_a_sequential_cut_inside_its_children_is_cut_so_in_the_other_mode() -> None:
     model = nn.Sequential(Block(16), Block(16)).train()
-    first, programs = cut(model, 3, X)
-    other, boundaries = capture_like(model.eval(), first, programs, example_args=X)
-    assert other.how == "fx"
-    assert boundaries == [program.layers.start for program in programs]
+    first, other = both_modes(model, 3)
+    assert other.captured.how == "fx"
+    assert boundaries_of(other) == boundaries_of(first)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -289,18 +306,16 @@ def test_a_mode_in_which_a_stage_has_nothing_to_do() -> None:
             return self.b(x)
 
     model = Noise().train()
-    program, programs = cut(model, 3, X, split=["mul", "b"])
-    other, boundaries = capture_like(model.eval(), program, programs, example_args=X)
-    assert len(other.layers) == 2
-    assert boundaries in ([0, 1, 1], [0, 0, 1])
-    stages = split_into_stages(other, boundaries)
-    assert stages[2].receives.keys() <= {0, 1}
+    first, other = both_modes(model, 3, ["mul", "b"])
+    assert len(other.captured.layers) == 2
+    assert boundaries_of(other) in ([0, 1, 1], [0, 0, 1])
+    assert other.programs[2].receives.keys() <= {0, 1}
     values: dict[str, Any] = {"x": X[0]}
-    for stage in stages:
+    for stage in other.programs:
         results = stage.bind(model)([values[name] for name in stage.inputs])
         values.update(zip(stage.outputs, results, strict=True))
     assert torch.equal(values["output"], model(*X))
-    assert program.how == "fx"
+    assert first.captured.how == "fx"
 
 
 def test_without_a_common_name_the_other_mode_is_cut_where_least_crosses() -> None:
@@ -316,9 +331,8 @@ def test_without_a_common_name_the_other_mode_is_cut_where_least_crosses() -> No
             return self.narrow(x.tanh().view(-1, 16, 16).sum(1))
 
     model = Narrows().train()
-    first, programs = cut(model, 2, X, split=["dropout"])
-    other, boundaries = capture_like(model.eval(), first, programs, example_args=X)
-    assert names_at(other, boundaries) == ["wide", "narrow"]
+    _, other = both_modes(model, 2, ["dropout"])
+    assert names_at(other.captured, boundaries_of(other)) == ["wide", "narrow"]
 
 
 def test_a_mode_that_uses_the_parameters_in_another_order_is_refused() -> None:
@@ -331,13 +345,13 @@ def test_a_mode_that_uses_the_parameters_in_another_order_is_refused() -> None:
             return self.b(self.a(x)) if self.training else self.a(self.b(x))
 
     model = Turned().train()
-    first, programs = cut(model, 2, X)
+    _, programs = cut(model, 2, X)
     with pytest.raises(ValueError, match=r"stage 1 cannot begin anywhere"):
         place_like(captured(2, model.eval()), programs)
     with pytest.raises(
         ValueError, match=r"in eval mode\).*fx: stage 1 cannot.*export: stage 1 cannot"
     ):
-        capture_like(model, first, programs, example_args=X)
+        both_modes(model.train(), 2)
 
 
 def test_read_only_buffers_may_be_on_several_stages_and_written_ones_may_not() -> None:

@@ -1,0 +1,43 @@
+"""Models that a pipeline cannot train are refused with the rule and both values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipedream2bw.model.refusals import refuse_untrainable
+
+
+def test_lazy_parameters() -> None:
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is lazy .* run one forward"):
+        refuse_untrainable(nn.Sequential(nn.LazyLinear(3), nn.ReLU()))
+
+
+def test_complex_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64), nn.ReLU())
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has dtype torch.complex64"):
+        refuse_untrainable(model)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(kind: Any) -> None:
+    model = nn.Sequential(kind(5, 3, sparse=True), nn.ReLU())
+    with pytest.raises(ValueError, match=r"module '0' has sparse=True"):
+        refuse_untrainable(model)
+
+
+def test_parameters_on_several_devices_name_both() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with FakeTensorMode():  # where there is every device
+        elsewhere = torch.empty(3, 3, device="cuda")
+    model[1].weight = nn.Parameter(elsewhere)
+    with pytest.raises(ValueError, match=r"'1.weight' is on cuda:0, '0.weight' is on cpu"):
+        refuse_untrainable(model)
+
+
+def test_parameters_on_meta_have_no_device_yet() -> None:
+    refuse_untrainable(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta")))
