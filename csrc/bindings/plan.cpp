@@ -182,9 +182,7 @@ py::tuple plan_for_python(const ModelRow& model, const ClusterRow& cluster,
   }
   py::list written;
   for (const Evaluation& plan : plans) written.append(write_plan(problem, plan));
-  py::dict gains;
-  for (const Gain& gain : why.gains) gains[py::str(gain.what)] = gain.saved;
-  return py::make_tuple(written, why.bound_by, why.lost_by, gains);
+  return py::make_tuple(written, why.bound_by, why.lost_by);
 }
 
 // What the planner knows of a schedule of these sizes, which is not made: versions of the weights;

@@ -76,8 +76,6 @@ class Plan:
         peak_bytes: of the device that holds the most.
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.
-        gains: what one more GiB of memory, or GB/s of a kind of link, would save: seconds per
-            batch; planned for "cost" its price, as the key says; for "memory" there are none.
         profile_fingerprint: of the profiled model.
     """
 
@@ -98,7 +96,6 @@ class Plan:
     peak_bytes: float
     bound_by: str
     alternatives: tuple[Alternative, ...]
-    gains: dict[str, float]
     profile_fingerprint: str
 
     def __post_init__(self) -> None:
@@ -120,8 +117,6 @@ class Plan:
             raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
         for name in ("start_hour", "total_price", "peak_bytes"):
             check_number(name, getattr(self, name), at_least=0, below=math.inf)
-        for name, seconds in self.gains.items():
-            check_number(f"gains[{name}]", seconds, at_least=0, below=math.inf)
         check_plan(self, shape)
 
     @property

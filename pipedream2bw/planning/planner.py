@@ -134,7 +134,7 @@ def plan(
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, bytes_per_device, calibration)
     try:
-        found, bound_by, lost_by, gains = _C.best_plans(
+        found, bound_by, lost_by = _C.best_plans(
             _model_row(profile, blocks, optimizer, gradient),
             _cluster_row(cluster, limits, None if isinstance(devices, Cluster) else profile),
             (
@@ -166,7 +166,6 @@ def plan(
         total_price=best["total_price"],
         bound_by=bound_by,
         alternatives=tuple(alternatives),
-        gains=gains,
         profile_fingerprint=profile.fingerprint,
     )
 

@@ -89,7 +89,6 @@ def plan_of(
         "peak_bytes": max(sum(bytes_of_rank(held, each).values()) for each in ranks),
         "bound_by": "stage 0 computes all the time",
         "alternatives": (),
-        "gains": {"GiB of memory": 0.0, "GB/s of links": 1e-3},
         "profile_fingerprint": "0" * 64,
     }
     fields |= changes

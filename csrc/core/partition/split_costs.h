@@ -81,7 +81,6 @@ class SplitCosts {
   Cost compute(int first, int end) const { return compute_[end] - compute_[first]; }
   Cost compute(double slowness, int first, int end) const;
   double seconds(Cost cost) const;  // as it was before the scaling
-  double trained_bytes(int first, int end) const { return trained_[end] - trained_[first]; }
 
   // Makes the messages of [first, piece) those of [first, piece + 1). A stage without pieces has
   // none. Never makes less enter.

@@ -1,20 +1,15 @@
 #include "core/check.h"
 #include "core/plan/plan.h"
-#include "core/plan/unequal.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <future>
 #include <limits>
-#include <string_view>
-#include <utility>
 
 namespace pd2 {
 namespace {
 
 constexpr double kBytesPerGiB = 1024.0 * 1024 * 1024;
-constexpr double kBytesPerGB = 1e9;
 
 // Three significant digits.
 std::string in_words(double value) {
@@ -138,54 +133,6 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
                         " GiB");
 }
 
-// What stages of unequal width would save, if more than a hundredth.
-std::string saved_by_unequal_stages(const PlanProblem& problem, const Evaluation& plan) {
-  if (problem.options.objective != Objective::kThroughput) return "";
-  const int rows = plan.candidate.batch();
-  const auto found = unequal_replication(problem, 0.99 * plan.time.seconds / rows);
-  if (!found) return "";
-  std::string widths;
-  for (const int width : found->replicas) {
-    widths += detail::concat(widths.empty() ? "" : ", ", width);
-  }
-  return detail::concat("; with unequal replication, which the pipeline does not run, stages of ",
-                        widths, " devices would take ", in_seconds(found->seconds_per_row * rows),
-                        " a batch");
-}
-
-// Each of the links with one GB/s more.
-std::vector<std::pair<std::string, Topology>> faster_links(const Topology& topology) {
-  std::vector<std::pair<std::string, Topology>> all;
-  const auto add = [&](std::string_view name, auto changed, auto link) {
-    if (std::isinf((changed.*link).bandwidth)) return;
-    (changed.*link).bandwidth += kBytesPerGB;
-    all.emplace_back(detail::concat("GB/s ", name), changed);
-  };
-  if (const auto* servers = std::get_if<Servers>(&topology)) {
-    add("inside", *servers, &Servers::inside);
-    add("outside", *servers, &Servers::outside);
-  } else if (const auto* mesh = std::get_if<Mesh>(&topology)) {
-    add("row", *mesh, &Mesh::row);
-    add("column", *mesh, &Mesh::column);
-  } else {
-    LinkMatrix matrix = std::get<LinkMatrix>(topology);
-    for (Link& link : matrix.links) link.bandwidth += kBytesPerGB;
-    all.emplace_back("GB/s of every link", std::move(matrix));
-  }
-  return all;
-}
-
-// What is saved, and of what if it is not time.
-std::string in_unit(const std::string& what, Objective objective) {
-  return what + (objective == Objective::kCost ? " (price)" : "");
-}
-
-Gain gain(std::string what, const PlanProblem& changed, const Evaluation& plan) {
-  const std::optional<Evaluation> better = better_plan(changed, plan.score);
-  const double saved = better ? (plan.score - better->score) * plan.candidate.batch() : 0;
-  return {std::move(what), saved};
-}
-
 std::string why_it_lost(const Evaluation& best, const Evaluation& other, Objective objective) {
   const double more = 100 * (other.score / best.score - 1);
   const char* unit = objective == Objective::kCost     ? " % dearer"
@@ -199,32 +146,10 @@ std::string why_it_lost(const Evaluation& best, const Evaluation& other, Objecti
 Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans) {
   const Evaluation& best = plans.front();
   Explanation why;
-  // Each plans anew, which may take as long as the first time: all of them at once.
-  const auto begin = [](auto&& what) { return std::async(std::launch::async, what); };
-  std::future<std::string> forbidden = begin([&] { return forbidden_by_memory(problem, best); });
-  std::vector<std::future<Gain>> gains;
-  const auto add_gain = [&](const std::string& what, const PlanProblem& changed) {
-    const std::string named = in_unit(what, problem.options.objective);
-    gains.push_back(begin([named, changed, &best] { return gain(named, changed, best); }));
-  };
-  const bool has_gains = problem.options.objective != Objective::kMemory;
-  if (has_gains && has_limit(problem)) {
-    PlanProblem changed = problem;
-    for (DeviceType& type : changed.cluster.types) type.memory_bytes += kBytesPerGiB;
-    add_gain("GiB of memory", changed);
-  }
-  if (has_gains && problem.cluster.num_devices() > 1) {
-    for (auto& [what, topology] : faster_links(problem.cluster.topology)) {
-      PlanProblem changed = problem;
-      changed.cluster.topology = std::move(topology);
-      add_gain(what, changed);
-    }
-  }
-  why.bound_by = largest_part(best) + forbidden.get() + saved_by_unequal_stages(problem, best);
+  why.bound_by = largest_part(best) + forbidden_by_memory(problem, best);
   for (std::size_t i = 1; i < plans.size(); ++i) {
     why.lost_by.push_back(why_it_lost(best, plans[i], problem.options.objective));
   }
-  for (std::future<Gain>& gain : gains) why.gains.push_back(gain.get());
   return why;
 }
 

@@ -29,15 +29,9 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 // The best plan, if its score is below `worth`; of kMemory the fastest one.
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
 
-struct Gain {
-  std::string what;  // "GiB of memory", "GB/s inside a server"
-  double saved = 0;  // seconds per batch; kCost: of its price
-};
-
 struct Explanation {
   std::string bound_by;              // of the best plan, one sentence
   std::vector<std::string> lost_by;  // of each other one
-  std::vector<Gain> gains;  // of one unit more of everything that is limited; kMemory: none
 };
 
 Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans);
