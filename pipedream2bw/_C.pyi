@@ -75,7 +75,6 @@ def simulate(
     schedule: Schedule,
     stages: Sequence[Sequence[float]],
     edges: Sequence[Sequence[float]],
-    sends: str,
     num_batches: int,
 ) -> tuple[
     list[tuple[int, str, int, int, int, float, float]],
@@ -91,7 +90,7 @@ def planned_shape(
 ) -> tuple[int, list[int], list[int], list[list[int]]]: ...
 def best_plans(
     model: tuple[Any, ...], cluster: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[list[dict[str, Any]], str, list[str], dict[str, float]]: ...
+) -> tuple[list[dict[str, Any]], str, list[str]]: ...
 
 class FusedOptimizer:
     def __init__(

@@ -34,7 +34,7 @@ from .runtime.stage_memory import StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
 from .schedules.load import load_schedule, make_schedule, schedule_names
-from .schedules.simulate import Simulation, find_deadlock, simulate
+from .schedules.simulate import Simulation, simulate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -67,7 +67,6 @@ __all__ = [
     "draw_plan",
     "draw_text",
     "draw_timeline",
-    "find_deadlock",
     "load_schedule",
     "make_schedule",
     "plan",

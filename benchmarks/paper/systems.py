@@ -178,18 +178,17 @@ def _simulated(
     microbatches: int,
     shares_links: bool,
 ) -> float:
+    """Sends block: a stage works on when its message has arrived, so that counts as its work."""
     forward, backward = stage_seconds(setting, network.cluster, constants)
     users = 2 if shares_links else 1
+    size = setting.model.hidden_bytes(setting.rows)
+    message = size * users / network.message_bandwidth + network.cluster.latency
     return pd2.simulate(
         schedule,
         num_stages=setting.depth,
         num_microbatches=microbatches,
-        forward=forward,
-        backward=backward,
-        latency=network.cluster.latency,
-        bandwidth=network.message_bandwidth / users,
-        message_bytes=setting.model.hidden_bytes(setting.rows),
-        sends="blocking",
+        forward=[*(seconds + message for seconds in forward[:-1]), forward[-1]],
+        backward=[backward[0], *(seconds + message for seconds in backward[1:])],
         num_batches=1,
     ).period
 

@@ -20,18 +20,10 @@
 namespace pd2 {
 namespace {
 
-Sends parse_sends(const std::string& name) {
-  for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
-    if (name == to_string(sends)) return sends;
-  }
-  detail::throw_value_error("sends: " + name + ", known: asynchronous, blocking, rendezvous");
-}
-
 // Costs as tuples of the structs' fields in their order.
 py::tuple simulate_for_python(const Schedule& schedule,
                               const std::vector<std::array<double, 11>>& stages,
-                              const std::vector<std::array<double, 3>>& edges,
-                              const std::string& sends, int num_batches) {
+                              const std::vector<std::array<double, 3>>& edges, int num_batches) {
   Costs costs;
   for (const auto& [f, i, w, recompute, all_reduce, update, activations, inputs, weights, gradients,
                     state] : stages) {
@@ -41,7 +33,6 @@ py::tuple simulate_for_python(const Schedule& schedule,
   for (const auto& [latency, bandwidth, bytes] : edges) {
     costs.edges.push_back({latency, bandwidth, bytes});
   }
-  costs.sends = parse_sends(sends);
   Simulation result;
   {
     const py::gil_scoped_release no_gil;
@@ -175,7 +166,7 @@ split_stages().
 )",
              [](const StageSplitProblem& problem) { return smallest_memory_limit(problem); });
   module.def("simulate", &simulate_for_python, py::arg("schedule"), py::arg("stages"),
-             py::arg("edges"), py::arg("sends"), py::arg("num_batches"));
+             py::arg("edges"), py::arg("num_batches"));
 }
 
 }  // namespace pd2

@@ -62,7 +62,6 @@ def simulate(
     latency: PerStage = 0.0,
     bandwidth: PerStage = math.inf,
     message_bytes: PerStage = 0.0,
-    sends: str = "asynchronous",
     num_batches: int = 4,
 ) -> Simulation:
     """Runs a schedule's actions with given costs, as discrete events, and measures it.
@@ -109,9 +108,6 @@ def simulate(
             it one after another. 0 or infinite: bytes take no time.
         message_bytes: a microbatch's activations between two stages, and their gradients. An edge
             between two stages of one rank costs nothing.
-        sends: "asynchronous": the sender goes on at once. "blocking": it is occupied until the
-            message has arrived. "rendezvous": and the message leaves only when its receiver waits
-            for it.
         num_batches: batches to run before the drain.
 
     Raises:
@@ -144,7 +140,7 @@ def simulate(
         strict=True,
     )
     rows, makespan, period, bubbles, most_in_flight, peak_bytes = _C.simulate(
-        made, list(stages), list(edges), sends, num_batches
+        made, list(stages), list(edges), num_batches
     )
     return Simulation(
         events=[Event(row[0], 0, *row[1:], rank=made.placement[row[0]]) for row in rows],
@@ -154,42 +150,6 @@ def simulate(
         peak_bytes=peak_bytes,
         most_in_flight=most_in_flight,
     )
-
-
-def find_deadlock(
-    schedule: Schedule | str | os.PathLike[str],
-    *,
-    num_stages: int | None = None,
-    num_microbatches: int | None = None,
-    stages_per_rank: int = 1,
-    sends: str = "rendezvous",
-) -> str | None:
-    """Whether a schedule's ranks would wait for each other for ever, were their sends to block.
-
-    This package's sends never wait for their receivers. Others may: with
-    ``torch.distributed.send``, and ``batch_isend_irecv`` where each operation is waited for, a rank
-    may go on only when the message is received. Costs make no difference.
-
-    Args:
-        schedule: as in :func:`simulate`, and so are the sizes.
-        sends: "rendezvous", or one of the others, with which no legal schedule deadlocks.
-
-    Returns:
-        None if every rank finishes; else what each rank that doesn't waits for, and the grid of
-        actions with theirs marked.
-
-    Raises:
-        ValueError: an unknown or illegal schedule, or unknown sends.
-    """
-    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
-    simulate(made)  # what it refuses now is no deadlock
-    try:
-        simulate(made, sends=sends)
-    except ValueError as error:
-        if f"deadlock with {sends} sends" not in str(error):
-            raise
-        return str(error)
-    return None
 
 
 def _halves(

@@ -96,10 +96,9 @@ bool updates_beside(const Schedule& schedule, int stage) {
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
-// One run. A rank advances until it waits for messages that have not been sent yet (or, with
-// rendezvous, for somebody to receive its own); whoever makes the last one's time of arrival known
-// wakes it. Times depend on nothing but other times, so the order in which ranks advance is free,
-// and no queue by time is needed.
+// One run. A rank advances until it waits for messages that have not been sent yet; whoever makes
+// the last one's time of arrival known wakes it. Times depend on nothing but other times, so the
+// order in which ranks advance is free, and no queue by time is needed.
 class Execution {
  public:
   Execution(const Schedule& schedule, const Costs& costs, int num_batches)
@@ -140,15 +139,10 @@ class Execution {
     double free_at = 0;
     bool has_recomputed = false;  // for the next step
     int num_missing = 0;          // of what it is stuck for
-    std::size_t num_sent = 0;     // of the messages of the step before
-    bool offers = false;          // it is stuck with the next of them until somebody receives it
   };
 
   const std::vector<int>& inputs(const Step& step) const {
     return channels_.inputs(step.stage, step.kind);
-  }
-  const std::vector<int>& outputs(const Step& step) const {
-    return channels_.outputs(step.stage, step.kind);
   }
 
   std::int64_t index(int channel, std::int64_t microbatch) const {
@@ -169,12 +163,11 @@ class Execution {
 
   void advance(int number) {
     Rank& rank = ranks_[number];
-    while (send_all(rank) && rank.next < rank.steps.size()) {
+    for (; rank.next < rank.steps.size(); ++rank.next) {
       const Step& step = rank.steps[rank.next];
       recompute(number, step);
       double start = rank.free_at;
       for (const int channel : inputs(step)) {
-        take_offer(channel, step.microbatch);
         start = std::max(start, arrival(rank, index(channel, step.microbatch)));
       }
       if (const std::optional<int> twin = schedule_.twin(step.stage);
@@ -197,9 +190,8 @@ class Execution {
       if (step.kind == kUpdate) {
         update_end(step.stage, batch) = start + takes;
       }
-      ++rank.next;
       rank.has_recomputed = false;
-      rank.num_sent = 0;
+      send(rank, step);
     }
   }
 
@@ -230,53 +222,20 @@ class Execution {
     rank.free_at += takes;
   }
 
-  // Called by the receiver's rank when it has come to the action that needs the message.
-  void take_offer(int channel, std::int64_t microbatch) {
-    const int number = rank_of(channels_[channel].sender);
-    Rank& sender = ranks_[number];
-    if (!sender.offers || offered(sender) != index(channel, microbatch)) return;
-    transfer(channel, microbatch);
-    sender.offers = false;
-    ++sender.num_sent;
-    ready_.push_back(number);
-  }
-
-  std::int64_t offered(const Rank& sender) const {
-    const Step& step = sender.steps[sender.next - 1];
-    return index(outputs(step)[sender.num_sent], step.microbatch);
-  }
-
-  // The messages of the step before; false if the rank is stuck until one is received.
-  bool send_all(Rank& sender) {
-    if (sender.next == 0) return true;
-    const Step& step = sender.steps[sender.next - 1];
-    const std::vector<int>& channels = outputs(step);
-    for (; sender.num_sent < channels.size(); ++sender.num_sent) {
-      const int channel = channels[sender.num_sent];
-      const std::int64_t slot = index(channel, step.microbatch);
-      if (&sender == &ranks_[rank_of(channels_[channel].receiver)]) {
+  void send(const Rank& sender, const Step& step) {
+    for (const int number : channels_.outputs(step.stage, step.kind)) {
+      const Channel& channel = channels_[number];
+      const int receiver = rank_of(channel.receiver);
+      const std::int64_t slot = index(number, step.microbatch);
+      if (&sender == &ranks_[receiver]) {
         arrival_[slot] = sender.free_at;
-      } else if (costs_.sends == Sends::kRendezvous && arrival_[slot] != kAwaited) {
-        sender.offers = true;
-        return false;
-      } else {
-        transfer(channel, step.microbatch);
+        continue;
       }
+      const EdgeCosts& edge = channel.edge;
+      link_free_[number] = std::max(sender.free_at, link_free_[number]) +
+                           (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+      arrive(slot, receiver, link_free_[number] + edge.latency);
     }
-    return true;
-  }
-
-  void transfer(int number, std::int64_t microbatch) {
-    const Channel& channel = channels_[number];
-    const EdgeCosts& edge = channel.edge;
-    Rank& sender = ranks_[rank_of(channel.sender)];
-    const int receiver = rank_of(channel.receiver);
-    double leaves = std::max(sender.free_at, link_free_[number]);
-    if (costs_.sends == Sends::kRendezvous) leaves = std::max(leaves, ranks_[receiver].free_at);
-    link_free_[number] = leaves + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
-    const double arrives = link_free_[number] + edge.latency;
-    if (costs_.sends != Sends::kAsynchronous) sender.free_at = arrives;
-    arrive(index(number, microbatch), receiver, arrives);
   }
 
   void record(int rank, const Step& step, double start, double end) {
@@ -305,23 +264,18 @@ class Execution {
     std::string stuck;
     for (std::size_t number = 0; number < ranks_.size(); ++number) {
       const Rank& rank = ranks_[number];
-      if (!rank.offers && rank.next == rank.steps.size()) continue;
-      const Step& step = rank.steps[rank.offers ? rank.next - 1 : rank.next];
+      if (rank.next == rank.steps.size()) continue;
+      const Step& step = rank.steps[rank.next];
       marks.push_back({step.cell});
-      stuck += detail::concat("\n  rank ", number, rank.offers ? " waits after " : " waits in ",
-                              describe(schedule_, step));
-      stuck += rank.offers
-                   ? detail::concat(" until stage ",
-                                    channels_[outputs(step)[rank.num_sent]].receiver, " receives")
-               : step.kind == kUpdate
+      stuck += detail::concat("\n  rank ", number, " waits in ", describe(schedule_, step));
+      stuck += step.kind == kUpdate
                    ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
                    : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
                                     " of stage ", missing_sender(step));
     }
-    PD2_CHECK(marks.empty(), "schedule ", schedule_.name, ": deadlock with ",
-              to_string(costs_.sends), " sends: expected every rank to finish, found ",
-              marks.size(), " of ", ranks_.size(), " waiting:", stuck, "\n",
-              grid(schedule_, marks));
+    PD2_CHECK(marks.empty(), "schedule ", schedule_.name,
+              ": deadlock: expected every rank to finish, found ", marks.size(), " of ",
+              ranks_.size(), " waiting:", stuck, "\n", grid(schedule_, marks));
   }
 
   const Schedule& schedule_;
@@ -399,11 +353,6 @@ std::vector<int> count_in_flight(int num_stages, const Timeline& timeline) {
 }
 
 }  // namespace
-
-const char* to_string(Sends sends) {
-  constexpr const char* kNames[] = {"asynchronous", "blocking", "rendezvous"};
-  return kNames[static_cast<int>(sends)];
-}
 
 std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
                                          const std::vector<SimulatedAction>& actions, int rank) {

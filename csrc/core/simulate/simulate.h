@@ -42,19 +42,10 @@ struct SkipCosts {
   EdgeCosts edge;
 };
 
-enum class Sends {
-  kAsynchronous,  // the sender goes on at once
-  kBlocking,      // the sender is occupied until the message has arrived; the receiver may be busy
-  kRendezvous,    // as kBlocking, and the message leaves only when its receiver waits for it
-};
-
-const char* to_string(Sends sends);
-
 struct Costs {
   std::vector<StageCosts> stages;  // one per stage of the model; its copies cost the same
   std::vector<EdgeCosts> edges;    // one fewer than stages; empty: free
   std::vector<SkipCosts> skips;    // no two stages twice
-  Sends sends = Sends::kAsynchronous;
 };
 
 struct SimulatedAction {
@@ -64,7 +55,7 @@ struct SimulatedAction {
   int microbatch = 0;  // of the batch; of an update its last
   int version = 0;     // weights read, or made by an update
   double start = 0;    // seconds from the run's start
-  double end = 0;      // of the work; with kBlocking and kRendezvous sending follows
+  double end = 0;
 };
 
 struct Simulation {

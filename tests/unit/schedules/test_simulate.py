@@ -138,57 +138,6 @@ def test_several_stages_of_a_rank_take_turns() -> None:
     }
 
 
-def test_sends_that_wait_for_their_receiver_deadlock_1f1b() -> None:
-    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
-    pd2.simulate("1f1b", **options, sends="blocking")
-    pd2.simulate("gpipe", **options, sends="rendezvous")
-    with pytest.raises(ValueError, match="deadlock with rendezvous sends") as refusal:
-        pd2.simulate("1f1b", **options, sends="rendezvous")
-    assert "rank 0 waits after 0F1" in str(refusal.value)
-    assert ">1B0<" in str(refusal.value)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", pd2.schedule_names())
-def test_of_the_schedules_only_gpipe_runs_with_sends_that_wait_for_their_receiver(
-    name: str, num_ranks: int
-) -> None:
-    v = 2 if name == "looped_bfs" or name.startswith("interleaved") else 1
-    sizes: dict[str, Any] = {
-        "num_stages": v * num_ranks,
-        "num_microbatches": 1 if name == "pipedream" else 2 * num_ranks,
-        "stages_per_rank": v,
-    }
-    for sends in ("asynchronous", "blocking"):
-        assert pd2.find_deadlock(name, **sizes, sends=sends) is None
-    found = pd2.find_deadlock(name, **sizes)
-    if name == "gpipe":
-        assert found is None
-        pd2.simulate(name, **sizes, sends="rendezvous")
-        return
-    assert found is not None
-    assert f"schedule {name}: deadlock with rendezvous sends" in found
-    with pytest.raises(ValueError, match="deadlock with rendezvous sends") as refusal:
-        pd2.simulate(name, **sizes, sends="rendezvous", forward=0.1, latency=3)
-    assert str(refusal.value) == found  # whatever the costs
-    # Every stuck rank's line says for which stage it waits, and its cell is marked.
-    waiting = re.findall(r"rank \d+ waits (?:after|in) \d\w\d+ .* stage \d", found)
-    assert len(waiting) == found.count(">")
-    assert len(waiting) >= 2
-
-
-def test_one_stage_or_one_microbatch_of_a_flush_cannot_deadlock() -> None:
-    assert pd2.find_deadlock("2bw", num_stages=1, num_microbatches=3) is None
-    assert pd2.find_deadlock("1f1b", num_stages=4, num_microbatches=1) is None
-
-
-def test_what_is_no_deadlock_is_raised_when_asked_for_one() -> None:
-    with pytest.raises(ValueError, match="2bw needs num_microbatches >= num_stages"):
-        pd2.find_deadlock("2bw", num_stages=3, num_microbatches=2)
-    with pytest.raises(ValueError, match="sends: eager, known: asynchronous"):
-        pd2.find_deadlock("2bw", num_stages=3, num_microbatches=3, sends="eager")
-
-
 def test_the_result_cannot_be_changed() -> None:
     simulation = pd2.simulate("2bw", num_stages=2, num_microbatches=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -216,7 +165,6 @@ def test_the_result_cannot_be_changed() -> None:
             {"backward": 2, "input_grad": 1, "weight_grad": 1},
             r"backward: 2, input_grad: 1, weight_grad: 1: give backward alone",
         ),
-        ({"sends": "eager"}, r"sends: eager, known: asynchronous, blocking, rendezvous"),
         (
             {"schedule": ONE_F_ONE_B, "num_microbatches": 2},
             r"num_stages: 3, of the given schedule: 2",

@@ -211,12 +211,9 @@ TEST(Simulate, ALinkBoundsThePeriodFromBelow) {
 
 TEST(Simulate, AnEdgeWithinARankIsFree) {
   const EdgeCosts slow = {.latency = 100, .bandwidth = 1, .message_bytes = 1000};
-  for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
-    Costs costs = with_edges(equal_stages(4), slow);
-    costs.sends = sends;
-    const Schedule schedule = make_schedule("looped_bfs", 4, 3, 4);  // all stages on one rank
-    EXPECT_DOUBLE_EQ(simulate(schedule, costs, 2).makespan, 2 * 4 * 3 * (kF + kB));
-  }
+  const Costs costs = with_edges(equal_stages(4), slow);
+  const Schedule schedule = make_schedule("looped_bfs", 4, 3, 4);  // all stages on one rank
+  EXPECT_DOUBLE_EQ(simulate(schedule, costs, 2).makespan, 2 * 4 * 3 * (kF + kB));
 }
 
 TEST(Simulate, PipedreamUpdatesAfterEveryMicrobatch) {
@@ -288,16 +285,13 @@ TEST(Simulate, ARecomputedForwardRunsWhileTheGradientIsUnderWay) {
     stage.activation_bytes = 100;
     stage.input_bytes = 10;
   }
-  for (const Sends sends : {Sends::kRendezvous, Sends::kAsynchronous}) {
-    costs.sends = sends;
-    const Simulation simulation = simulate(make_schedule("gpipe", 2, 1), costs, 1);
-    // Rank 0: F 0-1, R 1-2, B 5-7. Rank 1: F 1-2, R 2-3, B 3-5.
-    EXPECT_EQ(simulation.makespan, 7);
-    const SimulatedAction& again = simulation.timeline[0][1];
-    EXPECT_EQ(again.kind, ActionKind::kRecompute);
-    EXPECT_EQ(again.start, 1);
-    EXPECT_EQ(again.end, 2);
-  }
+  // Rank 0: F 0-1, R 1-2, B 5-7. Rank 1: F 1-2, R 2-3, B 3-5.
+  const Simulation flushed = simulate(make_schedule("gpipe", 2, 1), costs, 1);
+  EXPECT_EQ(flushed.makespan, 7);
+  const SimulatedAction& again = flushed.timeline[0][1];
+  EXPECT_EQ(again.kind, ActionKind::kRecompute);
+  EXPECT_EQ(again.start, 1);
+  EXPECT_EQ(again.end, 2);
   EXPECT_EQ(period(make_schedule("2bw", 2, 4), costs), 4 * (1 + 1 + 2));
   EXPECT_EQ(period(make_schedule("1f1b", 2, 4), costs), 5 * (1 + 2) + 4);
   // Two inputs in flight on rank 0, and the activations of the one that is recomputed.

@@ -24,10 +24,9 @@ using enum ActionKind;
 constexpr int kNumBatches = 4;
 constexpr double kRounding = 1e-9;
 
-Costs random_costs(int d, Sends sends, std::mt19937& random) {
+Costs random_costs(int d, std::mt19937& random) {
   std::uniform_real_distribution<double> uniform(0, 1);
   Costs costs;
-  costs.sends = sends;
   for (int stage = 0; stage < d; ++stage) {
     costs.stages.push_back({.forward = uniform(random),
                             .input_grad = uniform(random),
@@ -148,26 +147,19 @@ class TimelineCheck {
   bool is_begin(int stage) const { return stage == 0 || stage == schedule_.depth(); }
   bool is_end(int stage) const { return is_begin(stage + 1) || stage + 1 == schedule_.num_stages; }
 
-  // The stages that an action's messages go to, or come from, the nearest first.
-  std::vector<int> partners(const SimulatedAction& action, bool forwards) const {
-    std::vector<int> stages;
-    const int copies = action.stage / schedule_.depth() * schedule_.depth();
-    if (forwards && !is_end(action.stage)) stages.push_back(action.stage + 1);
-    if (!forwards && !is_begin(action.stage)) stages.push_back(action.stage - 1);
-    for (const SkipCosts& skip : costs_.skips) {
-      if (forwards && skip.from + copies == action.stage) stages.push_back(skip.to + copies);
-      if (!forwards && skip.to + copies == action.stage) stages.push_back(skip.from + copies);
-    }
-    std::ranges::sort(stages, {}, [&](int stage) { return std::abs(stage - action.stage); });
-    return stages;
-  }
-  std::vector<int> receivers(const SimulatedAction& action) const {
-    if (action.kind == kUpdate || action.kind == kWeightGrad) return {};
-    return partners(action, action.kind == kForward);
-  }
+  // The stages whose messages an action waits for.
   std::vector<int> senders(const SimulatedAction& action) const {
-    if (action.kind == kUpdate || action.kind == kWeightGrad) return {};
-    return partners(action, action.kind != kForward);
+    std::vector<int> stages;
+    if (action.kind == kUpdate || action.kind == kWeightGrad) return stages;
+    const bool is_forward = action.kind == kForward;
+    const int copies = action.stage / schedule_.depth() * schedule_.depth();
+    if (is_forward && !is_begin(action.stage)) stages.push_back(action.stage - 1);
+    if (!is_forward && !is_end(action.stage)) stages.push_back(action.stage + 1);
+    for (const SkipCosts& skip : costs_.skips) {
+      if (is_forward && skip.to + copies == action.stage) stages.push_back(skip.from + copies);
+      if (!is_forward && skip.from + copies == action.stage) stages.push_back(skip.to + copies);
+    }
+    return stages;
   }
   static ActionKind message_kind(const SimulatedAction& action) {
     return action.kind == kForward ? kForward : kInputGrad;
@@ -176,14 +168,8 @@ class TimelineCheck {
   // When the message that the action sends to the stage is there.
   double arrival(const SimulatedAction& action, int to) {
     const int from = action.stage;
-    const double sent = can_send(action, to);
+    const double sent = action.end;
     if (!are_apart(from, to)) return sent;
-    if (costs_.sends == Sends::kRendezvous) {
-      // The receiver has done all before.
-      const Place& taken = when_.at(key(to, message_kind(action), action));
-      const double ready = free_after(schedule_.placement[to], taken.index);
-      return std::max(sent, ready) + transfer(from, to) + latency(from, to);
-    }
     // Behind the messages that took the same way before.
     double& behind = left_link_[{key(from, message_kind(action), action), to}];
     if (behind == 0) {
@@ -200,23 +186,12 @@ class TimelineCheck {
     return behind + latency(from, to);
   }
 
-  // When the action's messages to nearer stages no longer occupy the sender.
-  double can_send(const SimulatedAction& action, int to) {
-    double sent = action.end;
-    if (costs_.sends == Sends::kAsynchronous) return sent;
-    for (const int stage : receivers(action)) {
-      if (stage == to) break;
-      sent = std::max(sent, arrival(action, stage));
-    }
-    return sent;
-  }
-
   // When the rank can begin its index-th action, as far as the rank itself goes.
   double free_after(int rank, std::size_t index) {
     if (index == 0) return 0;
     const SimulatedAction& previous = simulation_.timeline[rank][index - 1];
     if (is_beside(previous)) return previous.start;
-    return can_send(previous, -1);
+    return previous.end;
   }
 
   double earliest_start(int rank, std::size_t index) {
@@ -289,31 +264,19 @@ class TimelineCheck {
 
 TEST(SimulateTimeline, EveryActionBeginsAsSoonAsItsRankAndItsMessageAllow) {
   std::mt19937 random(1);
-  int num_rendezvous = 0;
   for (const Schedule& schedule : testing::made_schedules(5, 9)) {
-    for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking, Sends::kRendezvous}) {
-      SCOPED_TRACE(detail::concat(to_string(sends), "\n", to_text(schedule)));
-      Costs costs = random_costs(schedule.depth(), sends, random);
-      if (schedule.num_microbatches % 2 == 1) add_skips(costs, random);
-      Simulation simulation;
-      const std::string refusal =
-          value_error([&] { simulation = simulate(schedule, costs, kNumBatches); });
-      if (!refusal.empty()) {
-        ASSERT_EQ(sends, Sends::kRendezvous) << refusal;
-        continue;
-      }
-      num_rendezvous += sends == Sends::kRendezvous && schedule.num_stages > 1;
-      TimelineCheck(schedule, costs, simulation).check();
-      if (HasFailure()) return;
-    }
+    SCOPED_TRACE(to_text(schedule));
+    Costs costs = random_costs(schedule.depth(), random);
+    if (schedule.num_microbatches % 2 == 1) add_skips(costs, random);
+    TimelineCheck(schedule, costs, simulate(schedule, costs, kNumBatches)).check();
+    if (HasFailure()) return;
   }
-  EXPECT_GT(num_rendezvous, 50);
 }
 
 TEST(SimulateTimeline, ThePeriodIsThatOfALongRun) {
   std::mt19937 random(2);
   for (const Schedule& schedule : testing::made_schedules(5, 9)) {
-    const Costs costs = random_costs(schedule.depth(), Sends::kAsynchronous, random);
+    const Costs costs = random_costs(schedule.depth(), random);
     const double expected = simulate(schedule, costs, 300).period;
     EXPECT_NEAR(simulate(schedule, costs, 1).period, expected, 0.01 * expected) << schedule.name;
   }
@@ -336,9 +299,6 @@ TEST(SimulateTimeline, OfTwoStages) {
   EXPECT_EQ(times(simulation.timeline[0]),
             (Times{{0, 1}, {1, 2}, {10.5, 12.5}, {12.5, 14.5}, {14.5, 15}}));
   EXPECT_EQ(simulation.makespan, 15);
-  costs.sends = Sends::kBlocking;  // F1 begins when F0 has arrived
-  EXPECT_EQ(times(simulate(make_schedule("gpipe", 2, 2), costs, 1).timeline[0])[1],
-            std::pair(3.25, 4.25));
 }
 
 // What stage 2 reads of stage 0 takes the link between these two, 3 + 0.5 seconds of it.
@@ -357,8 +317,6 @@ TEST(SimulateTimeline, ASkipTakesItsOwnLink) {
   EXPECT_EQ(starts(1), (std::vector<double>{1, 2, 10.5, 12.5, 14.5}));
   EXPECT_EQ(starts(2), (std::vector<double>{4.5, 7.5, 8.5, 10.5, 12.5}));
   EXPECT_EQ(starts(0), (std::vector<double>{0, 1, 14, 17, 19}));
-  costs.sends = Sends::kBlocking;  // stage 0 is occupied until the message has arrived
-  EXPECT_EQ(starts(0)[1], 4.5);
 }
 
 TEST(SimulateTimeline, ASkipBoundsThePeriodFromBelow) {
@@ -376,32 +334,6 @@ TEST(SimulateTimeline, ASkipBoundsThePeriodFromBelow) {
   }
 }
 
-TEST(SimulateTimeline, AForwardAndABackwardThatMeetDeadlockWithRendezvousOnly) {
-  Costs costs;
-  costs.stages.assign(2, {.forward = 1, .input_grad = 1, .weight_grad = 1});
-  const Schedule schedule = make_schedule("1f1b", 2, 2);
-  for (const Sends sends : {Sends::kAsynchronous, Sends::kBlocking}) {
-    costs.sends = sends;
-    EXPECT_EQ(simulate(schedule, costs, 1).makespan, 9);
-  }
-  costs.sends = Sends::kRendezvous;
-  EXPECT_EQ(value_error([&] { simulate(schedule, costs, 1); }),
-            "schedule 1f1b: deadlock with rendezvous sends: expected every rank to finish, found 2 "
-            "of 2 waiting:\n"
-            "  rank 0 waits after 0F1 (prologue, microbatch 1 of batch 0) until stage 1 receives\n"
-            "  rank 1 waits after 1B0 (prologue, microbatch 0 of batch 0) until stage 0 receives\n"
-            "prologue:\n"
-            "  rank 0 | 0F0 >0F1< 0B0  0B1  0U1\n"
-            "  rank 1 | 1F0 >1B0< 1F1  1B1  1U1\n"
-            "steady:\n"
-            "  rank 0 | 0F0  0F1  0B0  0B1  0U1\n"
-            "  rank 1 | 1F0  1B0  1F1  1B1  1U1\n"
-            "epilogue:\n"
-            "  rank 0 |\n"
-            "  rank 1 |\n");
-  EXPECT_EQ(simulate(make_schedule("gpipe", 2, 2), costs, 1).makespan, 9);
-}
-
 TEST(SimulateTimeline, ADeadlockSaysWhatEveryRankWaitsFor) {
   Schedule schedule = make_schedule("1f1b", 3, 2);
   schedule.ranks[0].prologue = {
@@ -412,7 +344,7 @@ TEST(SimulateTimeline, ADeadlockSaysWhatEveryRankWaitsFor) {
   costs.stages.resize(3);
   const std::string text = value_error([&] { simulate(schedule, costs, 1); });
   for (const std::string part :
-       {"deadlock with asynchronous sends: expected every rank to finish, found 3 of 3 waiting:",
+       {"deadlock: expected every rank to finish, found 3 of 3 waiting:",
         "rank 0 waits in 0B0 (prologue, microbatch 0 of batch 0) for the gradient of stage 1",
         "rank 1 waits in 1F1 (prologue, microbatch 1 of batch 0) for the output of stage 0",
         "rank 2 waits in 2F1 (prologue, microbatch 1 of batch 0) for the output of stage 1",
