@@ -1,6 +1,10 @@
-"""The engine (csrc/bindings)."""
+"""The engine (csrc/bindings).
+
+Classes that are dataclasses here are C++ structs, with attributes and keywords like those of one.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ class Schedule:
     def placement(self) -> list[int]: ...
     @property
     def num_versions(self) -> list[int]: ...
+    def number_in_batch(self, stage: int, microbatch: int) -> int: ...
     def validate(self) -> None: ...
     def to_csv(self) -> str: ...
     @property
@@ -41,6 +46,16 @@ def make_schedule(
 ) -> Schedule: ...
 def schedule_from_text(text: str) -> Schedule: ...
 def schedule_names() -> list[str]: ...
+
+@dataclass(frozen=True, init=False)
+class ScheduleMethod:
+    name: str
+    has_chunks: bool
+    is_bidirectional: bool
+    is_planned: bool
+    size_rules: list[str]
+
+def schedule_methods() -> list[ScheduleMethod]: ...
 def draw_seed() -> int: ...
 def next_seed() -> int: ...
 
@@ -49,48 +64,262 @@ class PrivateGenerator:
     def __enter__(self) -> None: ...
     def __exit__(self, *exception: object) -> None: ...
 
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    forward: float = ...
+    input_grad: float = ...
+    weight_grad: float = ...
+    activation_bytes: float = ...
+    parameter_bytes: float = ...
+    trained_bytes: float = ...
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    producer: int
+    consumer: int
+    bytes: int
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    producer: int
+    consumers: Sequence[int]
+    bytes: float = ...
+    seconds: float = ...
+    kept_bytes: float = ...
+    trained_bytes: float = ...
+    frozen_bytes: float = ...
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemoryRule:
+    trained: float = ...
+    frozen: float = ...
+    activations: float = ...
+    inputs: float = ...
+    limit: float = ...
+    slowness: float = ...
+
+@dataclass(frozen=True, init=False)
+class StageSplit:
+    first_layers: list[int]
+    slowest: float
+
 def split_stages(
-    layers: Sequence[Sequence[float]],
-    edges: Sequence[tuple[int, int, int]],
-    stages: Sequence[Sequence[float]],
+    layers: Sequence[LayerCost],
+    edges: Sequence[Edge],
+    stages: Sequence[StageMemoryRule],
     *,
     can_cut: Sequence[bool] = ...,
-    values: Sequence[tuple[int, Sequence[int], float, float]] = ...,
+    values: Sequence[Value] = ...,
     seconds_per_byte: float = 0.0,
     seconds_per_value: float = 0.0,
     recompute: bool = False,
-) -> tuple[list[int], float] | None: ...
+) -> StageSplit | None: ...
 def smallest_memory_limit(
-    layers: Sequence[Sequence[float]],
-    edges: Sequence[tuple[int, int, int]],
-    stages: Sequence[Sequence[float]],
+    layers: Sequence[LayerCost],
+    edges: Sequence[Edge],
+    stages: Sequence[StageMemoryRule],
     *,
     can_cut: Sequence[bool] = ...,
-    values: Sequence[tuple[int, Sequence[int], float, float]] = ...,
+    values: Sequence[Value] = ...,
     seconds_per_byte: float = 0.0,
     seconds_per_value: float = 0.0,
     recompute: bool = False,
 ) -> float: ...
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    forward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float
+    all_reduce: float
+    update: float
+    activation_bytes: float
+    input_bytes: float
+    weight_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeCosts:
+    latency: float
+    bandwidth: float
+    message_bytes: float
+
+@dataclass(frozen=True, init=False)
+class SimulatedAction:
+    stage: int
+    kind: str
+    batch: int
+    microbatch: int
+    version: int
+    start: float
+    end: float
+
+@dataclass(frozen=True, init=False)
+class Simulation:
+    timeline: list[list[SimulatedAction]]
+    makespan: float
+    period: float
+    bubbles: list[float]
+    most_in_flight: list[int]
+    peak_bytes: list[float]
+
 def simulate(
     schedule: Schedule,
-    stages: Sequence[Sequence[float]],
-    edges: Sequence[Sequence[float]],
+    stages: Sequence[StageCosts],
+    edges: Sequence[EdgeCosts],
     num_batches: int,
-) -> tuple[
-    list[tuple[int, str, int, int, int, float, float]],
-    float,
-    float,
-    list[float],
-    list[int],
-    list[float],
-]: ...
+) -> Simulation: ...
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledRows:
+    rows: int
+    layers: Sequence[LayerCost]
+    edges: Sequence[Edge]
+    shared: Sequence[Value]
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    first: int
+    end: int
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledModel:
+    microbatches: Sequence[ProfiledRows]
+    can_cut: Sequence[bool]
+    blocks: Sequence[Block]
+    seconds_per_update_byte: float
+    seconds_per_action: float
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    latency: float
+    bandwidth: float
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    devices_per_server: int
+    inside: Link
+    outside: Link
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    rows: int
+    columns: int
+    row: Link
+    column: Link
+
+@dataclass(frozen=True, kw_only=True)
+class LinkMatrix:
+    num_devices: int
+    links: Sequence[Link]
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    from_hour: float
+    per_hour: float
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedType:
+    name: str
+    slowness: float
+    memory_bytes: float
+    prices: Sequence[Price]
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceTime:
+    ranks: int
+    bytes: float
+    seconds: float
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCluster:
+    types: Sequence[PlannedType]
+    type_of: Sequence[int]
+    topology: Servers | Mesh | LinkMatrix
+    all_reduce: Sequence[AllReduceTime]
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    batch: int
+    largest_batch: int
+    width: int
+    num_stages: int
+    schedules: Sequence[str]
+    stages_per_rank: Sequence[int]
+    recompute: Sequence[str]
+    objective: str
+    slack: float
+    num_batches: float
+    start_within: float
+    gradient: float
+    state: float
+    reserved: float
+
+@dataclass(frozen=True, init=False)
+class PlannedStage:
+    first: int
+    end: int
+    devices: list[int]
+    forward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float
+    message: float
+    update: float
+    all_reduce: float
+    weight_bytes: float
+    frozen_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+    most_in_flight: int
+    activation_bytes: float
+    input_bytes: float
+    peak_bytes: float
+    memory_limit: float
+    blocks: list[int]
+
+@dataclass(frozen=True, init=False)
+class FoundPlan:
+    schedule: str
+    num_versions: int
+    width: int
+    num_stages: int
+    stages_per_rank: int
+    microbatch_rows: int
+    num_microbatches: int
+    batch: int
+    recompute: str
+    seconds_per_batch: float
+    bubble: float
+    price_per_hour: float
+    start_hour: float
+    total_price: float
+    peak_bytes: float
+    stages: list[PlannedStage]
+
+@dataclass(frozen=True, init=False)
+class BestPlans:
+    plans: list[FoundPlan]
+    bound_by: str
+    lost_by: list[str]
+
+def best_plans(
+    model: ProfiledModel, cluster: PlannedCluster, options: PlanOptions
+) -> BestPlans: ...
 def planned_schedules() -> list[str]: ...
+
+@dataclass(frozen=True, init=False)
+class PlannedShape:
+    num_versions: int
+    most_in_flight: list[int]
+    most_recomputed: list[int]
+    stages_of_ranks: list[list[int]]
+
 def planned_shape(
     name: str, num_stages: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[int, list[int], list[int], list[list[int]]]: ...
-def best_plans(
-    model: tuple[Any, ...], cluster: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[list[dict[str, Any]], str, list[str]]: ...
+) -> PlannedShape: ...
 
 class FusedOptimizer:
     def __init__(

@@ -8,6 +8,7 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
+from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
 from .model.added_loss import add_loss, collect_losses
@@ -67,6 +68,7 @@ __all__ = [
     "draw_plan",
     "draw_text",
     "draw_timeline",
+    "errors",
     "load_schedule",
     "make_schedule",
     "plan",

@@ -5,7 +5,9 @@
 
 namespace pd2 {
 
-void bind_core(py::module_& module);
+void bind_errors();
+void bind_schedule(py::module_& module);
+void bind_partition(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_stage(py::module_& module);

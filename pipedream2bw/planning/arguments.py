@@ -14,7 +14,7 @@ from .planned_shape import MOST_MICROBATCHES
 from .units import parse_bytes
 
 MOST_ROWS = MOST_MICROBATCHES
-"""Of a batch."""
+"""The most of a batch."""
 
 
 _MOST_BATCHES = 10**15
@@ -27,13 +27,13 @@ _OBJECTIVES = ("throughput", "cost", "memory")
 
 
 def check_batch(batch: object, largest_batch: object) -> None:
-    """Raises ValueError or TypeError."""
+    """Raises ValueError or TypeError unless both are numbers of rows within the limit."""
     for name, rows in (("batch", batch), ("largest_batch", largest_batch)):
         check_whole_number(name, rows, at_most=MOST_ROWS)
 
 
 def chosen_schedules(given: object) -> list[str]:
-    """A list of known names, of which a single one may be given by itself.
+    """The schedules that are tried; one may be given by itself.
 
     Raises:
         TypeError: no names.
@@ -43,12 +43,17 @@ def chosen_schedules(given: object) -> list[str]:
 
 
 def ways_to_recompute(given: object) -> list[str]:
-    """Likewise."""
+    """The ways to recompute that are tried; one may be given by itself.
+
+    Raises:
+        TypeError: no names.
+        ValueError: unknown ones, or none.
+    """
     return _names("recompute", given, _WAYS)
 
 
 def chunks_to_try(given: object, largest_batch: int) -> list[int]:
-    """Numbers of stages per rank; one may be given by itself.
+    """The numbers of stages per rank that are tried; one may be given by itself.
 
     Raises:
         TypeError: no whole numbers.
@@ -70,7 +75,7 @@ def chunks_to_try(given: object, largest_batch: int) -> list[int]:
 def check_objective(
     objective: object, slack: object, num_batches: object, start_within: object
 ) -> None:
-    """Raises ValueError or TypeError."""
+    """Raises ValueError or TypeError unless the objective and what belongs to it fit together."""
     if not isinstance(objective, str):
         raise TypeError(f"objective: {objective!r} given, it must be a name")
     if objective not in _OBJECTIVES:
@@ -149,15 +154,17 @@ def check_grid(
             f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
             "stage needs a piece"
         )
-    if [*schedules] == ["interleaved"] and not stages_per_rank:
+    with_chunks = [name for name in schedules if _METHODS[name].has_chunks]
+    if len(with_chunks) == len(schedules) and not stages_per_rank:
         raise ValueError(
-            "stages_per_rank: none, schedules: interleaved: it needs a number of them to try"
+            f"stages_per_rank: none, schedules: {', '.join(schedules)}: it needs a number of them "
+            "to try"
         )
     most = min(num_devices // replicas, num_pieces)
-    if any(_has(name, stages_per_rank, num_stages, most) for name in schedules):
+    if any(_has(_METHODS[name], stages_per_rank, num_stages, most) for name in schedules):
         return
     told = [f"schedules: {', '.join(schedules)}"]
-    if "interleaved" in schedules:
+    if with_chunks:
         told.append(f"stages_per_rank: {', '.join(map(str, stages_per_rank))}")
     told += [f"{name}: {n}" for name, n in (("width", width), ("num_stages", num_stages)) if n]
     raise ValueError(
@@ -167,19 +174,22 @@ def check_grid(
     )
 
 
+_METHODS = {method.name: method for method in _C.schedule_methods()}
+
+
 def _has(
-    schedule: str,
+    method: _C.ScheduleMethod,
     stages_per_rank: Sequence[int],
     num_stages: int | None,
     most_ranks: int,
 ) -> bool:
-    """Whether the schedule has so many stages, or any, on at most so many ranks."""
-    if schedule == "chimera":
+    """Returns whether the schedule has this number of stages, or any, on at most these ranks."""
+    if method.is_bidirectional:
         wanted = num_stages or 2
         return wanted % 2 == 0 and wanted <= most_ranks
     if num_stages is None or num_stages == 1:
         return True
-    if schedule == "interleaved":
+    if method.has_chunks:
         return any(
             num_stages % v == 0 and 2 <= num_stages // v <= most_ranks for v in stages_per_rank
         )
@@ -204,7 +214,7 @@ _GIB = 2.0**30
 def memory_of_types(
     cluster: Cluster, memory: float, calibration: Calibration | None
 ) -> list[float]:
-    """Bytes that a plan may use of a device of each type.
+    """The bytes that a plan may use of a device of each type.
 
     Raises:
         ValueError: the calibration's offset leaves nothing of one.
@@ -219,13 +229,13 @@ def memory_of_types(
     return left
 
 
-def name_own_memories(message: str, cluster: Cluster) -> str:
-    """The planner's "fits on no plan" with the types that ``plan(memory=)`` is not about."""
+def own_memories(cluster: Cluster) -> str:
+    """What an error adds on the types that ``plan(memory=)`` is not about; empty without any."""
     own = [
         f"{each.name!r} ({parse_bytes('memory', each.memory) / _GIB:.6g} GiB)"
         for each in cluster.types
         if each.memory is not None
     ]
-    if not own or "the model fits on no plan" not in message:
-        return message
-    return f"{message}; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"
+    if not own:
+        return ""
+    return f"; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"

@@ -9,9 +9,10 @@ import re
 import sys
 from collections.abc import Sequence
 
+from .._C import PlannedShape
 from ..checks import check_number
 from ..json_document import read_json, write_json
-from .planned_shape import PlannedShape, check_sizes
+from .planned_shape import check_sizes, shape_of
 from .stage_plan import StagePlan, held_again, held_always, held_in_flight
 
 FORMAT = "pipedream2bw.plan"
@@ -20,7 +21,7 @@ FORMAT = "pipedream2bw.plan"
 VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternative:
     """A plan that came after the best one.
 
@@ -53,7 +54,7 @@ class Alternative:
         check_number("peak_bytes", self.peak_bytes, at_least=0, below=math.inf)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a model is to be trained on given devices, and what that will take; see ``plan()``.
 
@@ -159,8 +160,8 @@ class Plan:
 
 
 def _check_numbers(checked: Plan | Alternative) -> PlannedShape:
-    """Also that the schedule has such sizes."""
-    shape = PlannedShape.of(checked)
+    """Checks times and prices; returns the schedule's shape."""
+    shape = shape_of(checked)
     check_number("seconds_per_batch", checked.seconds_per_batch, below=math.inf)
     check_number("rows_per_second", checked.rows_per_second, below=math.inf)
     check_number("price_per_hour", checked.price_per_hour, at_least=0, below=math.inf)
@@ -187,8 +188,10 @@ def check_plan(plan: Plan, shape: PlannedShape) -> None:
         raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
     _check_layers(plan)
     _check_devices(plan, len(shape.stages_of_ranks))
-    for index, stage in enumerate(plan.stages):
-        _check_stage(f"stages[{index}]", index, stage, plan.schedule, shape)
+    counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
+    for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
+        known = {"num_versions": shape.num_versions, "most_in_flight": in_flight}
+        _check_stage(f"stages[{index}]", stage, plan.schedule, known, recomputed)
     _check_peaks(plan, shape)
 
 
@@ -246,15 +249,15 @@ def _check_devices(plan: Plan, num_ranks: int) -> None:
 
 
 def _check_stage(
-    where: str, index: int, stage: StagePlan, schedule: str, shape: PlannedShape
+    where: str, stage: StagePlan, schedule: str, known: dict[str, int], most_recomputed: int
 ) -> None:
-    """A plan whose schedule's name was exchanged has other versions, or others in flight."""
-    for name, known in (
-        ("num_versions", shape.num_versions),
-        ("most_in_flight", shape.most_in_flight[index]),
-    ):
-        if (given := getattr(stage, name)) != known:
-            raise ValueError(f"{where}.{name}: {given}, with the schedule {schedule}: {known}")
+    """Raises ValueError unless the stage has the schedule's counts and its peak is their sum.
+
+    A plan whose schedule's name was exchanged has other counts.
+    """
+    for name, count in known.items():
+        if (given := getattr(stage, name)) != count:
+            raise ValueError(f"{where}.{name}: {given}, with the schedule {schedule}: {count}")
     for name, excluded in (
         ("recompute", not stage.recomputed),
         ("input_bytes", stage.recomputed is not True),
@@ -265,7 +268,7 @@ def _check_stage(
             )
     parts = held_always(stage) + held_in_flight(stage)
     if stage.recomputed is True:
-        parts += shape.most_recomputed[index] * stage.activation_bytes
+        parts += most_recomputed * stage.activation_bytes
     # Of blocks it is not kept what the largest of them takes when it runs again.
     if not _is_near(stage.peak_bytes, parts) and not (
         isinstance(stage.recomputed, tuple) and stage.recomputed and stage.peak_bytes > parts
@@ -319,8 +322,8 @@ def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
 
 
 def stages_of_ranks(plan: Plan) -> list[list[int]]:
-    """By rank of a replica, the stages that it holds; see :class:`PlannedShape`."""
-    return PlannedShape.of(plan).stages_of_ranks
+    """By rank of a replica, the stages that it holds; see :func:`shape_of`."""
+    return shape_of(plan).stages_of_ranks
 
 
 def limit_of_rank(plan: Plan, rank: int) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Protocol
 
 from .. import _C
+from .._C import PlannedShape
 from ..checks import check_whole_number
 
 MOST_MICROBATCHES = 10**8
-"""Of a batch: a schedule has some actions for each of them on every stage."""
+"""The most of a batch: a schedule has some actions for each of them on every stage."""
 
 
 MOST = {
@@ -23,7 +23,7 @@ MOST = {
 
 
 class Sizes(Protocol):
-    """Of a plan, or of an alternative."""
+    """The sizes of a plan, or of an alternative."""
 
     @property
     def schedule(self) -> str: ...
@@ -35,41 +35,20 @@ class Sizes(Protocol):
     def stages_per_rank(self) -> int: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedShape:
-    """Of a schedule that is not made, since with many microbatches it is long.
+def shape_of(sizes: Sizes) -> PlannedShape:
+    """What a schedule of these sizes, within :data:`MOST`, does with its stages.
 
-    Attributes:
-        num_versions: of the weights, at once.
-        most_in_flight: by stage, microbatches between forward and backward.
-        most_recomputed: by stage, microbatches whose forward has run again and whose backward is
-            not done.
-        stages_of_ranks: by rank of a replica, the stages that it holds. With two pipelines stage
-            d + i is the second one's copy of stage i.
+    The schedule is not made, since with many microbatches it is long.
+
+    Raises:
+        ValueError: the planner does not know the schedule, or the schedule has no such sizes.
     """
-
-    num_versions: int
-    most_in_flight: list[int]
-    most_recomputed: list[int]
-    stages_of_ranks: list[list[int]]
-
-    @classmethod
-    def of(cls, sizes: Sizes) -> PlannedShape:
-        """Of sizes within :data:`MOST`.
-
-        Raises:
-            ValueError: the planner does not know the schedule, or the schedule has no such sizes.
-        """
-        if sizes.schedule not in _C.planned_schedules():
-            known = ", ".join(_C.planned_schedules())
-            raise ValueError(f'schedule: "{sizes.schedule}", plans have one of {known}')
-        d, v = sizes.num_stages, sizes.stages_per_rank
-        versions, in_flight, recomputed, ranks = _C.planned_shape(
-            sizes.schedule, d, sizes.num_microbatches, v
-        )
-        if len(ranks) * v < sum(map(len, ranks)):  # a second pipeline
-            ranks = [[first, d + second] for first, second in ranks]
-        return cls(versions, in_flight, recomputed, ranks)
+    if sizes.schedule not in _C.planned_schedules():
+        known = ", ".join(_C.planned_schedules())
+        raise ValueError(f'schedule: "{sizes.schedule}", plans have one of {known}')
+    return _C.planned_shape(
+        sizes.schedule, sizes.num_stages, sizes.num_microbatches, sizes.stages_per_rank
+    )
 
 
 def check_sizes(sizes: object) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from .. import _C
+from ..errors import DoesNotFit
 from ..json_document import given_or_loaded
 from ..profiling.profile import Profile
 from .arguments import (
@@ -19,7 +19,7 @@ from .arguments import (
     chosen_schedules,
     chunks_to_try,
     memory_of_types,
-    name_own_memories,
+    own_memories,
     ways_to_recompute,
 )
 from .calibration import Calibration
@@ -99,8 +99,8 @@ def plan(
             margin of memory.
 
     Raises:
-        ValueError: the model fits on no plan (by how much, and which memory would do), no sizes
-            make such a batch, or an argument is wrong: names it and both values.
+        DoesNotFit: the model fits on no plan; its ``limit`` is a memory that would do.
+        ValueError: no sizes make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
     profile = given_or_loaded("profile", profile, Profile)
@@ -134,37 +134,48 @@ def plan(
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, bytes_per_device, calibration)
     try:
-        found, bound_by, lost_by = _C.best_plans(
-            _model_row(profile, blocks, optimizer, gradient),
-            _cluster_row(cluster, limits, None if isinstance(devices, Cluster) else profile),
-            (
-                *(batch, largest, names, chunks, ways),
-                *(objective, slack, num_batches or 0, start_within, gradient, state),
-                *(width or 0, num_stages or 0),
-                0.0 if calibration is None else calibration.offset,
+        found = _C.best_plans(
+            _profiled_model(profile, blocks, optimizer, gradient),
+            _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
+            _C.PlanOptions(
+                batch=batch,
+                largest_batch=largest,
+                width=width or 0,
+                num_stages=num_stages or 0,
+                schedules=names,
+                stages_per_rank=chunks,
+                recompute=ways,
+                objective=objective,
+                slack=slack,
+                num_batches=num_batches or 0,
+                start_within=start_within,
+                gradient=gradient,
+                state=state,
+                reserved=0.0 if calibration is None else calibration.offset,
             ),
         )
-    except ValueError as error:
-        raise ValueError(name_own_memories(str(error), cluster)) from None
-    best, *others = found
+    except DoesNotFit as error:
+        own = own_memories(cluster)
+        raise DoesNotFit(f"{error}{own}", limit=error.limit) from None
+    best, *others = found.plans
     alternatives = [
         Alternative(
-            **{name: other[name] for name in _SHARED},
-            recompute=other["recompute"],
-            rows_per_second=_rows(other) / other["seconds_per_batch"],
+            **{name: getattr(other, name) for name in _SHARED},
+            recompute=other.recompute,
+            rows_per_second=other.batch / other.seconds_per_batch,
             lost_by=why,
         )
-        for other, why in zip(others, lost_by, strict=True)
+        for other, why in zip(others, found.lost_by, strict=True)
     ]
     return Plan(
-        **{name: best[name] for name in _SHARED},
-        batch=_rows(best),
-        stages=tuple(_stage(stage, best, profile, blocks) for stage in best["stages"]),
-        rows_per_second=_rows(best) / best["seconds_per_batch"],
-        bubble=best["bubble"],
-        start_hour=best["start_hour"],
-        total_price=best["total_price"],
-        bound_by=bound_by,
+        **{name: getattr(best, name) for name in _SHARED},
+        batch=best.batch,
+        stages=tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages),
+        rows_per_second=best.batch / best.seconds_per_batch,
+        bubble=best.bubble,
+        start_hour=best.start_hour,
+        total_price=best.total_price,
+        bound_by=found.bound_by,
         alternatives=tuple(alternatives),
         profile_fingerprint=profile.fingerprint,
     )
@@ -209,80 +220,117 @@ def _bytes_per_trained_byte(
     return 2.0, 2 * states[optimizer] + (1 if split_master else 2)
 
 
-def _model_row(
+def _profiled_model(
     profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, gradient: float
-) -> tuple[Any, ...]:
-    parameters = [
-        (float(each.parameter_bytes), float(each.trained_bytes)) for each in profile.layers
-    ]
+) -> _C.ProfiledModel:
     shared = [
-        (
-            0.0,
-            float(each.trained_bytes),
-            float(each.parameter_bytes - each.trained_bytes),
-            list(each.layers),
+        _shared(
+            each.layers,
+            trained_bytes=each.trained_bytes,
+            frozen_bytes=each.parameter_bytes - each.trained_bytes,
         )
         for each in profile.shared_parameters
     ]
     microbatches = [
-        (
-            each.rows,
-            [
-                (*costs, *held)
-                for costs, held in zip(
-                    zip(
-                        each.forward,
-                        each.input_grad,
-                        each.weight_grad,
-                        map(float, each.activation_bytes),
-                        strict=True,
-                    ),
-                    parameters,
-                    strict=True,
+        _C.ProfiledRows(
+            rows=each.rows,
+            layers=[
+                _C.LayerCost(
+                    forward=each.forward[index],
+                    input_grad=each.input_grad[index],
+                    weight_grad=each.weight_grad[index],
+                    activation_bytes=each.activation_bytes[index],
+                    parameter_bytes=layer.parameter_bytes,
+                    trained_bytes=layer.trained_bytes,
                 )
+                for index, layer in enumerate(profile.layers)
             ],
-            list(each.edges),
-            [(float(size), 0.0, 0.0, list(layers)) for size, layers in each.kept] + shared,
+            edges=[
+                _C.Edge(producer=producer, consumer=consumer, bytes=size)
+                for producer, consumer, size in each.edges
+            ],
+            shared=[_shared(layers, kept_bytes=size) for size, layers in each.kept] + shared,
         )
         for each in profile.microbatches
     ]
-    can_cut = [layer.can_cut_after for layer in profile.layers[:-1]]
-    # Profiled for each byte of float32, which gradients and what is stepped are.
-    per_byte = gradient * profile.seconds_per_update_byte.get(optimizer, 0.0)
-    return microbatches, can_cut, list(blocks.values()), per_byte, profile.seconds_per_action
+    return _C.ProfiledModel(
+        microbatches=microbatches,
+        can_cut=[layer.can_cut_after for layer in profile.layers[:-1]],
+        blocks=[_C.Block(first=first, end=end) for first, end in blocks.values()],
+        # Profiled for each byte of float32, which gradients and what is stepped are.
+        seconds_per_update_byte=gradient * profile.seconds_per_update_byte.get(optimizer, 0.0),
+        seconds_per_action=profile.seconds_per_action,
+    )
 
 
-def _cluster_row(
+def _shared(layers: Sequence[int], **bytes_of_kind: float) -> _C.Value:
+    """What the first of the layers has, and again every later stage with one of the others."""
+    return _C.Value(producer=layers[0], consumers=layers[1:], **bytes_of_kind)
+
+
+def _planned_cluster(
     cluster: Cluster, limits: Sequence[float], measured: Profile | None
-) -> tuple[Any, ...]:
-    types = [
-        (each.name, 1 / each.throughput, limit, each.prices())
-        for each, limit in zip(cluster.types, limits, strict=True)
-    ]
-    type_of = [index for index, each in enumerate(cluster.types) for _ in range(each.count)]
-    all_reduce = [] if measured is None or measured.links is None else list(measured.all_reduce)
-    return types, type_of, cluster.topology, list(cluster.sizes), list(cluster.links), all_reduce
+) -> _C.PlannedCluster:
+    all_reduce = () if measured is None or measured.links is None else measured.all_reduce
+    return _C.PlannedCluster(
+        types=[
+            _C.PlannedType(
+                name=each.name,
+                slowness=1 / each.throughput,
+                memory_bytes=limit,
+                prices=[_C.Price(from_hour=hour, per_hour=price) for hour, price in each.prices()],
+            )
+            for each, limit in zip(cluster.types, limits, strict=True)
+        ],
+        type_of=[index for index, each in enumerate(cluster.types) for _ in range(each.count)],
+        topology=_topology(cluster),
+        all_reduce=[
+            _C.AllReduceTime(ranks=ranks, bytes=size, seconds=seconds)
+            for ranks, size, seconds in all_reduce
+        ],
+    )
 
 
-def _rows(found: dict[str, Any]) -> int:
-    return int(found["width"] * found["microbatch_rows"] * found["num_microbatches"])
+def _topology(cluster: Cluster) -> _C.Servers | _C.Mesh | _C.LinkMatrix:
+    links = [_C.Link(latency=latency, bandwidth=rate) for latency, rate in cluster.links]
+    if cluster.topology == "matrix":
+        return _C.LinkMatrix(num_devices=cluster.num_devices, links=links)
+    if cluster.topology == "mesh":
+        rows, columns = cluster.sizes
+        return _C.Mesh(rows=rows, columns=columns, row=links[0], column=links[1])
+    return _C.Servers(devices_per_server=cluster.sizes[0], inside=links[0], outside=links[1])
 
 
-def _stage(
-    stage: dict[str, Any],
-    found: dict[str, Any],
+def _stage_plan(
+    stage: _C.PlannedStage,
+    found: _C.FoundPlan,
     profile: Profile,
     blocks: dict[str, tuple[int, int]],
 ) -> StagePlan:
     names = list(blocks)
-    first = stage["layers"][0]
-    limit = stage["memory_limit"]
-    recomputed: bool | tuple[str, ...] = found["recompute"] == "stages"
-    if found["recompute"] == "blocks":
-        recomputed = tuple(names[block] for block in stage["blocks"])
-    fields = {name: value for name, value in stage.items() if name != "blocks"}
+    recomputed: bool | tuple[str, ...] = found.recompute == "stages"
+    if found.recompute == "blocks":
+        recomputed = tuple(names[block] for block in stage.blocks)
     return StagePlan(
-        **{**fields, "memory_limit": min(limit, sys.float_info.max)},
-        begins_at=profile.layers[first].name if first else "",
+        begins_at=profile.layers[stage.first].name if stage.first else "",
+        layers=(stage.first, stage.end),
+        devices=tuple(stage.devices),
+        forward=stage.forward,
+        input_grad=stage.input_grad,
+        weight_grad=stage.weight_grad,
+        recompute=stage.recompute,
+        message=stage.message,
+        update=stage.update,
+        all_reduce=stage.all_reduce,
+        num_versions=found.num_versions,
+        weight_bytes=stage.weight_bytes,
+        frozen_bytes=stage.frozen_bytes,
+        gradient_bytes=stage.gradient_bytes,
+        state_bytes=stage.state_bytes,
+        most_in_flight=stage.most_in_flight,
+        activation_bytes=stage.activation_bytes,
+        input_bytes=stage.input_bytes,
+        peak_bytes=stage.peak_bytes,
+        memory_limit=min(stage.memory_limit, sys.float_info.max),
         recomputed=recomputed,
     )

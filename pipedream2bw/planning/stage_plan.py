@@ -8,7 +8,7 @@ import math
 from ..checks import check_number, check_whole_number
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """One stage of a :class:`Plan`.
 

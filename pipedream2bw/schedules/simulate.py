@@ -16,7 +16,7 @@ from .load import schedule_for
 PerStage = float | Sequence[float]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
     """What :func:`simulate` found out.
 
@@ -111,44 +111,65 @@ def simulate(
         num_batches: batches to run before the drain.
 
     Raises:
-        ValueError: an unknown or illegal schedule, numbers of values that do not fit, costs that
-            are negative or not finite, or a deadlock (with the grid of actions, the stuck ones
-            marked).
+        ScheduleError: the schedule is illegal; Deadlock if its ranks wait for each other.
+        ValueError: an unknown schedule, numbers of values that do not fit, or costs that are
+            negative or not finite.
     """
     made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
     check_whole_number("num_batches", num_batches)
     d = made.depth
     input_grads, weight_grads = _halves(backward, input_grad, weight_grad, d)
-    stages = zip(
-        _values("forward", forward, d),
-        input_grads,
-        weight_grads,
-        _values("recompute", recompute, d),
-        _values("all_reduce", all_reduce, d),
-        _values("update", update, d),
-        _values("activation_bytes", activation_bytes, d),
-        _values("input_bytes", input_bytes, d),
-        _values("weight_bytes", weight_bytes, d),
-        _values("gradient_bytes", gradient_bytes, d),
-        _values("state_bytes", state_bytes, d),
-        strict=True,
-    )
-    edges = zip(
-        _values("latency", latency, d, of_edges=True),
-        _values("bandwidth", bandwidth, d, of_edges=True),
-        _values("message_bytes", message_bytes, d, of_edges=True),
-        strict=True,
-    )
-    rows, makespan, period, bubbles, most_in_flight, peak_bytes = _C.simulate(
-        made, list(stages), list(edges), num_batches
+    of_stages = {
+        "forward": _values("forward", forward, d),
+        "input_grad": input_grads,
+        "weight_grad": weight_grads,
+        "recompute": _values("recompute", recompute, d),
+        "all_reduce": _values("all_reduce", all_reduce, d),
+        "update": _values("update", update, d),
+        "activation_bytes": _values("activation_bytes", activation_bytes, d),
+        "input_bytes": _values("input_bytes", input_bytes, d),
+        "weight_bytes": _values("weight_bytes", weight_bytes, d),
+        "gradient_bytes": _values("gradient_bytes", gradient_bytes, d),
+        "state_bytes": _values("state_bytes", state_bytes, d),
+    }
+    of_edges = {
+        "latency": _values("latency", latency, d, of_edges=True),
+        "bandwidth": _values("bandwidth", bandwidth, d, of_edges=True),
+        "message_bytes": _values("message_bytes", message_bytes, d, of_edges=True),
+    }
+    found = _C.simulate(
+        made,
+        [
+            _C.StageCosts(**{name: values[stage] for name, values in of_stages.items()})
+            for stage in range(d)
+        ],
+        [
+            _C.EdgeCosts(**{name: values[edge] for name, values in of_edges.items()})
+            for edge in range(d - 1)
+        ],
+        num_batches,
     )
     return Simulation(
-        events=[Event(row[0], 0, *row[1:], rank=made.placement[row[0]]) for row in rows],
-        makespan=makespan,
-        period=period,
-        bubbles=bubbles,
-        peak_bytes=peak_bytes,
-        most_in_flight=most_in_flight,
+        events=[
+            Event(
+                stage=action.stage,
+                replica=0,
+                kind=action.kind,
+                batch=action.batch,
+                microbatch=made.number_in_batch(action.stage, action.microbatch),
+                version=action.version,
+                start=action.start,
+                end=action.end,
+                rank=rank,
+            )
+            for rank, actions in enumerate(found.timeline)
+            for action in actions
+        ],
+        makespan=found.makespan,
+        period=found.period,
+        bubbles=found.bubbles,
+        peak_bytes=found.peak_bytes,
+        most_in_flight=found.most_in_flight,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Sequence
 
 from .. import _C
@@ -77,8 +76,8 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
     return boundaries
 
 
-def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, float]]:
-    """Lists (producer, consumers, 0, nominal seconds of a crossing) of values that layers read.
+def crossing_values(captured: Captured) -> list[_C.Value]:
+    """Lists the values that layers read, with the nominal seconds of a crossing.
 
     A model input counts as produced by layer 0, whose rank gets the model's arguments.
     """
@@ -90,7 +89,11 @@ def crossing_values(captured: Captured) -> list[tuple[int, list[int], float, flo
             if value.op != "get_attr" and producer < consumer:
                 consumers_of.setdefault(value.name, (producer, []))[1].append(consumer)
     return [
-        (producer, consumers, 0.0, captured.costs.crossing.get(name, 0.0))
+        _C.Value(
+            producer=producer,
+            consumers=consumers,
+            seconds=captured.costs.crossing.get(name, 0.0),
+        )
         for name, (producer, consumers) in consumers_of.items()
     ]
 
@@ -147,21 +150,24 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
             f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
             f"{describe_layer(captured, longest.last)}, which have to be on one stage"
         )
-    layers = [(layer.forward_cost, layer.backward_cost, 0, 0, 0, 0) for layer in captured.layers]
-    without_limit = (0, 0, 0, 0, math.inf, 1)
+    layers = [
+        _C.LayerCost(forward=layer.forward_cost, input_grad=layer.backward_cost)
+        for layer in captured.layers
+    ]
+    without_limit = [_C.StageMemoryRule() for _ in range(num_stages)]
     split = _C.split_stages(
-        layers, [], [without_limit] * num_stages, can_cut=can_cut, values=crossing_values(captured)
+        layers, [], without_limit, can_cut=can_cut, values=crossing_values(captured)
     )
     assert split is not None
-    return split[0]
+    return split.first_layers
 
 
 def _cut_costs(captured: Captured) -> list[float]:
     """Returns nominal seconds of what crosses the cut before each layer but the first."""
     costs = [0.0] * (len(captured.layers) - 1)
-    for producer, consumers, _, seconds in crossing_values(captured):
-        for cut in range(producer, consumers[-1]):
-            costs[cut] += seconds
+    for value in crossing_values(captured):
+        for cut in range(value.producer, value.consumers[-1]):
+            costs[cut] += value.seconds
     return costs
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipedream2bw.planning.plan import Plan, bytes_of_rank
-from pipedream2bw.planning.planned_shape import PlannedShape
+from pipedream2bw.planning.planned_shape import shape_of
 from pipedream2bw.planning.stage_plan import StagePlan, held_always, held_in_flight
 
 
@@ -64,7 +64,7 @@ def plan_of(
         num_microbatches=m,
         stages_per_rank=changes.get("stages_per_rank", 1),
     )
-    shape = PlannedShape.of(sizes)
+    shape = shape_of(sizes)
     stages = [
         with_peak(
             dataclasses.replace(

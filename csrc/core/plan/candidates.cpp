@@ -17,13 +17,13 @@ bool may_cut(const ProfiledModel& model, int after) {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Adds every size, way and layout of one schedule on so many ranks.
+// Adds every size, way and mapping of one schedule on so many ranks.
 class Adder {
  public:
-  Adder(const PlanProblem& problem, const Layouts& layouts, std::vector<Candidate>& list)
-      : problem_(problem), layouts_(layouts), list_(list) {}
+  Adder(const PlanProblem& problem, const DeviceMappings& mappings, std::vector<Candidate>& list)
+      : problem_(problem), mappings_(mappings), list_(list) {}
 
-  void add(const ScheduleRule& rule, int width, int ranks, int stages_per_rank) {
+  void add(const ScheduleMethod& method, int width, int ranks, int stages_per_rank) {
     const PlanOptions& options = problem_.options;
     if (options.num_stages != 0 && ranks * stages_per_rank != options.num_stages) return;
     const auto& sizes = problem_.model.microbatches;
@@ -31,16 +31,16 @@ class Adder {
       const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
       if (rows > options.largest_batch) break;
       const std::optional<int> m = least_microbatches(
-          rule, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
+          method, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
       if (!m || rows * *m > options.largest_batch) continue;
-      Candidate candidate = {.shape = {&rule, ranks, stages_per_rank, *m},
+      Candidate candidate = {.shape = {&method, ranks, stages_per_rank, *m},
                              .width = width,
                              .size = size,
                              .rows = sizes[size].rows};
       for (const Recompute recompute : options.recompute) {
         candidate.recompute = recompute;
         if (recompute != Recompute::kBlocks || may_choose_blocks(candidate)) {
-          add_layouts(candidate);
+          add_mappings(candidate);
         }
       }
     }
@@ -55,19 +55,19 @@ class Adder {
     const auto blocks = static_cast<int>(problem_.model.blocks.size());
     const int stages = candidate.shape.depth();
     return stages <= (blocks > kMany ? blocks / 2 : blocks) &&
-           !candidate.shape.rule->is_bidirectional;
+           !candidate.shape.method->is_bidirectional();
   }
 
-  void add_layouts(Candidate& candidate) {
-    for (int layout = 0; layout < layouts_.count(); ++layout) {
-      if (layouts_.is_repeated(layout, candidate.shape.ranks, candidate.width)) continue;
-      candidate.layout = layout;
+  void add_mappings(Candidate& candidate) {
+    for (int mapping = 0; mapping < mappings_.count(); ++mapping) {
+      if (mappings_.is_repeated(mapping, candidate.shape.ranks, candidate.width)) continue;
+      candidate.mapping = mapping;
       list_.push_back(candidate);
     }
   }
 
   const PlanProblem& problem_;
-  const Layouts& layouts_;
+  const DeviceMappings& mappings_;
   std::vector<Candidate>& list_;
 };
 
@@ -105,8 +105,8 @@ double least_sent(const ProfiledModel& model, int size) {
   return least == kInfinity ? 0 : least;
 }
 
-bool same_but_layout(const Candidate& a, const Candidate& b) {
-  return a.shape.rule == b.shape.rule && a.shape.ranks == b.shape.ranks &&
+bool same_but_mapping(const Candidate& a, const Candidate& b) {
+  return a.shape.method == b.shape.method && a.shape.ranks == b.shape.ranks &&
          a.shape.stages_per_rank == b.shape.stages_per_rank && a.width == b.width &&
          a.size == b.size && a.recompute == b.recompute;
 }
@@ -114,15 +114,15 @@ bool same_but_layout(const Candidate& a, const Candidate& b) {
 std::string to_string(const Candidate& candidate) {
   const PipelineShape& shape = candidate.shape;
   std::string text =
-      detail::concat(shape.rule->name, ", w = ", candidate.width, ", d = ", shape.depth());
+      detail::concat(shape.method->name, ", w = ", candidate.width, ", d = ", shape.depth());
   if (shape.stages_per_rank > 1) text += detail::concat(", v = ", shape.stages_per_rank);
   return text + detail::concat(", b = ", candidate.rows, ", m = ", shape.num_microbatches,
                                ", recompute ", to_string(candidate.recompute));
 }
 
-std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& layouts) {
+std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings) {
   std::vector<Candidate> list;
-  Adder adder(problem, layouts, list);
+  Adder adder(problem, mappings, list);
   const int devices = problem.cluster.num_devices();
   const int most = most_stages(problem.model);
   for (int width = 1; width <= std::min(devices, problem.options.largest_batch); ++width) {
@@ -131,18 +131,18 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& lay
       bool has_flushed = false;
       bool has_other = false;
       for (const std::string& name : problem.options.schedules) {
-        const ScheduleRule& rule = schedule_rule(name);
+        const ScheduleMethod& method = planned_method(name);
         if (ranks == 1) {
-          bool& has = rule.is_flushed() ? has_flushed : has_other;
-          if (has || rule.is_bidirectional) continue;
+          bool& has = method.is_flushed() ? has_flushed : has_other;
+          if (has || method.is_bidirectional()) continue;
           has = true;
-          adder.add(rule, width, 1, 1);
-        } else if (rule.has_chunks) {
+          adder.add(method, width, 1, 1);
+        } else if (method.has_chunks) {
           for (const int v : problem.options.stages_per_rank) {
-            if (std::int64_t{v} * ranks <= most) adder.add(rule, width, ranks, v);
+            if (std::int64_t{v} * ranks <= most) adder.add(method, width, ranks, v);
           }
         } else {
-          adder.add(rule, width, ranks, 1);
+          adder.add(method, width, ranks, 1);
         }
       }
     }
@@ -191,10 +191,11 @@ double Bounds::seconds(const Candidate& candidate, double speed) const {
         2 * (w - 1.0) / w * trained_bytes_ * problem_.options.gradient / best_link_.bandwidth;
   }
   const double busy = m * (work + (again ? totals.forward : 0));
-  double least = shape.rule->is_flushed() ? (busy + all_reduce / most_slowness_) / speed
-                                          : std::max(busy / speed, all_reduce / shape.ranks);
+  double least = shape.method->is_flushed() ? (busy + all_reduce / most_slowness_) / speed
+                                            : std::max(busy / speed, all_reduce / shape.ranks);
   const double layer = again ? totals.slowest_recomputed : totals.slowest_layer;
-  least = std::max(least, least_slowness_ * m * layer * (shape.rule->is_bidirectional ? 0.5 : 1));
+  least =
+      std::max(least, least_slowness_ * m * layer * (shape.method->is_bidirectional() ? 0.5 : 1));
   return 0.999'999 * std::max(least, by_way(candidate, totals));
 }
 
@@ -205,12 +206,12 @@ double Bounds::by_way(const Candidate& candidate, const Totals& totals) const {
   const double halves = least_slowness_ * (totals.forward + totals.input_grad);
   const double work = halves + least_slowness_ * totals.weight_grad;
   const double hops = shape.ranks > 1 ? 2 * (p - 1) * totals.hop : 0;
-  if (!shape.rule->is_flushed()) {
-    const double step = shape.rule->is_eager() ? 2 : 1;
+  if (!shape.method->is_flushed()) {
+    const double step = shape.method->is_eager() ? 2 : 1;
     return m * (work + hops) / (step * (p - 1) + 1);
   }
-  if (shape.rule->is_split || shape.rule->has_chunks || shape.rule->is_bidirectional) {
-    return halves + (shape.rule->has_chunks ? 0 : hops);
+  if (shape.method->is_split || shape.method->has_chunks || shape.method->is_bidirectional()) {
+    return halves + (shape.method->has_chunks ? 0 : hops);
   }
   const double q = 1 - 1.0 / m;
   const double share = 1 / (1 - std::pow(q, p));

@@ -15,24 +15,24 @@ struct Candidate {
   int size = 0;  // of microbatches, an index into the model's
   int rows = 1;  // of a microbatch
   Recompute recompute = Recompute::kNone;
-  int layout = 0;
+  int mapping = 0;
 
   int batch() const { return width * rows * shape.num_microbatches; }
 };
 
-// Of what the planner offers once: the best layout counts.
-bool same_but_layout(const Candidate& a, const Candidate& b);
+// Of what the planner offers once: the best mapping counts.
+bool same_but_mapping(const Candidate& a, const Candidate& b);
 
 // "2bw, w = 2, d = 4, b = 8, m = 16, recompute none"
 std::string to_string(const Candidate& candidate);
 
 // Algorithm 1's space (arXiv 2006.09503, section 4): every width w and number of ranks p with w p
 // <= devices, every profiled microbatch size b, schedule and way to recompute, stages_per_rank
-// where the schedule has chunks, and layouts. m is the least number of microbatches that the
+// where the schedule has chunks, and mappings. m is the least number of microbatches that the
 // schedule allows with w b m >= batch; a candidate with w b m > largest_batch is none. With p = 1
 // (replicated and unpipelined) one drained schedule and one that is not are enough, as they are all
 // the same.
-std::vector<Candidate> candidates(const PlanProblem& problem, const Layouts& layouts);
+std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings);
 
 // Of the model, which it can be cut into.
 int most_stages(const ProfiledModel& model);
@@ -61,7 +61,7 @@ class Bounds {
  public:
   explicit Bounds(const PlanProblem& problem);
 
-  // `speed` is S, of Layouts::speed(): the same for many candidates.
+  // `speed` is S, of DeviceMappings::speed(): the same for many candidates.
   double seconds(const Candidate& candidate, double speed) const;
 
  private:

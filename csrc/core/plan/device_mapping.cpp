@@ -35,10 +35,10 @@ std::vector<int> by_types(const Cluster& cluster, const std::vector<int>& types)
   return devices;
 }
 
-// Whether ranks are within rows and replicas within columns, or with an odd layout the other way.
-bool fits(const Mesh& mesh, int layout, int ranks, int width) {
-  return layout % 2 == 1 ? ranks <= mesh.rows && width <= mesh.columns
-                         : width <= mesh.rows && ranks <= mesh.columns;
+// Whether ranks are within rows and replicas within columns, or with an odd mapping the other way.
+bool fits(const Mesh& mesh, int mapping, int ranks, int width) {
+  return mapping % 2 == 1 ? ranks <= mesh.rows && width <= mesh.columns
+                          : width <= mesh.rows && ranks <= mesh.columns;
 }
 
 // All of the cluster's devices, those of the grid first, then the others.
@@ -108,24 +108,24 @@ void enumerate(Places& places, std::size_t place, int width,
 
 }  // namespace
 
-Layouts::Layouts(const Cluster& cluster) : cluster_(cluster) {
+DeviceMappings::DeviceMappings(const Cluster& cluster) : cluster_(cluster) {
   for (const std::vector<int>& types : orders_of_types(cluster)) {
     orders_.push_back(by_types(cluster, types));
   }
 }
 
-bool Layouts::is_repeated(int layout, int ranks, int width) const {
+bool DeviceMappings::is_repeated(int mapping, int ranks, int width) const {
   const Mesh* mesh = std::get_if<Mesh>(&cluster_.topology);
-  if (mesh == nullptr) return layout % 2 == 1 && (ranks == 1 || width == 1);
-  return layout >= 2 && fits(*mesh, layout, ranks, width);
+  if (mesh == nullptr) return mapping % 2 == 1 && (ranks == 1 || width == 1);
+  return mapping >= 2 && fits(*mesh, mapping, ranks, width);
 }
 
-DeviceGrid Layouts::grid(int layout, int ranks, int width) const {
-  const std::vector<int>& order = orders_[layout / 2];
-  const bool is_other = layout % 2 == 1;
+DeviceGrid DeviceMappings::grid(int mapping, int ranks, int width) const {
+  const std::vector<int>& order = orders_[mapping / 2];
+  const bool is_other = mapping % 2 == 1;
   DeviceGrid grid(ranks, width);
   const Mesh* mesh = std::get_if<Mesh>(&cluster_.topology);
-  const bool is_on_mesh = mesh != nullptr && fits(*mesh, layout, ranks, width);
+  const bool is_on_mesh = mesh != nullptr && fits(*mesh, mapping, ranks, width);
   for (int rank = 0; rank < ranks; ++rank) {
     for (int replica = 0; replica < width; ++replica) {
       if (is_on_mesh) {
@@ -140,9 +140,9 @@ DeviceGrid Layouts::grid(int layout, int ranks, int width) const {
   return grid;
 }
 
-double Layouts::speed(int layout, int ranks, int width) const {
+double DeviceMappings::speed(int mapping, int ranks, int width) const {
   if (cluster_.types.size() == 1) return ranks / cluster_.types.front().slowness;
-  const DeviceGrid devices = grid(layout, ranks, width);
+  const DeviceGrid devices = grid(mapping, ranks, width);
   double sum = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     double slowness = 0;

@@ -36,16 +36,16 @@ class DeviceGrid {
 // replica, as torchrun numbers them, or the replicas of a rank. On a mesh into which it fits: ranks
 // along a row and replicas along a column, or the other way round; devices of several types are
 // taken as they come there.
-class Layouts {
+class DeviceMappings {
  public:
-  explicit Layouts(const Cluster& cluster);
+  explicit DeviceMappings(const Cluster& cluster);
 
   int count() const { return 2 * static_cast<int>(orders_.size()); }
-  // Of two layouts that are the same for these sizes, the second one is not worth a look.
-  bool is_repeated(int layout, int ranks, int width) const;
-  DeviceGrid grid(int layout, int ranks, int width) const;
+  // Of two mappings that are the same for these sizes, the second one is not worth a look.
+  bool is_repeated(int mapping, int ranks, int width) const;
+  DeviceGrid grid(int mapping, int ranks, int width) const;
   // For a bound on time: sum over the ranks of 1 / slowness of the rank's slowest device.
-  double speed(int layout, int ranks, int width) const;
+  double speed(int mapping, int ranks, int width) const;
 
  private:
   const Cluster& cluster_;

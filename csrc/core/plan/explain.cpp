@@ -1,3 +1,5 @@
+#include "core/plan/explain.h"
+
 #include "core/check.h"
 #include "core/plan/plan.h"
 
@@ -98,14 +100,15 @@ std::string largest_part(const Evaluation& plan) {
   }
   if (largest == parts.all_reduce) {
     const int stage = longest_all_reduce(plan);
-    const int copies = plan.candidate.width * (plan.candidate.shape.rule->is_bidirectional ? 2 : 1);
+    const int copies =
+        plan.candidate.width * (plan.candidate.shape.method->is_bidirectional() ? 2 : 1);
     return detail::concat("the all-reduce of stage ", stage, " over ", copies,
                           " copies: ", share(parts.all_reduce), of_batch);
   }
   if (largest == parts.update) return "the optimizer's step: " + share(parts.update) + of_batch;
   if (largest == parts.bubble) {
-    return detail::concat("bubbles of ", plan.candidate.shape.rule->name, ": ", share(parts.bubble),
-                          of_batch);
+    return detail::concat("bubbles of ", plan.candidate.shape.method->name, ": ",
+                          share(parts.bubble), of_batch);
   }
   const int stage = busiest(plan);
   return detail::concat("compute of stage ", stage, " (layers ", plan.stages[stage].first, " to ",

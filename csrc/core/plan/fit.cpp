@@ -12,14 +12,14 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 double least_seconds_of_stage(const FitQuestion& question, const LayerCost& before,
                               const LayerCost& stage, double slowness) {
   const Candidate& candidate = question.candidate;
-  const ScheduleRule& rule = *candidate.shape.rule;
-  const double m = candidate.shape.num_microbatches * (rule.is_bidirectional ? 0.5 : 1);
+  const ScheduleMethod& method = *candidate.shape.method;
+  const double m = candidate.shape.num_microbatches * (method.is_bidirectional() ? 0.5 : 1);
   const bool again = candidate.recompute == Recompute::kStages;
   const double halves = stage.forward + stage.input_grad;
   const double work = m * slowness * (halves + stage.weight_grad + (again ? stage.forward : 0));
-  if (!rule.is_flushed() || rule.is_bidirectional || rule.has_chunks) return work;
+  if (!method.is_flushed() || method.is_bidirectional() || method.has_chunks) return work;
   const double way = question.least_slowness * (before.forward + before.input_grad);
-  if (rule.is_split) return std::max(work, way + m * slowness * halves);
+  if (method.is_split) return std::max(work, way + m * slowness * halves);
   return way + question.least_slowness * before.weight_grad + work;
 }
 
@@ -35,7 +35,7 @@ bool may_fit_together(const FitQuestion& question) {
     fewest = std::min(fewest, rules[k].activations);
   }
   if (question.candidate.recompute != Recompute::kNone) fewest = 0;
-  const int copies = question.candidate.shape.rule->is_bidirectional ? 2 : 1;
+  const int copies = question.candidate.shape.method->is_bidirectional() ? 2 : 1;
   const double bytes = rules.front().trained * all.trained_bytes +
                        rules.front().frozen * (all.parameter_bytes - all.trained_bytes) + inputs +
                        fewest * all.activation_bytes;
@@ -66,7 +66,7 @@ int furthest_end(const FitQuestion& question, const StageMemoryRule& rule, int f
       const double saved = (bytes - sharing * rule.limit) / rule.activations;
       if (saved > sum.activation_bytes) break;
       bytes = 0;
-      const int times = shape.rule->is_split ? 2 : 1;
+      const int times = shape.method->is_split ? 2 : 1;
       least += times * shape.num_microbatches * rule.slowness * saved * sums.seconds_per_saved_byte;
     }
     if (!is_within(bytes, sharing * rule.limit) || least > seconds * (1 + 1e-9)) break;

@@ -24,14 +24,14 @@ std::vector<Link> GridLinks::links_between(int from, int to) const {
     }
   };
   take(from, to);
-  if (shape_.rule->is_bidirectional) take(last - from, last - to);
+  if (shape_.method->is_bidirectional()) take(last - from, last - to);
   return links;
 }
 
 Link GridLinks::slowest(int from, int to, double bytes) {
   const std::pair ranks(from % shape_.ranks, to % shape_.ranks);
   if (ranks.first == ranks.second) return {};
-  if (devices_.width() == 1 && !shape_.rule->is_bidirectional) {
+  if (devices_.width() == 1 && !shape_.method->is_bidirectional()) {
     return link_between(cluster_.topology, devices_.at(ranks.first, 0),
                         devices_.at(ranks.second, 0));
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/plan/device_mapping.h"
-#include "core/plan/schedule_rules.h"
+#include "core/plan/period.h"
 
 #include <map>
 #include <utility>

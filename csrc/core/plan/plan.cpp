@@ -1,7 +1,5 @@
 #include "core/plan/plan.h"
 
-#include "core/check.h"
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -29,7 +27,7 @@ class Best {
 
   void consider(Evaluation evaluation) {
     const auto same = std::ranges::find_if(kept_, [&](const Evaluation& kept) {
-      return same_but_layout(kept.candidate, evaluation.candidate);
+      return same_but_mapping(kept.candidate, evaluation.candidate);
     });
     if (same != kept_.end()) {
       if (same->score <= evaluation.score) return;
@@ -52,8 +50,8 @@ class Best {
 // before their blocks are chosen.
 class Queue {
  public:
-  Queue(const PlanProblem& problem, const Layouts& layouts, const Evaluator& evaluator)
-      : list_(candidates(problem, layouts)) {
+  Queue(const PlanProblem& problem, const DeviceMappings& mappings, const Evaluator& evaluator)
+      : list_(candidates(problem, mappings)) {
     PD2_CHECK(!list_.empty(), "batch: ", problem.options.batch,
               ", largest_batch: ", problem.options.largest_batch,
               ": no width, microbatch size and schedule make a batch between them: batches must be "
@@ -63,15 +61,15 @@ class Queue {
     for (std::size_t i = 0; i < list_.size(); ++i) {
       const Candidate& candidate = list_[i];
       if (i == 0 || !has_same_grid(candidate, list_[i - 1])) {
-        speed = layouts.speed(candidate.layout, candidate.shape.ranks, candidate.width);
+        speed = mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width);
       }
       const double seconds = evaluator.bounds().seconds(candidate, speed);
       const double score =
-          is_priced
-              ? evaluator.score(
-                    candidate,
-                    layouts.grid(candidate.layout, candidate.shape.ranks, candidate.width), seconds)
-              : seconds / candidate.batch();
+          is_priced ? evaluator.score(
+                          candidate,
+                          mappings.grid(candidate.mapping, candidate.shape.ranks, candidate.width),
+                          seconds)
+                    : seconds / candidate.batch();
       const bool is_late = candidate.recompute == Recompute::kBlocks;
       (is_late ? late_ : bounds_).emplace_back(score, static_cast<int>(i));
     }
@@ -96,7 +94,7 @@ class Queue {
 
  private:
   static bool has_same_grid(const Candidate& a, const Candidate& b) {
-    return a.layout == b.layout && a.shape.ranks == b.shape.ranks && a.width == b.width;
+    return a.mapping == b.mapping && a.shape.ranks == b.shape.ranks && a.width == b.width;
   }
 
   std::vector<Candidate> list_;
@@ -114,10 +112,10 @@ struct Nearest {
 // microbatches. A few hundred are enough to look at. Of one shape all widths need the same.
 std::vector<Candidate> different_shapes(const std::vector<Candidate>& candidates) {
   std::vector<Candidate> shapes;
-  std::set<std::tuple<const ScheduleRule*, int, int, int, int, Recompute>> seen;
+  std::set<std::tuple<const ScheduleMethod*, int, int, int, int, Recompute>> seen;
   for (const Candidate& candidate : candidates) {
     const PipelineShape& shape = candidate.shape;
-    if (seen.emplace(shape.rule, shape.ranks, shape.stages_per_rank, shape.num_microbatches,
+    if (seen.emplace(shape.method, shape.ranks, shape.stages_per_rank, shape.num_microbatches,
                      candidate.size, candidate.recompute)
             .second) {
       shapes.push_back(candidate);
@@ -145,8 +143,8 @@ Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
   const auto fitting = [&](double limit) -> std::optional<Candidate> {
     PlanProblem changed = problem;
     for (DeviceType& type : changed.cluster.types) type.memory_bytes = limit;
-    const Layouts layouts(changed.cluster);
-    Evaluator changed_evaluator(changed, layouts);
+    const DeviceMappings mappings(changed.cluster);
+    Evaluator changed_evaluator(changed, mappings);
     for (const auto& [bytes, candidate] : few) {
       if (changed_evaluator.evaluate(candidate)) return candidate;
     }
@@ -173,7 +171,7 @@ Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
 }
 
 // In GiB, up to four digits, rounded up: enough for the rounding of the number, too.
-double rounded_up(double bytes) {
+double in_gib_rounded_up(double bytes) {
   const double gib = bytes / kBytesPerGiB;
   const double unit = std::pow(10.0, std::floor(std::log10(gib)) - 3);
   return std::ceil(gib / unit) * unit;
@@ -188,27 +186,28 @@ double rounded_up(double bytes) {
     most = std::max(most, type.memory_bytes + problem.options.reserved);
   }
   const Nearest found = nearest(problem, evaluator, candidates);
-  const double enough = rounded_up(found.bytes + problem.options.reserved);
+  const double enough = in_gib_rounded_up(found.bytes + problem.options.reserved);
   const std::string given = least < most
                                 ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
                                 : detail::concat(most / kBytesPerGiB);
-  detail::throw_value_error(detail::concat(
+  const std::string text = detail::concat(
       "memory: ", given, " GiB: the model fits on no plan; nearest comes ",
       to_string(found.candidate), ", which lacks ", enough - least / kBytesPerGiB,
       " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do",
       problem.options.reserved > 0
           ? detail::concat(" (with the calibration's offset, ",
                            problem.options.reserved / kBytesPerGiB, " GiB of each device)")
-          : ""));
+          : "");
+  throw DoesNotFit(text, enough * kBytesPerGiB);
 }
 
 // Plans by rising bound.
 class Search {
  public:
   explicit Search(const PlanProblem& problem)
-      : layouts_(problem.cluster),
-        evaluator_(problem, layouts_),
-        queue_(problem, layouts_, evaluator_) {}
+      : mappings_(problem.cluster),
+        evaluator_(problem, mappings_),
+        queue_(problem, mappings_, evaluator_) {}
 
   // The next one whose score is below `worth`, if there is any.
   std::optional<Evaluation> next(double worth) {
@@ -223,7 +222,7 @@ class Search {
   const std::vector<Candidate>& candidates() const { return queue_.all(); }
 
  private:
-  const Layouts layouts_;
+  const DeviceMappings mappings_;
   Evaluator evaluator_;
   Queue queue_;
 };
@@ -274,10 +273,10 @@ std::vector<Evaluation> best_plans(const PlanProblem& problem) {
 
 std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
   check(problem);
-  const Layouts layouts(problem.cluster);
-  Evaluator evaluator(problem, layouts);
+  const DeviceMappings mappings(problem.cluster);
+  Evaluator evaluator(problem, mappings);
   Best best(1 + problem.options.num_alternatives);
-  for (const Candidate& candidate : candidates(problem, layouts)) {
+  for (const Candidate& candidate : candidates(problem, mappings)) {
     if (auto evaluation = evaluator.evaluate(candidate)) best.consider(*std::move(evaluation));
   }
   return std::move(best).take();

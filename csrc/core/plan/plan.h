@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "core/check.h"
 #include "core/plan/evaluate.h"
 
 #include <optional>
@@ -10,8 +11,20 @@
 
 namespace pd2 {
 
+// The model fits the memory on no plan. Python sees it as pipedream2bw.errors.DoesNotFit.
+class DoesNotFit : public ValueError {
+ public:
+  DoesNotFit(const std::string& text, double limit) : ValueError(text), limit_(limit) {}
+
+  // The memory of every device, in bytes, with which a plan is found.
+  double limit() const { return limit_; }
+
+ private:
+  double limit_;
+};
+
 // The best plans by score, the best first: 1 + options.num_alternatives of them at most, of each
-// (schedule, w, d, v, b, recompute) the best layout. Equal scores: in the candidates' order.
+// (schedule, w, d, v, b, recompute) the best mapping. Equal scores: in the candidates' order.
 //
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
 // the worst score kept. So the result is that of evaluating all candidates, see
@@ -19,8 +32,8 @@ namespace pd2 {
 // those with the smallest peak; the best one's is at most a thousandth above the least memory with
 // which such a plan is found.
 //
-// Throws ValueError as check(), if no candidate's sizes fit the batch, and if none fits the memory:
-// then it tells the candidate that comes nearest, by how much, and which memory would do.
+// Throws ValueError as check() and if no candidate's sizes fit the batch, and DoesNotFit if none
+// fits the memory: its text names the candidate that comes nearest, and what it lacks.
 std::vector<Evaluation> best_plans(const PlanProblem& problem);
 
 // The same without bounds, of kMemory the fastest ones: for tests.
@@ -28,12 +41,5 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 
 // The best plan, if its score is below `worth`; of kMemory the fastest one.
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
-
-struct Explanation {
-  std::string bound_by;              // of the best plan, one sentence
-  std::vector<std::string> lost_by;  // of each other one
-};
-
-Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans);
 
 }  // namespace pd2

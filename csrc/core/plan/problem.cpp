@@ -89,7 +89,7 @@ void check(const PlanOptions& options) {
   PD2_CHECK(options.width >= 0, "width: ", options.width, ": it must be >= 0");
   PD2_CHECK(options.num_stages >= 0, "num_stages: ", options.num_stages, ": it must be >= 0");
   PD2_CHECK(!options.schedules.empty(), "schedules: none: give at least one");
-  for (const std::string& name : options.schedules) schedule_rule(name);
+  for (const std::string& name : options.schedules) planned_method(name);
   for (const int v : options.stages_per_rank) {
     PD2_CHECK(v >= 2, "stages_per_rank: ", v, ": schedules with chunks are tried with >= 2");
   }
@@ -111,6 +111,11 @@ void check(const PlanOptions& options) {
 const char* to_string(Recompute recompute) {
   constexpr const char* kNames[] = {"none", "stages", "blocks"};
   return kNames[static_cast<int>(recompute)];
+}
+
+const char* to_string(Objective objective) {
+  constexpr const char* kNames[] = {"throughput", "cost", "memory"};
+  return kNames[static_cast<int>(objective)];
 }
 
 void check(const PlanProblem& problem) {

@@ -5,7 +5,7 @@
 #include "core/partition/layer_graph.h"
 #include "core/partition/stage_split.h"
 #include "core/plan/cluster.h"
-#include "core/plan/schedule_rules.h"
+#include "core/plan/period.h"
 
 #include <string>
 #include <vector>
@@ -40,6 +40,7 @@ enum class Recompute { kNone, kStages, kBlocks };
 const char* to_string(Recompute recompute);
 
 enum class Objective { kThroughput, kCost, kMemory };
+const char* to_string(Objective objective);
 
 struct PlanOptions {
   int batch = 1;          // rows of all replicas, at least

@@ -1,6 +1,5 @@
-// Other splits of a candidate whose devices, and so whose links, are known.
+#include "core/plan/refine.h"
 
-#include "core/plan/evaluate.h"
 #include "core/schedule/generate.h"
 
 #include <algorithm>
@@ -20,13 +19,14 @@ constexpr std::size_t kMostStarts = 3;
 // split by it is the best one.
 constexpr int kShortBatch = 4;  // microbatches a rank
 
-double by_closed_form(const Evaluation& plan) {
-  return closed_form_period(plan.candidate.shape, plan.costs);
+double by_formula(const Evaluation& plan) {
+  return period_by_formula(plan.candidate.shape, plan.costs);
 }
 
 // How many cuts may be tried if two batches are simulated for each.
 int simulated_tries(const PipelineShape& shape) {
-  const double actions = 2.0 * shape.num_microbatches * shape.depth() * (shape.rule->is_split + 2);
+  const double actions =
+      2.0 * shape.num_microbatches * shape.depth() * (shape.method->is_split + 2);
   return static_cast<int>(kMostTriedActions / actions);
 }
 
@@ -53,7 +53,7 @@ void keep_best(std::vector<Evaluation>& plans, std::size_t most, Seconds&& secon
 
 }  // namespace
 
-bool Evaluator::has_exposed_message(const Evaluation& plan, GridLinks& links) const {
+bool Refiner::has_exposed_message(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   const double bytes = chooser_.largest_message(plan.candidate);
   double slowest = 0;
@@ -63,29 +63,28 @@ bool Evaluator::has_exposed_message(const Evaluation& plan, GridLinks& links) co
   return chooser_.is_message_exposed(plan.candidate, slowest);
 }
 
-bool Evaluator::may_refine(const Evaluation& plan, GridLinks& links) const {
+bool Refiner::may_refine(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   if (shape.ranks == 1 || chooser_.num_pieces() > kMostPiecesForRanks) return false;
   if (plan.candidate.recompute == Recompute::kBlocks) return false;
   const bool is_short =
-      shape.rule->is_flushed() && shape.num_microbatches <= kShortBatch * shape.ranks;
-  const bool may_try =
-      shape.rule->has_exact_closed_form() || simulated_tries(shape) >= kFewestTries;
+      shape.method->is_flushed() && shape.num_microbatches <= kShortBatch * shape.ranks;
+  const bool may_try = has_exact_formula(*shape.method) || simulated_tries(shape) >= kFewestTries;
   return (is_short && may_try) || has_exposed_message(plan, links) || has_exposed_all_reduce(plan);
 }
 
-void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
+void Refiner::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
   const Candidate candidate = plans.front().candidate;
   const PipelineShape& shape = candidate.shape;
   const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
   if (is_matrix) {
-    for (Evaluation& plan : plans) search_devices(plan);
+    for (Evaluation& plan : plans) search_devices(problem_.cluster, plan);
   }
-  keep_best(plans, kMostStarts, by_closed_form);
+  keep_best(plans, kMostStarts, by_formula);
   const DeviceGrid devices = plans[0].devices;
   GridLinks links(problem_.cluster, shape, devices);
   const bool is_message_exposed = has_exposed_message(plans[0], links);
-  const bool is_exact = shape.rule->has_exact_closed_form();
+  const bool is_exact = has_exact_formula(*shape.method);
   std::vector<Evaluation> others;
   if (is_message_exposed) {
     for (const auto& firsts : chooser_.splits_for(candidate, holders, plans[0].costs.edges)) {
@@ -94,25 +93,25 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
       }
     }
   }
-  keep_best(others, kMostStarts, by_closed_form);
+  keep_best(others, kMostStarts, by_formula);
   if (is_matrix && !others.empty() &&
       first_layers(others[0].stages) != first_layers(plans[0].stages)) {
-    search_devices(others[0]);
+    search_devices(problem_.cluster, others[0]);
   }
   std::ranges::move(others, std::back_inserter(plans));
   if (is_exact || simulated_tries(shape) < kFewestTries) {
     std::vector<Evaluation> moved = plans;
     for (Evaluation& plan : moved) {
-      move_cuts(plan, holders, kMostTries / static_cast<int>(moved.size()), by_closed_form);
+      move_cuts(plan, holders, kMostTries / static_cast<int>(moved.size()), by_formula);
     }
     std::swap(plans, moved);
     // An estimate may have led astray.
     if (!is_exact) std::ranges::move(moved, std::back_inserter(plans));
-    return keep_best(plans, kMostStarts, by_closed_form);
+    return keep_best(plans, kMostStarts, by_formula);
   }
   const int num_tries = simulated_tries(shape) - static_cast<int>(plans.size());
-  const Schedule schedule =
-      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  const Schedule schedule = make_schedule(shape.method->name, shape.depth(), shape.num_microbatches,
+                                          shape.stages_per_rank);
   const auto simulated = [&](const Evaluation& plan) { return second_batch(schedule, plan.costs); };
   keep_best(plans, kMostStarts, simulated);
   for (Evaluation& plan : plans) {
@@ -123,8 +122,8 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
 // Takes every move that saves time, until none does or so many were tried. One cut is moved by a
 // few pieces, or several neighbouring ones by one, which moves a piece between the stages around
 // them.
-void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
-                          const std::function<double(const Evaluation&)>& seconds) const {
+void Refiner::move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
+                        const std::function<double(const Evaluation&)>& seconds) const {
   const std::vector<int>& positions = chooser_.positions();
   std::vector<int> cuts;  // as positions, with both ends of the model
   for (const PlannedStage& stage : plan.stages) {

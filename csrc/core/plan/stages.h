@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include "core/plan/candidates.h"
-#include "core/plan/fit.h"
-#include "core/plan/sums.h"
+#include "core/plan/draft.h"
 
 #include <array>
 #include <map>
@@ -14,38 +12,6 @@
 #include <vector>
 
 namespace pd2 {
-
-struct PlannedStage {
-  int first = 0;  // layers
-  int end = 0;
-  std::vector<int> devices;  // by replica
-  StageCosts costs;          // on the slowest of them
-  // Of the values that it sends, the slowest message: seconds, and the stage it goes to, the next
-  // one unless values pass over that.
-  double message = 0;
-  int receiver = 0;
-  double frozen_bytes = 0;
-  int most_in_flight = 0;
-  double peak_bytes = 0;
-  double memory_limit = 0;  // of the smallest device, of all its stages
-  std::vector<int> blocks;  // that are recomputed
-};
-
-std::vector<int> first_layers(const std::vector<PlannedStage>& stages);
-
-// The devices of a candidate's ranks, as far as its stages depend on them.
-struct StageHolders {
-  std::vector<double> slowness;  // by stage: of the slowest one
-  std::vector<double> limits;    // by rank: bytes of the smallest one
-};
-
-struct ChosenStages {
-  std::vector<PlannedStage> stages;  // devices and what depends on links are not set
-  std::vector<EdgeCosts> edges;      // message_bytes alone are set; 0: no message
-  std::vector<SkipCosts> skips;      // likewise
-  double peak_bytes = 0;             // of the fullest rank
-  bool is_fastest = false;           // no split has less work on its slowest stage
-};
 
 inline constexpr int kMostPiecesForRanks = 256;
 inline constexpr double kUnevenRanks = 1.01;
@@ -65,10 +31,10 @@ inline constexpr double kFreeMessage = 0.01;
 //            of the first one takes kUnevenRanks times the mean or more. Of two pipelines beside
 //            it, above so many pieces instead, the folded one (core/partition/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
-//            time (plan_blocks.h). A split that fits without is kNone's alone.
+//            time (core/plan/blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
  public:
-  StageChooser(const PlanProblem& problem, const Layouts& layouts);
+  StageChooser(const PlanProblem& problem, const DeviceMappings& mappings);
 
   // Up to three, of which the time decides. None if nothing fits, or if it can be seen that a batch
   // takes `seconds` at least.
@@ -100,7 +66,6 @@ class StageChooser {
   double least_memory(const Candidate& candidate, const StageHolders& holders) const;
 
  private:
-  struct Plan;  // a candidate that stages are being chosen for
   struct Last {
     Candidate candidate;
     double seconds;
@@ -108,29 +73,21 @@ class StageChooser {
   };
   using SplitKey = std::tuple<int, int, bool, double, double, std::vector<double>>;
 
-  Plan begin(const Candidate& candidate, const StageHolders& holders) const;
-  void set_mean_message(Plan& plan);
-  StageSplitProblem split_problem(const Plan& plan) const;
-  StageSplitProblem split_problem_of_ranks(const Plan& plan) const;
-  std::vector<StageMemoryRule> memory_rules(const Plan& plan) const;
-  bool may_fit(const Plan& plan, const std::vector<StageMemoryRule>& rules, int sharing,
+  void set_mean_message(StageDraft& draft);
+  bool may_fit(const StageDraft& draft, const std::vector<StageMemoryRule>& rules, int sharing,
                double seconds) const;
-  static SplitKey split_key(const Plan& plan);
-  const std::vector<int>& balanced_split(const Plan& plan);
-  std::vector<int> split_with_free_messages(Plan plan);
-  std::optional<std::vector<int>> fitting_split(const Plan& plan, int sharing_again) const;
-  std::optional<std::vector<int>> folded_split(const Plan& plan) const;
-  std::optional<std::vector<int>> split_of_ranks(const Plan& plan) const;
-  bool may_balance_ranks(const Plan& plan, const std::vector<ChosenStages>& found) const;
-  std::vector<ChosenStages> choose_splits(Plan& plan, double seconds);
-  bool choose_split_for_blocks(Plan& plan, double seconds);
-  void set_stages(Plan& plan, const std::vector<int>& firsts) const;
-  bool set_memory(Plan& plan) const;
-  bool recompute_blocks(Plan& plan) const;
-  void recompute_block(Plan& plan, int stage, int block) const;
+  static SplitKey split_key(const StageDraft& draft);
+  const std::vector<int>& balanced_split(const StageDraft& draft);
+  std::vector<int> split_with_free_messages(StageDraft draft);
+  std::optional<std::vector<int>> fitting_split(const StageDraft& draft, int sharing_again) const;
+  std::optional<std::vector<int>> folded_split(const StageDraft& draft) const;
+  std::optional<std::vector<int>> split_of_ranks(const StageDraft& draft) const;
+  bool may_balance_ranks(const StageDraft& draft, const std::vector<ChosenStages>& found) const;
+  std::vector<ChosenStages> choose_splits(StageDraft& draft, double seconds);
+  bool choose_split_for_blocks(StageDraft& draft, double seconds);
 
   const PlanProblem& problem_;
-  const Layouts& layouts_;
+  const DeviceMappings& mappings_;
   double least_slowness_;
   std::vector<int> positions_;
   std::vector<double> largest_messages_;  // by size

@@ -19,7 +19,7 @@
 namespace pd2 {
 
 // `num_microbatches`: of the batch. Of microbatches that fill no unit of 2 d the last d (or fewer)
-// make one without doubling, as in the paper. Throws ValueError if d or m is odd.
+// make one without doubling, as in the paper. d and m must be even.
 Schedule make_chimera(std::string_view name, int depth, int num_microbatches,
                       int microbatches_per_forward_slot);
 

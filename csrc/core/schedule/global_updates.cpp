@@ -1,7 +1,6 @@
 #include "core/schedule/global_updates.h"
 
-#include "core/check.h"
-#include "core/schedule/grid.h"
+#include "core/schedule/errors.h"
 #include "core/schedule/unroll.h"
 
 #include <algorithm>
@@ -104,9 +103,10 @@ void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate
                                 describe(schedule, steps[rank][next[rank]]));
     }
   }
-  PD2_CHECK(stuck.empty(), "schedule ", schedule.name, ": ", why,
-            ": expected every rank to finish, found ", stuck.size(), " of ", steps.size(),
-            " waiting:", waiting, "\n", grid(schedule, stuck));
+  if (stuck.empty()) return;
+  throw_schedule_error(schedule, ScheduleRule::kDeadlock, stuck,
+                       detail::concat(why, ": expected every rank to finish, found ", stuck.size(),
+                                      " of ", steps.size(), " waiting:", waiting));
 }
 
 void check_global_updates(const Schedule& schedule) {

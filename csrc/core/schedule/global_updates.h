@@ -12,7 +12,7 @@ namespace pd2 {
 // until all of them have come to their update of batch v - 1.
 using JointUpdate = std::vector<int>;
 
-// Throws ValueError if with these the schedule ends in a deadlock; the text says `why` they wait.
+// Throws Deadlock if the schedule ends in one with these; the text says `why` they wait.
 void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate>& joint,
                          std::string_view why);
 

@@ -1,7 +1,6 @@
 #include "core/schedule/validate.h"
 
-#include "core/check.h"
-#include "core/schedule/grid.h"
+#include "core/schedule/errors.h"
 #include "core/schedule/unroll.h"
 
 #include <algorithm>
@@ -15,48 +14,53 @@ namespace pd2 {
 namespace {
 
 using enum ActionKind;
+using enum ScheduleRule;
 
 // Batches first .. first + count - 1 and a drain.
-struct Run {
+struct BatchRange {
   int first_batch;
   int num_batches;
 };
 
 // A long run first: its errors are the easiest to read. The short ones meet what only a drain
 // before the pipeline is full, or just then, can break.
-std::vector<Run> runs(const Schedule& schedule) {
+std::vector<BatchRange> batch_ranges(const Schedule& schedule) {
   const int behind = std::max(most_batches_behind(schedule), 1);
-  std::vector<Run> runs = {{0, behind + 3}};
+  std::vector<BatchRange> ranges = {{0, behind + 3}};
   for (int num_batches = 1; num_batches <= behind + 1; ++num_batches) {
-    runs.push_back({runs.back().first_batch + runs.back().num_batches, num_batches});
+    ranges.push_back({ranges.back().first_batch + ranges.back().num_batches, num_batches});
   }
-  return runs;
+  return ranges;
 }
 
 template <typename... Parts>
-[[noreturn]] void fail(const Schedule& schedule, const std::vector<Mark>& marks,
+[[noreturn]] void fail(const Schedule& schedule, ScheduleRule rule, const std::vector<Mark>& marks,
                        const Parts&... message) {
-  detail::throw_value_error(
-      detail::concat("schedule ", schedule.name, ": ", message..., "\n", grid(schedule, marks)));
+  throw_schedule_error(schedule, rule, marks, detail::concat(message...));
+}
+
+// For rules that no single cell breaks.
+template <typename... Parts>
+void check(bool holds, const Schedule& schedule, ScheduleRule rule, const Parts&... message) {
+  if (!holds) fail(schedule, rule, {}, message...);
 }
 
 void check_sizes(const Schedule& schedule) {
   const int d = schedule.num_stages;
   const auto num_ranks = static_cast<int>(schedule.ranks.size());
   const auto check_size = [&](const char* what, std::size_t size, std::size_t expected) {
-    PD2_CHECK(size == expected, "schedule ", schedule.name, ": ", what, " needs one entry per ",
-              "stage: expected ", expected, ", found ", size);
+    check(size == expected, schedule, kSizes, what, " needs one entry per ", "stage: expected ",
+          expected, ", found ", size);
   };
   const auto check_least = [&](const char* what, int value, int least) {
-    PD2_CHECK(value >= least, "schedule ", schedule.name, ": ", what, ": expected >= ", least,
-              ", found ", value);
+    check(value >= least, schedule, kSizes, what, ": expected >= ", least, ", found ", value);
   };
-  PD2_CHECK(schedule.num_pipelines == 1 || schedule.num_pipelines == 2, "schedule ", schedule.name,
-            ": num_pipelines: expected 1 or 2, found ", schedule.num_pipelines);
+  check(schedule.num_pipelines == 1 || schedule.num_pipelines == 2, schedule, kSizes,
+        "num_pipelines: expected 1 or 2, found ", schedule.num_pipelines);
   check_least("num_stages", d, 1);
-  PD2_CHECK(d % schedule.num_pipelines == 0, "schedule ", schedule.name,
-            ": every pipeline has all stages: expected num_stages to be a multiple of ",
-            schedule.num_pipelines, ", found ", d);
+  check(d % schedule.num_pipelines == 0, schedule, kSizes,
+        "every pipeline has all stages: expected num_stages to be a multiple of ",
+        schedule.num_pipelines, ", found ", d);
   check_least("num_microbatches", schedule.num_microbatches, 1);
   check_size("placement", schedule.placement.size(), d);
   check_size("delay", schedule.delay.size(), d);
@@ -66,33 +70,33 @@ void check_sizes(const Schedule& schedule) {
 
   for (int stage = 0; stage < d; ++stage) {
     const int rank = schedule.placement[stage];
-    PD2_CHECK(rank >= 0 && rank < num_ranks, "schedule ", schedule.name, ": placement of stage ",
-              stage, ": expected a rank from 0 to ", num_ranks - 1, ", found ", rank);
+    check(rank >= 0 && rank < num_ranks, schedule, kSizes, "placement of stage ", stage,
+          ": expected a rank from 0 to ", num_ranks - 1, ", found ", rank);
   }
   for (int stage = 0; stage < d; ++stage) {
     const int twin = schedule.twin(stage).value_or(stage);
     if (twin <= stage) continue;
-    PD2_CHECK(schedule.placement[stage] != schedule.placement[twin], "schedule ", schedule.name,
-              ": the two copies of a stage are on two ranks: expected stages ", stage, " and ",
-              twin, " on different ranks, found both on rank ", schedule.placement[stage]);
-    PD2_CHECK(schedule.delay[stage] == schedule.delay[twin], "schedule ", schedule.name,
-              ": the two copies of a stage have one delay: expected ", schedule.delay[stage],
-              " of stage ", twin, " as of stage ", stage, ", found ", schedule.delay[twin]);
+    check(schedule.placement[stage] != schedule.placement[twin], schedule, kSizes,
+          "the two copies of a stage are on two ranks: expected stages ", stage, " and ", twin,
+          " on different ranks, found both on rank ", schedule.placement[stage]);
+    check(schedule.delay[stage] == schedule.delay[twin], schedule, kSizes,
+          "the two copies of a stage have one delay: expected ", schedule.delay[stage],
+          " of stage ", twin, " as of stage ", stage, ", found ", schedule.delay[twin]);
   }
   const std::set<int> used(schedule.placement.begin(), schedule.placement.end());
-  PD2_CHECK(static_cast<int>(used.size()) == num_ranks, "schedule ", schedule.name,
-            ": every rank needs a stage: expected ", num_ranks, " ranks in placement, found ",
-            used.size());
+  check(static_cast<int>(used.size()) == num_ranks, schedule, kSizes,
+        "every rank needs a stage: expected ", num_ranks, " ranks in placement, found ",
+        used.size());
 
   std::size_t num_actions = 0;
   for (const RankActions& rank : schedule.ranks) {
     num_actions += rank.prologue.size() + rank.epilogue.size();
   }
   // Before anything of size num_microbatches is made.
-  PD2_CHECK(num_actions >= static_cast<std::size_t>(schedule.num_microbatches), "schedule ",
-            schedule.name, ": num_microbatches: ", schedule.num_microbatches,
-            ", actions in prologue and epilogue: ", num_actions,
-            ": every microbatch needs its actions");
+  check(num_actions >= static_cast<std::size_t>(schedule.num_microbatches), schedule, kSizes,
+        "num_microbatches: ", schedule.num_microbatches,
+        ", actions in prologue and epilogue: ", num_actions,
+        ": every microbatch needs its actions");
 }
 
 void check_cells(const Schedule& schedule) {
@@ -103,17 +107,19 @@ void check_cells(const Schedule& schedule) {
       for (const Action& action : actions(schedule.ranks[rank], list)) {
         const std::vector<Mark> marks = {{{rank, list, index++}}};
         if (action.stage < 0 || action.stage >= schedule.num_stages) {
-          fail(schedule, marks, "every action's stage exists: expected a stage from 0 to ",
-               schedule.num_stages - 1, ", found ", to_string(action));
+          fail(schedule, kPlacement, marks,
+               "every action's stage exists: expected a stage from 0 to ", schedule.num_stages - 1,
+               ", found ", to_string(action));
         }
         if (schedule.placement[action.stage] != rank) {
-          fail(schedule, marks, "a stage's actions are on its rank: expected ", to_string(action),
-               " on rank ", schedule.placement[action.stage], ", found on rank ", rank);
+          fail(schedule, kPlacement, marks, "a stage's actions are on its rank: expected ",
+               to_string(action), " on rank ", schedule.placement[action.stage], ", found on rank ",
+               rank);
         }
         const int lowest = list == ListKind::kPrologue ? 0 : -m * schedule.num_stages;
         if (action.microbatch < lowest || action.microbatch >= m) {
-          fail(schedule, marks, "microbatch numbers in the ", to_string(list), ": expected ",
-               lowest, " to ", m - 1, ", found ", to_string(action));
+          fail(schedule, kNumbering, marks, "microbatch numbers in the ", to_string(list),
+               ": expected ", lowest, " to ", m - 1, ", found ", to_string(action));
         }
       }
     }
@@ -126,25 +132,25 @@ void check_versions(const Schedule& schedule) {
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     const std::int64_t delay = schedule.delay[stage];
     const int kept = schedule.num_versions[stage];
-    PD2_CHECK(kept > delay, "schedule ", schedule.name,
-              ": versions alive never above num_versions: expected at most ", kept, " on stage ",
-              stage, ", found ", delay + 1, ": after a drain batch t reads version t - ", delay,
-              " when version t is made");
+    check(kept > delay, schedule, kWeightVersions,
+          "versions alive never above num_versions: expected at most ", kept, " on stage ", stage,
+          ", found ", delay + 1, ": after a drain batch t reads version t - ", delay,
+          " when version t is made");
   }
 }
 
-// Checks one run, which begins and ends with an empty pipeline.
-class RunCheck {
+// Checks one run over a range of batches, which begins and ends with an empty pipeline.
+class RangeCheck {
  public:
-  RunCheck(const Schedule& schedule, Run run)
+  RangeCheck(const Schedule& schedule, BatchRange range)
       : schedule_(schedule),
-        run_(run),
+        range_(range),
         m_(schedule.num_microbatches),
-        first_microbatch_(std::int64_t{run.first_batch} * m_),
-        end_microbatch_(first_microbatch_ + std::int64_t{run.num_batches} * m_),
+        first_microbatch_(std::int64_t{range.first_batch} * m_),
+        end_microbatch_(first_microbatch_ + std::int64_t{range.num_batches} * m_),
         by_stage_(schedule.num_stages) {
     for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
-      by_rank_.push_back(unroll(schedule, rank, run.first_batch, run.num_batches));
+      by_rank_.push_back(unroll(schedule, rank, range.first_batch, range.num_batches));
       for (const Step& step : by_rank_.back()) by_stage_[step.stage].push_back(step);
     }
   }
@@ -165,14 +171,14 @@ class RunCheck {
   std::string describe(const Step& step) const { return pd2::describe(schedule_, step); }
 
   [[noreturn]] void fail_missing(int stage, ActionKind kind, std::int64_t microbatch) const {
-    const bool is_first = batch(microbatch) == run_.first_batch;
+    const bool is_first = batch(microbatch) == range_.first_batch;
     const Action missing = {
         .stage = stage, .kind = kind, .microbatch = static_cast<int>(microbatch % m_)};
     const Mark mark = {.cell = {.rank = schedule_.placement[stage],
                                 .list = is_first ? ListKind::kPrologue : ListKind::kSteady},
                        .missing = detail::concat(to_string(missing), "?")};
-    fail(schedule_, {mark}, "every action exactly once: expected one ", to_string(missing),
-         " for batch ", batch(microbatch), " in a run of ", run_.num_batches,
+    fail(schedule_, kExactlyOnce, {mark}, "every action exactly once: expected one ",
+         to_string(missing), " for batch ", batch(microbatch), " in a run of ", range_.num_batches,
          " batches and a drain, found none");
   }
 
@@ -182,8 +188,9 @@ class RunCheck {
       const std::int64_t number = step.kind == kUpdate ? batch(step.microbatch) : step.microbatch;
       const auto [other, is_new] = seen.emplace(std::pair(step.kind, number), &step);
       if (is_new) continue;
-      fail(schedule_, {{other->second->cell}, {step.cell}}, "every action exactly once: expected ",
-           describe(*other->second), " only, found ", describe(step), " too");
+      fail(schedule_, kExactlyOnce, {{step.cell}, {other->second->cell}},
+           "every action exactly once: expected ", describe(*other->second), " only, found ",
+           describe(step), " too");
     }
     for (std::int64_t n = first_microbatch_; n < end_microbatch_; ++n) {
       if (!seen.contains({kForward, n})) fail_missing(stage, kForward, n);
@@ -199,12 +206,12 @@ class RunCheck {
       for (const ActionKind half : {kInputGrad, kWeightGrad}) {
         const auto extra = seen.find({half, n});
         if (extra == seen.end()) continue;
-        fail(schedule_, {{whole->second->cell}, {extra->second->cell}},
+        fail(schedule_, kExactlyOnce, {{extra->second->cell}, {whole->second->cell}},
              "every action exactly once: expected either B, or I and W, found ",
              describe(*whole->second), " and ", describe(*extra->second));
       }
     }
-    for (int t = run_.first_batch; t < run_.first_batch + run_.num_batches; ++t) {
+    for (int t = range_.first_batch; t < range_.first_batch + range_.num_batches; ++t) {
       if (!seen.contains({kUpdate, t})) {
         fail_missing(stage, kUpdate, std::int64_t{t + 1} * m_ - 1);
       }
@@ -222,13 +229,14 @@ class RunCheck {
 
   Progress at_start() const {
     // After a drain all earlier batches have been updated with.
-    return {first_microbatch_, first_microbatch_, first_microbatch_, run_.first_batch,
-            run_.first_batch};
+    return {first_microbatch_, first_microbatch_, first_microbatch_, range_.first_batch,
+            range_.first_batch};
   }
 
   void check_next(const Step& step, std::int64_t next, const char* rule) const {
     if (step.microbatch == next) return;
-    fail(schedule_, {{step.cell}}, rule, ": expected ", place(next), ", found ", describe(step));
+    fail(schedule_, kMicrobatchOrder, {{step.cell}}, rule, ": expected ", place(next), ", found ",
+         describe(step));
   }
 
   void check_forward(const Step& step, const Progress& progress) const {
@@ -236,7 +244,8 @@ class RunCheck {
     const int version = version_read(step.stage, batch(step.microbatch));
     const int newest = progress.newest_version;
     if (newest >= version) return;
-    fail(schedule_, {{step.cell}}, "an update comes before the first forward that reads the ",
+    fail(schedule_, kWeightVersions, {{step.cell}},
+         "an update comes before the first forward that reads the ",
          "version it makes: expected the update of batch ", version - 1, " before ", describe(step),
          " reads version ", version, ", found version ", newest, " as the newest");
   }
@@ -244,16 +253,17 @@ class RunCheck {
   void check_gradient_buffer(const Step& step, const Progress& progress) const {
     const int t = batch(step.microbatch);
     if (t == progress.newest_version) return;
-    fail(schedule_, {{step.cell}}, "an update comes before the first backward of the next batch, ",
+    fail(schedule_, kUpdateOrder, {{step.cell}},
+         "an update comes before the first backward of the next batch, ",
          "there is one gradient buffer: expected the update of batch ", t - 1, " before ",
-         describe(step), ", found ", progress.newest_version - run_.first_batch,
+         describe(step), ", found ", progress.newest_version - range_.first_batch,
          " updates in this run");
   }
 
   void check_after_forward(const Step& step, const Progress& progress) const {
     if (step.microbatch < progress.forwards) return;
-    fail(schedule_, {{step.cell}}, "a backward comes after its forward: expected ", step.stage,
-         "F of ", place(step.microbatch), " before ", describe(step), ", found ",
+    fail(schedule_, kAfterForward, {{step.cell}}, "a backward comes after its forward: expected ",
+         step.stage, "F of ", place(step.microbatch), " before ", describe(step), ", found ",
          progress.forwards - first_microbatch_, " forwards done");
   }
 
@@ -262,8 +272,9 @@ class RunCheck {
     const std::int64_t needed = std::int64_t{t + 1} * m_ - first_microbatch_;
     const std::int64_t done = progress.weight_grads - first_microbatch_;
     if (done >= needed) return;
-    fail(schedule_, {{step.cell}}, "an update comes after its batch's last backward: expected ",
-         needed, " backwards of this run before ", describe(step), ", found ", done);
+    fail(schedule_, kUpdateOrder, {{step.cell}},
+         "an update comes after its batch's last backward: expected ", needed,
+         " backwards of this run before ", describe(step), ", found ", done);
   }
 
   void check_order(int stage) const {
@@ -282,8 +293,8 @@ class RunCheck {
       }
       if (gives_weight_grad) {
         if (step.microbatch >= progress.input_grads) {
-          fail(schedule_, {{step.cell}}, "W comes after its I: expected ", step.stage, "I of ",
-               place(step.microbatch), " before ", describe(step), ", found ",
+          fail(schedule_, kAfterForward, {{step.cell}}, "W comes after its I: expected ",
+               step.stage, "I of ", place(step.microbatch), " before ", describe(step), ", found ",
                progress.input_grads - first_microbatch_, " input gradients done");
         }
         check_next(step, progress.weight_grads,
@@ -351,13 +362,13 @@ class RunCheck {
                               waits_for(step, progress).value());
     }
     if (!marks.empty()) {
-      fail(schedule_, marks, "deadlock: expected every rank to finish, found ", marks.size(),
-           " of ", by_rank_.size(), " waiting for each other:", stuck);
+      fail(schedule_, kDeadlock, marks, "deadlock: expected every rank to finish, found ",
+           marks.size(), " of ", by_rank_.size(), " waiting for each other:", stuck);
     }
   }
 
   const Schedule& schedule_;
-  const Run run_;
+  const BatchRange range_;
   const int m_;
   const std::int64_t first_microbatch_;
   const std::int64_t end_microbatch_;
@@ -375,7 +386,7 @@ void check_form(const Schedule& schedule) {
 void validate(const Schedule& schedule) {
   check_form(schedule);
   check_versions(schedule);
-  for (const Run& run : runs(schedule)) RunCheck(schedule, run).check();
+  for (const BatchRange& range : batch_ranges(schedule)) RangeCheck(schedule, range).check();
 }
 
 }  // namespace pd2

@@ -7,8 +7,9 @@
 namespace pd2 {
 
 // Runs the schedule on paper (a long run, then runs of one, two, ... batches, each drained) and
-// throws ValueError for the first broken rule. The text states the rule, what was expected and what
-// was found, then shows the grid, ranks as rows, with the offending cell marked: >2B0<.
+// throws ScheduleError for the first broken rule (Deadlock for the last one). The text states the
+// rule, what was expected and what was found, then shows the grid, ranks as rows, with the
+// offending cell marked: >2B0<.
 //
 // Rules:
 //  1. sizes: one rank per stage in placement, one num_versions per stage, every rank has lists;

@@ -1,7 +1,7 @@
 #include "core/simulate/simulate.h"
 
 #include "core/check.h"
-#include "core/schedule/grid.h"
+#include "core/schedule/errors.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
 #include "core/simulate/channels.h"
@@ -273,9 +273,10 @@ class Execution {
                    : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
                                     " of stage ", missing_sender(step));
     }
-    PD2_CHECK(marks.empty(), "schedule ", schedule_.name,
-              ": deadlock: expected every rank to finish, found ", marks.size(), " of ",
-              ranks_.size(), " waiting:", stuck, "\n", grid(schedule_, marks));
+    if (marks.empty()) return;
+    throw_schedule_error(schedule_, ScheduleRule::kDeadlock, marks,
+                         detail::concat("deadlock: expected every rank to finish, found ",
+                                        marks.size(), " of ", ranks_.size(), " waiting:", stuck));
   }
 
   const Schedule& schedule_;

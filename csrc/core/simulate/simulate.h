@@ -84,8 +84,8 @@ struct Simulation {
 // arrive latency seconds later. Takes time linear in the number of actions.
 //
 // The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
-// ValueError for those, for sizes that don't fit, costs that are negative or not finite, and for a
-// deadlock: the text then says what each stuck rank waits for and shows the grid, cells marked.
+// ScheduleError for those, Deadlock if ranks wait for each other (the text says what each one waits
+// for), and ValueError for sizes that don't fit and costs that are negative or not finite.
 Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches);
 
 // About the period of a schedule that flushes, from its second batch alone and without checking

@@ -70,7 +70,18 @@ def by_hand() -> pd2.Plan:
     first = dataclasses.replace(stages[0], recompute=1e-3, recomputed=("4.1", "4.2"))
     second = dataclasses.replace(stages[1], recomputed=())
     other = Alternative(
-        *("1f1b", 1, 4, 1, 2, 8, "stages", 0.2, 80.0, 0.0, 3 * GIB, "the bubble is larger")
+        schedule="1f1b",
+        width=1,
+        num_stages=4,
+        stages_per_rank=1,
+        microbatch_rows=2,
+        num_microbatches=8,
+        recompute="stages",
+        seconds_per_batch=0.2,
+        rows_per_second=80.0,
+        price_per_hour=0.0,
+        peak_bytes=3 * GIB,
+        lost_by="the bubble is larger",
     )
     return plan_of(
         [first, second], width=2, num_microbatches=4, alternatives=(other,), price_per_hour=12.5

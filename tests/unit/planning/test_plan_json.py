@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import pipedream2bw as pd2
 from pipedream2bw._C import planned_schedules
-from pipedream2bw.planning.planned_shape import PlannedShape
+from pipedream2bw.planning.planned_shape import shape_of
 from tests.samples.plans import plan_of, stage_plan
 from tests.unit.planning.test_planner import made_plan, made_profile
 
@@ -202,9 +202,9 @@ def test_a_shape_is_what_the_schedule_does(
         made = pd2.make_schedule(schedule, d, num_microbatches, v)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            PlannedShape.of(plan)
+            shape_of(plan)
         return
-    shape = PlannedShape.of(plan)
+    shape = shape_of(plan)
     assert shape.num_versions == (2 if schedule.startswith("2bw") else 1)
     assert shape.most_in_flight == [made.max_in_flight(stage) for stage in range(d)]
     placed = [

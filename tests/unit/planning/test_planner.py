@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipedream2bw as pd2
+from pipedream2bw.errors import DoesNotFit
 from pipedream2bw.planning.planner import blocks_of
 from pipedream2bw.planning.units import parse_bandwidth, parse_bytes, parse_seconds
 from pipedream2bw.profiling.profile import Profile
@@ -256,9 +257,7 @@ def test_more_memory_or_bandwidth_never_makes_a_plan_slower(
             return pd2.plan(
                 profile, devices=cluster, memory=memory, batch=16, schedules=["2bw"]
             ).seconds_per_batch
-        except ValueError as error:
-            if "fits on no plan" not in str(error):
-                raise
+        except DoesNotFit:
             return math.inf
 
     before = planned(megabytes * 1e6, 1e8)
@@ -317,8 +316,10 @@ def test_a_calibrations_offset_is_left_free_on_devices_of_every_type() -> None:
 
 def test_what_would_do_is_told_with_the_calibrations_offset() -> None:
     calibration = pd2.Calibration(1.0, 2.0**30)
-    with pytest.raises(ValueError, match=r"^memory: 1\.001 GiB: .* lacks 0\.\d+ GiB") as error:
+    with pytest.raises(DoesNotFit, match=r"^memory: 1\.001 GiB: .* lacks 0\.\d+ GiB") as error:
         made_plan(memory="1.001GiB", calibration=calibration)
+    plan = made_plan(memory=error.value.limit, calibration=calibration)
+    assert 0.998 * error.value.limit <= plan.peak_bytes + calibration.offset <= error.value.limit
     would_do = str(error.value).split("memory = ")[1].split(" GiB")[0]
     plan = made_plan(memory=f"{would_do}GiB", calibration=calibration)
     assert plan.peak_bytes + calibration.offset <= float(would_do) * 2**30
@@ -338,5 +339,7 @@ def test_what_a_faster_plan_needs_is_told_with_the_offset() -> None:
 
 
 def test_types_with_a_memory_of_their_own_are_told() -> None:
-    with pytest.raises(ValueError, match=r"DeviceType\(memory=\): 'big' \(0.0009\d+ GiB\), 'small"):
+    own = r"DeviceType\(memory=\): 'big' \(0.0009\d+ GiB\), 'small"
+    with pytest.raises(DoesNotFit, match=own) as error:
         made_plan(devices=of_two_types("1MB", "1MB"), memory="1TB")
+    made_plan(devices=of_two_types(*[f"{error.value.limit} B"] * 2), memory="1TB")

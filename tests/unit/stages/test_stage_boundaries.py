@@ -163,12 +163,12 @@ def test_the_balanced_split_has_the_fastest_slowest_stage_of_all_splits() -> Non
         """Of what enters the stage and what leaves it; what passes over it costs it nothing."""
         stage = range(first, end)
         return sum(
-            seconds
-            for producer, consumers, _, seconds in values
+            value.seconds
+            for value in values
             if (
-                any(consumer not in stage for consumer in consumers)
-                if producer in stage
-                else any(consumer in stage for consumer in consumers)
+                any(consumer not in stage for consumer in value.consumers)
+                if value.producer in stage
+                else any(consumer in stage for consumer in value.consumers)
             )
         )
 

@@ -77,18 +77,18 @@ TEST(PlanInterleaved, FitsIfAnySplitFitsTheRanks) {
   int num_uneven = 0;
   for (int round = 0; round < 60; ++round) {
     PlanProblem problem = chain(instances);
-    const Layouts layouts(problem.cluster);
-    const Candidate candidate = candidates(problem, layouts).front();
+    const DeviceMappings mappings(problem.cluster);
+    const Candidate candidate = candidates(problem, mappings).front();
     const StageSplitProblem split = as_split(problem, candidate.shape);
     const double least = least_memory(split);
     double& limit = problem.cluster.types[0].memory_bytes;
     limit = least * 1.0001;
-    const auto found = Evaluator(problem, layouts).evaluate(candidate);
+    const auto found = Evaluator(problem, mappings).evaluate(candidate);
     ASSERT_TRUE(found.has_value()) << "round " << round;
     EXPECT_LE(found->peak_bytes, limit * (1 + 1e-9));
     num_uneven += 2 * smallest_memory_limit(split) > limit;
     limit = least * 0.9999;
-    EXPECT_FALSE(Evaluator(problem, layouts).evaluate(candidate).has_value()) << "round " << round;
+    EXPECT_FALSE(Evaluator(problem, mappings).evaluate(candidate).has_value()) << "round " << round;
   }
   EXPECT_GT(num_uneven, 30);
 }
@@ -98,8 +98,8 @@ TEST(PlanInterleaved, IsNeverSlowerThanWithTheFastestStages) {
   int num_faster = 0;
   for (int round = 0; round < 60; ++round) {
     const PlanProblem problem = chain(instances);
-    const Layouts layouts(problem.cluster);
-    const Candidate candidate = candidates(problem, layouts).front();
+    const DeviceMappings mappings(problem.cluster);
+    const Candidate candidate = candidates(problem, mappings).front();
     const StageSplitProblem split = as_split(problem, candidate.shape);
     const std::vector<int> firsts = split_stages(split)->first_layers;
     Costs costs;
@@ -110,7 +110,7 @@ TEST(PlanInterleaved, IsNeverSlowerThanWithTheFastestStages) {
       costs.stages.push_back({.forward = seconds, .input_grad = seconds, .weight_grad = seconds});
     }
     const double fastest_stages = step_time(candidate.shape, costs).seconds;
-    const double planned = Evaluator(problem, layouts).evaluate(candidate)->time.seconds;
+    const double planned = Evaluator(problem, mappings).evaluate(candidate)->time.seconds;
     EXPECT_LE(planned, fastest_stages * (1 + 1e-9)) << "round " << round;
     num_faster += planned < 0.99 * fastest_stages;
   }

@@ -1,6 +1,7 @@
 // Plans where links differ: which messages take which link, and how near to the best split they
 // are.
 
+#include "core/plan/explain.h"
 #include "core/plan/plan.h"
 #include "core/schedule/generate.h"
 #include "instances.h"
@@ -163,7 +164,7 @@ double seconds_of(const PlanProblem& problem, const Evaluation& like,
     const int from = static_cast<int>(k - 1) % shape.ranks;
     const int to = static_cast<int>(k) % shape.ranks;
     Link link = link_between(problem.cluster.topology, devices[from], devices[to]);
-    if (shape.rule->is_bidirectional) {
+    if (shape.method->is_bidirectional()) {
       const int last = shape.ranks - 1;
       const Link other =
           link_between(problem.cluster.topology, devices[last - from], devices[last - to]);

@@ -121,8 +121,8 @@ TEST(PlanMapping, AnnealingIsMostlyAsGoodAsEnumerationAndNeverWorseThanTheIdenti
     const int devices = 4 + instances.below(5);
     const Cluster cluster = matrix(instances, devices, 1 + round % 2);
     const int width = 1 + instances.below(2);
-    const Layouts layouts(cluster);
-    const DeviceGrid identity = layouts.grid(0, devices / width, width);
+    const DeviceMappings mappings(cluster);
+    const DeviceGrid identity = mappings.grid(0, devices / width, width);
     const auto seconds = [&](const DeviceGrid& grid) { return slowest_link(cluster, grid); };
     const double best = seconds(search_mapping(cluster, identity, seconds));
     const double annealed = seconds(anneal_mapping(cluster, identity, seconds));
@@ -138,7 +138,7 @@ TEST(PlanMapping, EnumerationIsExactAndKeepsTypesInPlace) {
   Instances instances(4);
   for (int round = 0; round < 10; ++round) {
     const Cluster cluster = matrix(instances, 6, 1 + round % 2);
-    const DeviceGrid identity = Layouts(cluster).grid(0, 2, 2);  // two devices stay idle
+    const DeviceGrid identity = DeviceMappings(cluster).grid(0, 2, 2);  // two devices stay idle
     const auto seconds = [&](const DeviceGrid& grid) { return slowest_link(cluster, grid); };
     double least = std::numeric_limits<double>::infinity();
     std::vector<int> order = {0, 1, 2, 3, 4, 5};
@@ -156,22 +156,22 @@ TEST(PlanMapping, EnumerationIsExactAndKeepsTypesInPlace) {
   }
 }
 
-TEST(PlanLayouts, PlaceEveryDeviceOnceAndReplicasOrRanksSideBySide) {
+TEST(PlanDeviceMappings, PlaceEveryDeviceOnceAndReplicasOrRanksSideBySide) {
   Cluster cluster;
   cluster.types.resize(1);
   cluster.type_of.assign(12, 0);
   cluster.topology = Servers{4, {}, {}};
-  const Layouts layouts(cluster);
-  EXPECT_EQ(layouts.grid(0, 3, 4).devices(),
+  const DeviceMappings mappings(cluster);
+  EXPECT_EQ(mappings.grid(0, 3, 4).devices(),
             (std::vector<int>{0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11}));
-  EXPECT_EQ(layouts.grid(1, 3, 4).of_rank(1).front(), 4);
+  EXPECT_EQ(mappings.grid(1, 3, 4).of_rank(1).front(), 4);
   cluster.topology = Mesh{4, 3, {}, {}};
-  const Layouts on_mesh(cluster);
+  const DeviceMappings on_mesh(cluster);
   // Ranks along a row, then along a column.
   EXPECT_EQ(on_mesh.grid(0, 3, 4).at(2, 1), 1 * 3 + 2);
   EXPECT_EQ(on_mesh.grid(1, 4, 3).at(2, 1), 2 * 3 + 1);
-  for (int layout = 0; layout < on_mesh.count(); ++layout) {
-    const std::vector<int> devices = on_mesh.grid(layout, 2, 6).devices();
+  for (int mapping = 0; mapping < on_mesh.count(); ++mapping) {
+    const std::vector<int> devices = on_mesh.grid(mapping, 2, 6).devices();
     EXPECT_EQ(std::set<int>(devices.begin(), devices.end()).size(), 12u);
   }
 }
@@ -182,8 +182,8 @@ TEST(PlanCluster, AllReduceIsTheRingsOrTheMeasuredOne) {
   cluster.type_of.assign(4, 0);
   cluster.topology = Servers{2, {1, 100}, {2, 10}};
   const auto all_reduce = [&](int ranks, int width, double bytes) {
-    const PipelineShape shape = {&schedule_rule("2bw"), ranks, 1, ranks};
-    const DeviceGrid grid = Layouts(cluster).grid(1, ranks, width);
+    const PipelineShape shape = {&planned_method("2bw"), ranks, 1, ranks};
+    const DeviceGrid grid = DeviceMappings(cluster).grid(1, ranks, width);
     return GridLinks(cluster, shape, grid).all_reduce(0, bytes);
   };
   EXPECT_DOUBLE_EQ(all_reduce(2, 2, 100), 2 * (1 + 0.5));
@@ -210,8 +210,8 @@ TEST(PlanGridLinks, TheSlowestOfAllReplicasIsTaken) {
     cluster.topology = matrix;
     const std::string name = round % 2 == 0 ? "chimera" : "interleaved";
     const int chunks = name == "chimera" ? 1 : 2;
-    const PipelineShape shape = {&schedule_rule(name), ranks, chunks, 2 * ranks};
-    const DeviceGrid grid = Layouts(cluster).grid(round % 2, ranks, width);
+    const PipelineShape shape = {&planned_method(name), ranks, chunks, 2 * ranks};
+    const DeviceGrid grid = DeviceMappings(cluster).grid(round % 2, ranks, width);
     GridLinks links(cluster, shape, grid);
     for (const double bytes : {1.0, 8.0, 3.0}) {
       for (int from = 0; from < shape.depth(); ++from) {

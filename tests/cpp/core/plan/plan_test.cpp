@@ -1,5 +1,6 @@
 #include "core/plan/plan.h"
 
+#include "core/plan/explain.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/schedule.h"
 #include "instances.h"
@@ -98,11 +99,12 @@ TEST(Plan, BoundsAreBounds) {
   double closest = 0;
   for (int round = 0; round < rounds(60); ++round) {
     const PlanProblem problem = instances.problem(8, 8);
-    const Layouts layouts(problem.cluster);
-    Evaluator evaluator(problem, layouts);
+    const DeviceMappings mappings(problem.cluster);
+    Evaluator evaluator(problem, mappings);
     const Bounds bounds(problem);
-    for (const Candidate& candidate : candidates(problem, layouts)) {
-      const double speed = layouts.speed(candidate.layout, candidate.shape.ranks, candidate.width);
+    for (const Candidate& candidate : candidates(problem, mappings)) {
+      const double speed =
+          mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width);
       const auto evaluation = evaluator.evaluate(candidate);
       if (!evaluation) continue;
       // The simulated time itself, not the one that the bound has raised.
@@ -121,8 +123,8 @@ TEST(Plan, BoundsAreBounds) {
 // Bytes counted from the layers, as the engine would hold them.
 double bytes_of_rank(const PlanProblem& problem, const Evaluation& plan, int rank) {
   const PipelineShape& shape = plan.candidate.shape;
-  const Schedule schedule =
-      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  const Schedule schedule = make_schedule(shape.method->name, shape.depth(), shape.num_microbatches,
+                                          shape.stages_per_rank);
   const std::vector<LayerCost>& layers = problem.model.microbatches[plan.candidate.size].layers;
   double bytes = 0;
   double again = 0;

@@ -1,5 +1,6 @@
 #include "core/schedule/global_updates.h"
 
+#include "core/schedule/errors.h"
 #include "made_schedules.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +35,7 @@ bool ends(const Schedule& schedule, const std::vector<JointUpdate>& joint) {
   try {
     check_joint_updates(schedule, joint, "because");
     return true;
-  } catch (const ValueError& error) {
+  } catch (const Deadlock& error) {
     EXPECT_NE(std::string(error.what()).find("because"), std::string::npos);
     return false;
   }

@@ -1,6 +1,7 @@
 // Is the timeline one that ranks and links could have gone through? And what is refused.
 
 #include "core/check.h"
+#include "core/schedule/errors.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/made_schedules.h"
 #include "core/simulate/simulate.h"
@@ -342,6 +343,7 @@ TEST(SimulateTimeline, ADeadlockSaysWhatEveryRankWaitsFor) {
       {1, kForward, 0}, {1, kForward, 1}, {1, kBackward, 0}, {1, kBackward, 1}, {1, kUpdate, 1}};
   Costs costs;
   costs.stages.resize(3);
+  EXPECT_THROW(simulate(schedule, costs, 1), Deadlock);
   const std::string text = value_error([&] { simulate(schedule, costs, 1); });
   for (const std::string part :
        {"deadlock: expected every rank to finish, found 3 of 3 waiting:",

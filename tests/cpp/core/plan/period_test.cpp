@@ -1,4 +1,4 @@
-#include "core/plan/schedule_rules.h"
+#include "core/plan/period.h"
 
 #include "core/schedule/generate.h"
 #include "core/schedule/schedule.h"
@@ -22,7 +22,7 @@ void for_each_shape(Call&& call) {
     for (int p = 1; p <= 8; ++p) {
       for (int v = 1; v <= 3; ++v) {
         for (int m = 1; m <= 20; ++m) {
-          const PipelineShape shape = {&schedule_rule(name), p, v, m};
+          const PipelineShape shape = {&planned_method(name), p, v, m};
           call(shape, [&] { return make_schedule(name, shape.depth(), m, v); });
         }
       }
@@ -32,13 +32,13 @@ void for_each_shape(Call&& call) {
 
 bool is_legal(const PipelineShape& shape) {
   const int m = shape.num_microbatches;
-  return least_microbatches(*shape.rule, shape.ranks, shape.stages_per_rank, m) == m;
+  return least_microbatches(*shape.method, shape.ranks, shape.stages_per_rank, m) == m;
 }
 
 TEST(PlanSchedules, LeastMicrobatchesAreThoseThatTheGeneratorsAllow) {
   for_each_shape([](const PipelineShape& shape, auto&& make) {
     const bool is_made = value_error(make).empty();
-    ASSERT_EQ(is_legal(shape), is_made) << shape.rule->name << " p " << shape.ranks << " v "
+    ASSERT_EQ(is_legal(shape), is_made) << shape.method->name << " p " << shape.ranks << " v "
                                         << shape.stages_per_rank << " m " << shape.num_microbatches;
   });
 }
@@ -48,10 +48,10 @@ TEST(PlanSchedules, MicrobatchesInFlightAreThoseOfTheGeneratedSchedule) {
   for_each_shape([&](const PipelineShape& shape, auto&& make) {
     if (!is_legal(shape)) return;
     const Schedule schedule = make();
-    EXPECT_EQ(schedule.num_versions.front(), shape.rule->num_versions);
+    EXPECT_EQ(schedule.num_versions.front(), shape.num_versions());
     for (int stage = 0; stage < schedule.num_stages; ++stage) {
       ASSERT_EQ(most_in_flight(shape, stage % shape.depth()), max_in_flight(schedule, stage))
-          << shape.rule->name << " p " << shape.ranks << " v " << shape.stages_per_rank << " m "
+          << shape.method->name << " p " << shape.ranks << " v " << shape.stages_per_rank << " m "
           << shape.num_microbatches << " stage " << stage;
       ++num_checked;
     }
@@ -62,7 +62,7 @@ TEST(PlanSchedules, MicrobatchesInFlightAreThoseOfTheGeneratedSchedule) {
 // Counted as the engine holds them: from I or B on, to the end of W or B.
 TEST(PlanSchedules, RecomputedActivationsAreThoseOfTheSimulation) {
   for_each_shape([](const PipelineShape& shape, auto&& make) {
-    if (!is_legal(shape) || shape.stages_per_rank > 1 || shape.rule->is_bidirectional) return;
+    if (!is_legal(shape) || shape.stages_per_rank > 1 || shape.method->is_bidirectional()) return;
     Costs costs;
     costs.stages.assign(
         shape.depth(),
@@ -70,7 +70,7 @@ TEST(PlanSchedules, RecomputedActivationsAreThoseOfTheSimulation) {
     const Simulation simulation = simulate(make(), costs, 4);
     for (int stage = 0; stage < shape.depth(); ++stage) {
       ASSERT_EQ(simulation.peak_bytes[stage], most_recomputed(shape, stage))
-          << shape.rule->name << " d " << shape.depth() << " m " << shape.num_microbatches;
+          << shape.method->name << " d " << shape.depth() << " m " << shape.num_microbatches;
     }
   });
 }
@@ -85,11 +85,11 @@ Instance random_instance(std::mt19937& random, const std::string& name, double u
   const auto around = [&](double mean) {
     return mean * (1 + uneven * (2.0 * random() / 4294967296.0 - 1));
   };
-  const ScheduleRule& rule = schedule_rule(name);
+  const ScheduleMethod& method = planned_method(name);
   Instance instance;
   const int p = 2 * (1 + below(5));
-  const int v = rule.has_chunks ? 2 + below(2) : 1;
-  instance.shape = {&rule, p, v, *least_microbatches(rule, p, v, 1 + below(4 * p))};
+  const int v = method.has_chunks ? 2 + below(2) : 1;
+  instance.shape = {&method, p, v, *least_microbatches(method, p, v, 1 + below(4 * p))};
   const double recompute = below(2);
   for (int i = 0; i < instance.shape.depth(); ++i) {
     instance.costs.stages.push_back({.forward = around(1),
@@ -106,8 +106,8 @@ Instance random_instance(std::mt19937& random, const std::string& name, double u
 
 double simulated(const Instance& instance) {
   const PipelineShape& shape = instance.shape;
-  const Schedule schedule =
-      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  const Schedule schedule = make_schedule(shape.method->name, shape.depth(), shape.num_microbatches,
+                                          shape.stages_per_rank);
   return simulate(schedule, instance.costs, 1).period;
 }
 
@@ -119,7 +119,7 @@ TEST(PlanSchedules, ClosedFormOfTwoVersionsIsThePeriod) {
       const Instance instance = random_instance(random, name, round % 2 * 0.8, hop);
       const double expected = simulated(instance);
       // The simulation measures a mean over some batches.
-      EXPECT_NEAR(closed_form_period(instance.shape, instance.costs), expected, 0.02 * expected)
+      EXPECT_NEAR(period_by_formula(instance.shape, instance.costs), expected, 0.02 * expected)
           << name << " round " << round << " d " << instance.shape.depth() << " m "
           << instance.shape.num_microbatches;
     }
@@ -133,7 +133,7 @@ TEST(PlanSchedules, ClosedFormOfTwoVersionsKnowsSkips) {
   int num_slower = 0;
   for (int round = 0; round < 400; ++round) {
     Instance instance = random_instance(random, round % 2 == 0 ? "2bw" : "2bw_eager", 0.8, 0.1);
-    const double without = closed_form_period(instance.shape, instance.costs);
+    const double without = period_by_formula(instance.shape, instance.costs);
     const int d = instance.shape.depth();
     for (int from = 0; from + 2 < d; ++from) {
       if (random() % 2 == 0) continue;
@@ -143,8 +143,8 @@ TEST(PlanSchedules, ClosedFormOfTwoVersionsKnowsSkips) {
       instance.costs.skips.push_back({from, to, edge});
     }
     const double expected = simulated(instance);
-    ASSERT_NEAR(closed_form_period(instance.shape, instance.costs), expected, 0.02 * expected)
-        << instance.shape.rule->name << " round " << round << " d " << d << " m "
+    ASSERT_NEAR(period_by_formula(instance.shape, instance.costs), expected, 0.02 * expected)
+        << instance.shape.method->name << " round " << round << " d " << d << " m "
         << instance.shape.num_microbatches;
     num_slower += expected > 1.05 * without;
   }
@@ -165,13 +165,13 @@ TEST(PlanSchedules, ClosedFormsOfOthersKnowSkips) {
         instance.costs.skips.push_back({from, to, {.latency = 0.1 * (to - from)}});
       }
       const double expected = simulated(instance);
-      sum += std::abs(closed_form_period(instance.shape, instance.costs) / expected - 1);
+      sum += std::abs(period_by_formula(instance.shape, instance.costs) / expected - 1);
       // A link that is never idle.
       if (d < 3) continue;
       instance.costs.skips = {{0, d - 1, {.bandwidth = 1, .message_bytes = 100}}};
-      const double busy =
-          100 * instance.shape.num_microbatches * (instance.shape.rule->is_bidirectional ? 0.5 : 1);
-      EXPECT_GE(closed_form_period(instance.shape, instance.costs), busy);
+      const double busy = 100 * instance.shape.num_microbatches *
+                          (instance.shape.method->is_bidirectional() ? 0.5 : 1);
+      EXPECT_GE(period_by_formula(instance.shape, instance.costs), busy);
       EXPECT_GE(simulated(instance), busy * (1 - 1e-9));
     }
     RecordProperty(name, std::to_string(sum / kRounds));
@@ -190,7 +190,7 @@ TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
           random_instance(random, name, round % 2 * 0.3, round % 4 < 2 ? 0 : 0.05);
       const double expected = simulated(instance);
       const double error =
-          std::abs(closed_form_period(instance.shape, instance.costs) / expected - 1);
+          std::abs(period_by_formula(instance.shape, instance.costs) / expected - 1);
       sum += error;
       worst = std::max(worst, error);
     }
@@ -212,7 +212,7 @@ TEST(PlanSchedules, ExactFormulasKnowWhichStageUpdatesLongAndWhatRecomputingDela
       std::vector<StageCosts>& stages = instance.costs.stages;
       stages[random() % stages.size()].all_reduce = random() % (is_gpipe ? 20 : 4);
       const double expected = simulated(instance);
-      const double seconds = closed_form_period(instance.shape, instance.costs);
+      const double seconds = period_by_formula(instance.shape, instance.costs);
       worst = std::max(worst, std::abs(seconds / expected - 1));
     }
     RecordProperty(name, std::to_string(worst));
@@ -223,7 +223,7 @@ TEST(PlanSchedules, ExactFormulasKnowWhichStageUpdatesLongAndWhatRecomputingDela
 TEST(PlanSchedules, TheSecondBatchTakesAboutThePeriodOfAFlush) {
   std::mt19937 random(6);
   for (const std::string& name : planned_schedules()) {
-    if (!schedule_rule(name).is_flushed()) continue;
+    if (!planned_method(name).is_flushed()) continue;
     double sum = 0;
     constexpr int kRounds = 100;
     for (int round = 0; round < kRounds; ++round) {
@@ -259,7 +259,7 @@ TEST(PlanSchedules, LargeBatchesTakeAStraightLine) {
       const double error = error_of(step_time(shape, instance.costs).seconds);
       sum += error;
       worst = std::max(worst, error);
-      sum_of_forms += error_of(closed_form_period(shape, instance.costs));
+      sum_of_forms += error_of(period_by_formula(shape, instance.costs));
     }
     RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst) +
                              ", by formula " + std::to_string(sum_of_forms / kRounds));
@@ -285,7 +285,7 @@ TEST(PlanSchedules, StepTimeIsNeverLessThanTheBusiestRank) {
 }
 
 TEST(PlanSchedules, OthersAreNamed) {
-  EXPECT_EQ(value_error([] { schedule_rule("2wb"); }),
+  EXPECT_EQ(value_error([] { planned_method("2wb"); }),
             "schedules: \"2wb\": the planner chooses among 2bw, 2bw_eager, 1f1b, gpipe, "
             "interleaved, zero_bubble, chimera");
 }

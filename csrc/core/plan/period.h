@@ -1,71 +1,11 @@
-// What the planner knows of a schedule without making it: its rule, the most microbatches in
-// flight, how long a batch takes.
+// How long a batch takes: by formula, or simulated.
 
 #pragma once
 
+#include "core/plan/pipeline_shape.h"
 #include "core/simulate/simulate.h"
 
-#include <optional>
-#include <ranges>
-#include <string>
-#include <string_view>
-#include <vector>
-
 namespace pd2 {
-
-struct ScheduleRule {
-  std::string_view name;
-  int num_versions;       // 2: batches overlap; 1: every batch drains
-  bool is_split;          // I before W
-  bool has_chunks;        // several stages a rank
-  bool is_bidirectional;  // every stage on two ranks
-
-  bool is_flushed() const { return num_versions == 1; }
-  bool is_eager() const { return name == "2bw_eager"; }
-  bool has_exact_closed_form() const { return !is_flushed() || name == "gpipe"; }
-};
-
-// The planner chooses among 2bw, 2bw_eager, 1f1b, gpipe, interleaved, zero_bubble and chimera.
-// Throws ValueError for another name.
-const ScheduleRule& schedule_rule(std::string_view name);
-std::vector<std::string> planned_schedules();
-
-// first, first + step, ...: no vector, as the planner asks too often for one.
-inline auto in_steps(int first, int step, int count) {
-  return std::views::iota(0, count) |
-         std::views::transform([first, step](int i) { return first + i * step; });
-}
-
-struct PipelineShape {
-  const ScheduleRule* rule = nullptr;
-  int ranks = 1;
-  int stages_per_rank = 1;
-  int num_microbatches = 1;  // of the batch; of which chimera's pipelines take half each
-
-  int depth() const { return ranks * stages_per_rank; }
-  int stages_sharing_a_rank() const { return rule->is_bidirectional ? 2 : stages_per_rank; }
-  // The model's stages on a rank; of chimera two, of which the second is the other pipeline's.
-  auto stages_on(int rank) const {
-    return in_steps(rank, rule->is_bidirectional ? ranks - 1 - 2 * rank : ranks,
-                    stages_sharing_a_rank());
-  }
-  // The ranks that hold a stage: of chimera two.
-  auto ranks_of(int stage) const {
-    const int rank = stage % ranks;
-    return in_steps(rank, ranks - 1 - 2 * rank, rule->is_bidirectional ? 2 : 1);
-  }
-};
-
-// The least m >= at_least that the schedule's rule (core/schedule/generate.h) allows; none: no m
-// does.
-std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int stages_per_rank,
-                                      int at_least);
-
-// max_in_flight() of the stage (of chimera's either copy), in closed form.
-int most_in_flight(const PipelineShape& shape, int stage);
-
-// Most microbatches between running their forward again and the end of B or W: 1 where B is whole.
-int most_recomputed(const PipelineShape& shape, int stage);
 
 // Simulating costs time by actions. 20,000 are simulated in a few milliseconds.
 inline constexpr double kMostSimulatedActions = 20'000;
@@ -92,7 +32,10 @@ double simulated_actions(const PipelineShape& shape);
 //   interleaved     m times the busiest rank, and (p - 1) / (p v) of one microbatch's way
 //   zero_bubble     m s of stage j, and F + I + 2 c of the stages before, of which j W's fill gaps
 //   chimera         m / 2 times the busiest rank, and d - 2 gaps of B, further units' of B - F
-double closed_form_period(const PipelineShape& shape, const Costs& costs);
+double period_by_formula(const PipelineShape& shape, const Costs& costs);
+
+// Whether period_by_formula() is no estimate.
+bool has_exact_formula(const ScheduleMethod& method);
 
 // Of a microbatch: F, I, W and what is recomputed.
 double work_of(const StageCosts& stage);

@@ -1,25 +1,13 @@
-#include "core/plan/schedule_rules.h"
+#include "core/plan/period.h"
 
-#include "core/check.h"
 #include "core/schedule/generate.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <span>
 
 namespace pd2 {
 namespace {
-
-constexpr std::array kRules = {
-    ScheduleRule{"2bw", 2, false, false, false},
-    ScheduleRule{"2bw_eager", 2, false, false, false},
-    ScheduleRule{"1f1b", 1, false, false, false},
-    ScheduleRule{"gpipe", 1, false, false, false},
-    ScheduleRule{"interleaved", 1, false, true, false},
-    ScheduleRule{"zero_bubble", 1, true, false, false},
-    ScheduleRule{"chimera", 1, false, false, true},
-};
 
 double round_trip(const StageCosts& stage) {
   return stage.forward + stage.input_grad + stage.weight_grad;
@@ -138,7 +126,7 @@ double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, i
 
 // The cycle of one stage alone is all of its work.
 double slowest_cycle(const PipelineShape& shape, const Costs& costs, int longest, int first = 0) {
-  const int step = shape.rule->is_eager() ? 2 : 1;
+  const int step = shape.method->is_eager() ? 2 : 1;
   return longest_cycle(shape, costs, step, longest, whole_backward, first);
 }
 
@@ -160,7 +148,7 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
   double period = m * slowest_cycle(shape, costs, d);
   for (int i = 0; i < d; ++i) {
     const StageCosts& stage = costs.stages[i];
-    const int lag = (shape.rule->is_eager() ? 2 : 1) * (d - 1 - i);
+    const int lag = (shape.method->is_eager() ? 2 : 1) * (d - 1 - i);
     // From a batch's first F to the end of its update, two batches' time may pass.
     period = std::max({period, update(stage), ((m + lag) * work_of(stage) + update(stage)) / 2});
   }
@@ -252,34 +240,12 @@ double period_of_chimera(const PipelineShape& shape, const Costs& costs) {
 }
 
 double period_of(const PipelineShape& shape, const Costs& costs) {
-  const ScheduleRule& rule = *shape.rule;
-  if (!rule.is_flushed()) return period_of_two_versions(shape, costs);
-  if (rule.is_bidirectional) return period_of_chimera(shape, costs);
-  if (rule.has_chunks) return period_of_interleaved(shape, costs);
-  if (rule.is_split) return period_of_zero_bubble(shape, costs);
-  return rule.name == "gpipe" ? period_of_gpipe(shape, costs) : period_of_1f1b(shape, costs);
-}
-
-// Forwards of a rank's chunk among its first `count`: p microbatches of each chunk in turn.
-int of_chunk(int count, int chunk, int p, int v) {
-  const int round = p * v;
-  return count / round * p + std::clamp(count % round - chunk * p, 0, p);
-}
-
-// Step k does the k-th forward, then the backward that is the warm-up's length behind. While a
-// chunk's p forwards come the number in flight only grows, so the last of them has the most.
-int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
-  const int p = shape.ranks;
-  const int v = shape.stages_per_rank;
-  const int chunk = stage / p;
-  const int lag = 2 * (p - 1 - stage % p) + (v - 1) * p;
-  const int steps = std::min(shape.num_microbatches * v, lag + 2 * p * v);
-  int most = 0;
-  for (int end = (chunk + 1) * p; end <= steps; end += p * v) {
-    const int done = of_chunk(std::max(0, end - 1 - lag), v - 1 - chunk, p, v);
-    most = std::max(most, of_chunk(end, chunk, p, v) - done);
-  }
-  return most;
+  const ScheduleMethod& method = *shape.method;
+  if (!method.is_flushed()) return period_of_two_versions(shape, costs);
+  if (method.is_bidirectional()) return period_of_chimera(shape, costs);
+  if (method.has_chunks) return period_of_interleaved(shape, costs);
+  if (method.is_split) return period_of_zero_bubble(shape, costs);
+  return method.keeps_whole_batch() ? period_of_gpipe(shape, costs) : period_of_1f1b(shape, costs);
 }
 
 PipelineShape with_microbatches(PipelineShape shape, int num_microbatches) {
@@ -288,63 +254,26 @@ PipelineShape with_microbatches(PipelineShape shape, int num_microbatches) {
 }
 
 double simulated_period(const PipelineShape& shape, const Costs& costs) {
-  const Schedule schedule =
-      make_schedule(shape.rule->name, shape.depth(), shape.num_microbatches, shape.stages_per_rank);
+  const Schedule schedule = make_schedule(shape.method->name, shape.depth(), shape.num_microbatches,
+                                          shape.stages_per_rank);
   return simulate(schedule, costs, 1).period;
 }
 
 }  // namespace
 
-const ScheduleRule& schedule_rule(std::string_view name) {
-  std::string known;
-  for (const ScheduleRule& rule : kRules) {
-    if (rule.name == name) return rule;
-    known += detail::concat(known.empty() ? "" : ", ", rule.name);
-  }
-  detail::throw_value_error(
-      detail::concat("schedules: \"", name, "\": the planner chooses among ", known));
-}
-
-std::vector<std::string> planned_schedules() {
-  std::vector<std::string> names;
-  for (const ScheduleRule& rule : kRules) names.emplace_back(rule.name);
-  return names;
-}
-
-std::optional<int> least_microbatches(const ScheduleRule& rule, int ranks, int stages_per_rank,
-                                      int at_least) {
-  if (stages_per_rank > 1 && !rule.has_chunks) return std::nullopt;
-  if (rule.is_bidirectional && ranks % 2 != 0) return std::nullopt;
-  const int multiple_of = rule.has_chunks ? ranks : rule.is_bidirectional ? 2 : 1;
-  const int least = rule.is_flushed() ? 1 : rule.is_eager() ? 2 * ranks - 1 : ranks;
-  const int m = std::max({least, at_least, 1});
-  return (m + multiple_of - 1) / multiple_of * multiple_of;
-}
-
-int most_in_flight(const PipelineShape& shape, int stage) {
-  const int d = shape.depth();
-  const int m = shape.num_microbatches;
-  const ScheduleRule& rule = *shape.rule;
-  if (rule.is_bidirectional) return std::min({d / 2, m / 2, d - stage});
-  if (rule.has_chunks) return most_in_flight_of_chunk(shape, stage);
-  if (rule.name == "gpipe") return m;
-  if (rule.is_split) return std::min(d, m);
-  return std::min(rule.is_eager() ? 2 * (d - stage) - 1 : d - stage, m);
-}
-
-int most_recomputed(const PipelineShape& shape, int stage) {
-  return shape.rule->is_split ? std::min(stage + 1, shape.num_microbatches) : 1;
+bool has_exact_formula(const ScheduleMethod& method) {
+  return !method.is_flushed() || method.keeps_whole_batch();
 }
 
 double simulated_actions(const PipelineShape& shape) {
-  const double pipelines = shape.rule->is_bidirectional ? 2 : 1;
+  const double pipelines = shape.method->is_bidirectional() ? 2 : 1;
   const double batches = 2 * std::max(3.0, 16 * shape.ranks * pipelines / shape.num_microbatches);
-  const int kinds = shape.rule->is_split ? 3 : 2;
+  const int kinds = shape.method->is_split ? 3 : 2;
   return batches * shape.depth() * shape.num_microbatches * kinds;
 }
 
-double closed_form_period(const PipelineShape& shape, const Costs& costs) {
-  const double messages = shape.num_microbatches * (shape.rule->is_bidirectional ? 0.5 : 1);
+double period_by_formula(const PipelineShape& shape, const Costs& costs) {
+  const double messages = shape.num_microbatches * (shape.method->is_bidirectional() ? 0.5 : 1);
   return std::max(period_of(shape, costs), messages * busiest_link(shape, costs));
 }
 
@@ -353,14 +282,14 @@ double work_of(const StageCosts& stage) {
 }
 
 double busiest_rank(const PipelineShape& shape, const Costs& costs) {
-  const double share = shape.rule->is_bidirectional ? 0.5 : 1;
+  const double share = shape.method->is_bidirectional() ? 0.5 : 1;
   double busiest = 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double seconds = 0;
     for (const int stage : shape.stages_on(rank)) {
       const StageCosts& cost = costs.stages[stage];
       seconds += share * shape.num_microbatches * work_of(cost);
-      seconds += shape.rule->is_flushed() ? update(cost) : cost.update;
+      seconds += shape.method->is_flushed() ? update(cost) : cost.update;
     }
     busiest = std::max(busiest, seconds);
   }
@@ -374,7 +303,7 @@ StepTime step_time(const PipelineShape& shape, const Costs& costs) {
   double seconds = 0;
   if (simulated_actions(shape) <= kMostSimulatedActions) {
     seconds = simulated_period(shape, costs);
-  } else if (!shape.rule->has_exact_closed_form() &&
+  } else if (!has_exact_formula(*shape.method) &&
              shape.num_microbatches > longer.num_microbatches &&
              simulated_actions(shorter) + simulated_actions(longer) <= kMostSimulatedActions) {
     const double first = simulated_period(shorter, costs);
@@ -382,7 +311,7 @@ StepTime step_time(const PipelineShape& shape, const Costs& costs) {
                          (longer.num_microbatches - shorter.num_microbatches);
     seconds = first + slope * (shape.num_microbatches - shorter.num_microbatches);
   } else {
-    seconds = closed_form_period(shape, costs);
+    seconds = period_by_formula(shape, costs);
   }
   seconds = std::max(seconds, busy);
   return {.seconds = seconds, .bubble = seconds > 0 ? 1 - busy / seconds : 0};

@@ -1,0 +1,123 @@
+// Schedules and their simulation, as Python sees them.
+#include "bindings/structs.h"
+#include "core/schedule/generate.h"
+#include "core/schedule/global_updates.h"
+#include "core/schedule/methods.h"
+#include "core/schedule/unroll.h"
+#include "core/schedule/validate.h"
+#include "core/simulate/simulate.h"
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+void bind_schedule_class(py::module_& module) {
+  py::class_<Schedule>(module, "Schedule")
+      .def_readonly("name", &Schedule::name)
+      .def_readonly("num_pipelines", &Schedule::num_pipelines)
+      .def_readonly("num_stages", &Schedule::num_stages)
+      .def_readonly("num_microbatches", &Schedule::num_microbatches)
+      .def_readonly("delay", &Schedule::delay)
+      .def_readonly("placement", &Schedule::placement)
+      .def_readonly("num_versions", &Schedule::num_versions)
+      .def_property_readonly("depth", &Schedule::depth)
+      .def_property_readonly("total_microbatches", &Schedule::total_microbatches)
+      .def("number_in_batch", &Schedule::number_in_batch, py::arg("stage"), py::arg("microbatch"))
+      .def("validate", [](const Schedule& self) { validate(self); })
+      .def("check_global_updates", [](const Schedule& self) { check_global_updates(self); })
+      .def(
+          "check_joint_updates",
+          [](const Schedule& self, const std::vector<JointUpdate>& joint, const std::string& why) {
+            check_joint_updates(self, joint, why);
+          },
+          py::arg("joint"), py::arg("why"))
+      .def("max_in_flight",
+           [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
+      .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })
+      .def_property_readonly("most_batches_behind",
+                             [](const Schedule& self) { return most_batches_behind(self); })
+      .def("to_csv", [](const Schedule& self) { return to_csv(self); })
+      .def(
+          "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
+          py::is_operator())
+      .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
+      .def_property_readonly("has_late_forwards",
+                             [](const Schedule& self) { return has_late_forwards(self); })
+      .def("__str__", [](const Schedule& self) { return to_text(self); });
+}
+
+void bind_methods(py::module_& module) {
+  py::class_<ScheduleMethod>(module, "ScheduleMethod")
+      .def_property_readonly("name",
+                             [](const ScheduleMethod& self) { return std::string(self.name); })
+      .def_readonly("has_chunks", &ScheduleMethod::has_chunks)
+      .def_property_readonly("is_bidirectional", &ScheduleMethod::is_bidirectional)
+      .def_readonly("is_planned", &ScheduleMethod::is_planned)
+      .def_property_readonly("size_rules",
+                             [](const ScheduleMethod& self) { return size_rules(self); });
+  module.def("schedule_methods", [] {
+    const std::span<const ScheduleMethod> methods = schedule_methods();
+    return std::vector<ScheduleMethod>(methods.begin(), methods.end());
+  });
+}
+
+void bind_simulation(py::module_& module) {
+  bind_struct(module, "StageCosts", std::pair("forward", &StageCosts::forward),
+              std::pair("input_grad", &StageCosts::input_grad),
+              std::pair("weight_grad", &StageCosts::weight_grad),
+              std::pair("recompute", &StageCosts::recompute),
+              std::pair("all_reduce", &StageCosts::all_reduce),
+              std::pair("update", &StageCosts::update),
+              std::pair("activation_bytes", &StageCosts::activation_bytes),
+              std::pair("input_bytes", &StageCosts::input_bytes),
+              std::pair("weight_bytes", &StageCosts::weight_bytes),
+              std::pair("gradient_bytes", &StageCosts::gradient_bytes),
+              std::pair("state_bytes", &StageCosts::state_bytes));
+  bind_struct(module, "EdgeCosts", std::pair("latency", &EdgeCosts::latency),
+              std::pair("bandwidth", &EdgeCosts::bandwidth),
+              std::pair("message_bytes", &EdgeCosts::message_bytes));
+  py::class_<SimulatedAction>(module, "SimulatedAction")
+      .def_readonly("stage", &SimulatedAction::stage)
+      .def_property_readonly(
+          "kind",
+          [](const SimulatedAction& self) { return std::string(1, static_cast<char>(self.kind)); })
+      .def_readonly("batch", &SimulatedAction::batch)
+      .def_readonly("microbatch", &SimulatedAction::microbatch)
+      .def_readonly("version", &SimulatedAction::version)
+      .def_readonly("start", &SimulatedAction::start)
+      .def_readonly("end", &SimulatedAction::end);
+  py::class_<Simulation>(module, "Simulation")
+      .def_readonly("timeline", &Simulation::timeline)
+      .def_readonly("makespan", &Simulation::makespan)
+      .def_readonly("period", &Simulation::period)
+      .def_readonly("bubbles", &Simulation::bubbles)
+      .def_readonly("most_in_flight", &Simulation::most_in_flight)
+      .def_readonly("peak_bytes", &Simulation::peak_bytes);
+  module.def(
+      "simulate",
+      [](const Schedule& schedule, std::vector<StageCosts> stages, std::vector<EdgeCosts> edges,
+         int num_batches) {
+        const Costs costs = {.stages = std::move(stages), .edges = std::move(edges), .skips = {}};
+        const py::gil_scoped_release no_gil;
+        return simulate(schedule, costs, num_batches);
+      },
+      py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"));
+}
+
+}  // namespace
+
+void bind_schedule(py::module_& module) {
+  bind_schedule_class(module);
+  bind_methods(module);
+  module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
+             py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
+  module.def("schedule_from_text", &from_text);
+  module.def("schedule_names", &schedule_names);
+  bind_simulation(module);
+}
+
+}  // namespace pd2

@@ -1,0 +1,27 @@
+// C++ structs as Python classes whose fields have names.
+#pragma once
+
+#include "bindings/bindings.h"
+
+#include <tuple>
+#include <utility>
+
+namespace pd2 {
+
+// A class with these fields as attributes. It is made from keywords; a field that is left out has
+// the struct's default.
+template <typename Struct, typename... Types>
+void bind_struct(py::module_& module, const char* name,
+                 const std::pair<const char*, Types Struct::*>&... fields) {
+  const Struct defaults;
+  py::class_<Struct> bound(module, name);
+  const auto make = [members = std::tuple(fields.second...)](Types... values) {
+    Struct made;
+    std::apply([&](auto... member) { ((made.*member = std::move(values)), ...); }, members);
+    return made;
+  };
+  bound.def(py::init(make), py::kw_only(), (py::arg(fields.first) = defaults.*fields.second)...);
+  (bound.def_readonly(fields.first, fields.second), ...);
+}
+
+}  // namespace pd2

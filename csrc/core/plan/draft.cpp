@@ -1,0 +1,180 @@
+#include "core/plan/draft.h"
+
+#include "core/plan/blocks.h"
+#include "core/plan/fit.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+double held_always(const PlannedStage& stage, int num_versions) {
+  const StageCosts& costs = stage.costs;
+  return num_versions * costs.weight_bytes + stage.frozen_bytes + costs.gradient_bytes +
+         costs.state_bytes;
+}
+
+}  // namespace
+
+std::vector<int> first_layers(const std::vector<PlannedStage>& stages) {
+  std::vector<int> firsts;
+  for (const PlannedStage& stage : stages) firsts.push_back(stage.first);
+  return firsts;
+}
+
+std::vector<StageMemoryRule> StageDraft::memory_rules() const {
+  const bool again = recomputes_stages();
+  const int sharing = shape.stages_sharing_a_rank();
+  std::vector<StageMemoryRule> rules(shape.depth());
+  for (int stage = 0; stage < shape.depth(); ++stage) {
+    StageMemoryRule& rule = rules[stage];
+    rule.slowness = holders.slowness[stage];
+    const double in_flight = most_in_flight(shape, stage);
+    rule.trained = shape.num_versions() + problem_.options.gradient + problem_.options.state;
+    rule.activations = again ? most_recomputed(shape, stage) : in_flight;
+    rule.inputs = again ? in_flight : 0;
+    for (const int rank : shape.ranks_of(stage)) {
+      rule.limit = std::min(rule.limit, holders.limits[rank] / sharing);
+    }
+  }
+  return rules;
+}
+
+StageSplitProblem StageDraft::split_problem() const {
+  StageSplitProblem split;
+  split.layers = profiled.layers;
+  split.edges = profiled.edges;
+  split.values = profiled.shared;
+  split.can_cut = problem_.model.can_cut;
+  split.seconds_per_byte = seconds_per_byte;
+  split.seconds_per_value = seconds_per_value;
+  split.recompute = recomputes_stages();
+  return split;
+}
+
+void StageDraft::set_stages(const std::vector<int>& firsts) {
+  const int n = problem_.model.num_layers();
+  const int d = shape.depth();
+  const PlanOptions& options = problem_.options;
+  std::vector<int> stage_of(n, 0);
+  for (int k = 0; k < d; ++k) {
+    std::fill(stage_of.begin() + firsts[k],
+              k + 1 < d ? stage_of.begin() + firsts[k + 1] : stage_of.end(), k);
+  }
+  const auto messages = messages_between(sums, stage_of);
+  std::vector<double> received(d, 0);
+  for (const auto& [from, to, bytes] : messages) received[to] += bytes;
+  const std::vector<Received> shared = shared_bytes(profiled.shared, stage_of, d);
+  std::vector<PlannedStage> stages(d);
+  for (int k = 0; k < d; ++k) {
+    PlannedStage& stage = stages[k];
+    stage.first = firsts[k];
+    stage.end = k + 1 < d ? firsts[k + 1] : n;
+    const LayerCost sum = sums.of(stage.first, stage.end);
+    const double trained = sum.trained_bytes + shared[k].trained;
+    const double slow = holders.slowness[k];
+    const double action = problem_.model.seconds_per_action;
+    stage.costs = {
+        .forward = slow * sum.forward + action,
+        .input_grad = slow * sum.input_grad + action,
+        .weight_grad = slow * sum.weight_grad + (shape.method->is_split ? action : 0),
+        .recompute = recomputes_stages() ? slow * sum.forward : 0,
+        .update = slow * trained * problem_.model.seconds_per_update_byte,
+        .activation_bytes = sum.activation_bytes + (recomputes_stages() ? 0 : shared[k].kept),
+        .input_bytes = recomputes_stages() ? received[k] : 0,
+        .weight_bytes = trained,
+        .gradient_bytes = options.gradient * trained,
+        .state_bytes = options.state * trained};
+    stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
+    stage.most_in_flight = most_in_flight(shape, k);
+    stage.memory_limit = std::numeric_limits<double>::infinity();
+    for (const int rank : shape.ranks_of(k)) {
+      stage.memory_limit = std::min(stage.memory_limit, holders.limits[rank]);
+    }
+  }
+  chosen.edges.assign(d - 1, {});
+  chosen.skips.clear();
+  for (const auto& [from, to, bytes] : messages) {
+    if (to == from + 1) {
+      chosen.edges[from].message_bytes = bytes;
+    } else if (bytes > 0) {
+      chosen.skips.push_back({from, to, {.message_bytes = bytes}});
+    }
+  }
+  chosen.stages = std::move(stages);
+}
+
+bool StageDraft::set_memory() {
+  bool fits = true;
+  chosen.peak_bytes = 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double bytes = 0;
+    double largest_again = 0;
+    for (const int k : shape.stages_on(rank)) {
+      PlannedStage& stage = chosen.stages[k];
+      const double held = most_recomputed(shape, k);
+      double kept = stage.costs.activation_bytes;
+      double again = 0;
+      if (recomputes_stages()) {
+        kept = stage.costs.input_bytes;
+        again = held * stage.costs.activation_bytes;
+      }
+      for (const int block : stage.blocks) {
+        again = std::max(again, held * sums.blocks[block].activation_bytes);
+      }
+      const double all = held_always(stage, shape.num_versions()) + stage.most_in_flight * kept;
+      stage.peak_bytes = all + again;
+      bytes += all;
+      largest_again = std::max(largest_again, again);
+    }
+    bytes += largest_again;
+    chosen.peak_bytes = std::max(chosen.peak_bytes, bytes);
+    fits = fits && is_within(bytes, holders.limits[rank]);
+  }
+  return fits;
+}
+
+// A stage's blocks are those that lie within it.
+bool StageDraft::recompute_blocks() {
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double needed = -holders.limits[rank];
+    std::vector<BlockChoice> choices;
+    std::vector<std::pair<int, int>> places;  // stage and block
+    for (const int k : shape.stages_on(rank)) {
+      const PlannedStage& stage = chosen.stages[k];
+      needed += held_always(stage, shape.num_versions()) +
+                stage.most_in_flight * stage.costs.activation_bytes;
+      const std::vector<Block>& blocks = problem_.model.blocks;
+      const auto first = std::ranges::lower_bound(blocks, stage.first, {}, &Block::first);
+      for (auto block = first; block != blocks.end() && block->end <= stage.end; ++block) {
+        const auto b = static_cast<int>(block - blocks.begin());
+        const LayerCost& sum = sums.blocks[b];
+        const double saved = sum.activation_bytes - sums.block_inputs[b];
+        choices.push_back({.saves = stage.most_in_flight * saved,
+                           .again = most_recomputed(shape, k) * sum.activation_bytes,
+                           .takes = holders.slowness[k] * sum.forward});
+        places.push_back({k, b});
+      }
+    }
+    const auto chosen = choose_blocks(choices, needed);
+    if (!chosen) return false;
+    for (const int i : *chosen) recompute_block(places[i].first, places[i].second);
+  }
+  return true;
+}
+
+void StageDraft::recompute_block(int k, int b) {
+  const LayerCost& sum = sums.blocks[b];
+  PlannedStage& stage = chosen.stages[k];
+  stage.blocks.push_back(b);
+  stage.costs.activation_bytes -= sum.activation_bytes - sums.block_inputs[b];
+  // A block runs again when its gradient has come: in I, and in W once more.
+  stage.costs.input_grad += holders.slowness[k] * sum.forward;
+  if (shape.method->is_split) {
+    stage.costs.weight_grad += holders.slowness[k] * sum.forward;
+  }
+}
+
+}  // namespace pd2

@@ -1,0 +1,83 @@
+// A candidate whose stages are being chosen: what they take and hold with given cuts.
+
+#pragma once
+
+#include "core/plan/candidates.h"
+#include "core/plan/sums.h"
+
+#include <vector>
+
+namespace pd2 {
+
+struct PlannedStage {
+  int first = 0;  // layers
+  int end = 0;
+  std::vector<int> devices;  // by replica
+  StageCosts costs;          // on the slowest of them
+  // Of the values that it sends, the slowest message: seconds, and the stage it goes to, the next
+  // one unless values pass over that.
+  double message = 0;
+  int receiver = 0;
+  double frozen_bytes = 0;
+  int most_in_flight = 0;
+  double peak_bytes = 0;
+  double memory_limit = 0;  // of the smallest device, of all its stages
+  std::vector<int> blocks;  // that are recomputed
+};
+
+std::vector<int> first_layers(const std::vector<PlannedStage>& stages);
+
+// The devices of a candidate's ranks, as far as its stages depend on them.
+struct StageHolders {
+  std::vector<double> slowness;  // by stage: of the slowest one
+  std::vector<double> limits;    // by rank: bytes of the smallest one
+};
+
+struct ChosenStages {
+  std::vector<PlannedStage> stages;  // devices and what depends on links are not set
+  std::vector<EdgeCosts> edges;      // message_bytes alone are set; 0: no message
+  std::vector<SkipCosts> skips;      // as edges
+  double peak_bytes = 0;             // of the fullest rank
+  bool is_fastest = false;           // no split has less work on its slowest stage
+};
+
+// All that it is made of must outlive it.
+class StageDraft {
+ public:
+  StageDraft(const PlanProblem& problem, const Candidate& candidate, const LayerSums& sums,
+             const StageHolders& holders)
+      : candidate(candidate),
+        shape(candidate.shape),
+        profiled(problem.model.microbatches[candidate.size]),
+        sums(sums),
+        holders(holders),
+        problem_(problem) {}
+
+  const Candidate& candidate;
+  const PipelineShape& shape;
+  const ProfiledRows& profiled;
+  const LayerSums& sums;
+  const StageHolders& holders;
+  ChosenStages chosen;
+  double seconds_per_byte = 0;  // of a mean message
+  double seconds_per_value = 0;
+
+  bool recomputes_stages() const { return candidate.recompute == Recompute::kStages; }
+
+  // Each of a rank's stages with an equal share of its memory.
+  std::vector<StageMemoryRule> memory_rules() const;
+  StageSplitProblem split_problem() const;  // stages are not set
+
+  // In this order: sets `chosen` to the stages of the cuts; chooses blocks on every rank that needs
+  // it, false if they are not enough; sets the peaks, false if a rank is not within its limit.
+  void set_stages(const std::vector<int>& firsts);
+  bool recompute_blocks();
+  bool set_memory();
+
+ private:
+  void recompute_block(int stage, int block);
+
+  const PlanProblem& problem_;
+};
+
+}  // namespace pd2

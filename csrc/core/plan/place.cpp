@@ -1,0 +1,100 @@
+#include "core/plan/place.h"
+
+#include <algorithm>
+#include <limits>
+#include <span>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Messages, each at the link between the two devices, and the time of adding up gradients.
+void set_links(Evaluation& plan, GridLinks& links) {
+  const PipelineShape& shape = plan.candidate.shape;
+  Costs& costs = plan.costs;
+  const auto set = [&](int from, int to, EdgeCosts& edge) {
+    if (edge.message_bytes == 0) return;
+    const Link link = links.slowest(from, to, edge.message_bytes);
+    edge.latency = link.latency;
+    edge.bandwidth = link.bandwidth;
+    const double seconds = link.seconds(edge.message_bytes);
+    PlannedStage& stage = plan.stages[from];
+    if (seconds <= stage.message) return;
+    stage.message = seconds;
+    stage.receiver = to;
+  };
+  for (int k = 0; k < shape.depth(); ++k) {
+    plan.stages[k].message = 0;
+    plan.stages[k].receiver = k + 1;
+    if (k + 1 < shape.depth()) set(k, k + 1, costs.edges[k]);
+  }
+  for (SkipCosts& skip : costs.skips) set(skip.from, skip.to, skip.edge);
+  costs.stages.resize(shape.depth());
+  for (int k = 0; k < shape.depth(); ++k) {
+    PlannedStage& stage = plan.stages[k];
+    const std::span<const int> devices = links.devices().of_rank(k % shape.ranks);
+    stage.devices.assign(devices.begin(), devices.end());
+    stage.costs.all_reduce = links.all_reduce(k, stage.costs.gradient_bytes);
+    costs.stages[k] = stage.costs;
+  }
+  plan.devices = links.devices();
+}
+
+}  // namespace
+
+StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
+                        const DeviceGrid& devices) {
+  const std::vector<DeviceType>& types = cluster.types;
+  StageHolders holders;
+  if (types.size() == 1) {
+    holders.slowness.assign(shape.depth(), types.front().slowness);
+    holders.limits.assign(shape.ranks, types.front().memory_bytes);
+    return holders;
+  }
+  std::vector<double> slowness(shape.ranks, 0);
+  holders.limits.assign(shape.ranks, kInfinity);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    for (const int device : devices.of_rank(rank)) {
+      const DeviceType& type = cluster.type(device);
+      slowness[rank] = std::max(slowness[rank], type.slowness);
+      holders.limits[rank] = std::min(holders.limits[rank], type.memory_bytes);
+    }
+  }
+  for (int stage = 0; stage < shape.depth(); ++stage) {
+    double slowest = 0;
+    for (const int rank : shape.ranks_of(stage)) slowest = std::max(slowest, slowness[rank]);
+    holders.slowness.push_back(slowest);
+  }
+  return holders;
+}
+
+Evaluation placed(const Candidate& candidate, ChosenStages stages, GridLinks& links) {
+  Evaluation plan;
+  plan.candidate = candidate;
+  plan.stages = std::move(stages.stages);
+  plan.costs.edges = std::move(stages.edges);
+  plan.costs.skips = std::move(stages.skips);
+  plan.peak_bytes = stages.peak_bytes;
+  set_links(plan, links);
+  return plan;
+}
+
+void search_devices(const Cluster& cluster, Evaluation& plan) {
+  const DeviceGrid before = plan.devices;
+  const PipelineShape& shape = plan.candidate.shape;
+  const auto place_on = [&](const DeviceGrid& devices) {
+    GridLinks links(cluster, shape, devices);
+    set_links(plan, links);
+  };
+  const double seconds_before = step_time(shape, plan.costs).seconds;
+  const DeviceGrid found = search_mapping(cluster, before, [&](const DeviceGrid& devices) {
+    place_on(devices);
+    return period_by_formula(shape, plan.costs);
+  });
+  place_on(found);
+  if (step_time(shape, plan.costs).seconds > seconds_before) place_on(before);
+}
+
+}  // namespace pd2
