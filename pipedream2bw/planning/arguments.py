@@ -1,4 +1,4 @@
-"""Checks of what :func:`plan` is given."""
+"""Checks of the arguments of :func:`plan`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_batch(batch: object, largest_batch: object) -> None:
 
 
 def chosen_schedules(given: object) -> list[str]:
-    """The schedules that are tried; one may be given by itself.
+    """Lists the schedules that are tried; one may be given by itself.
 
     Raises:
         TypeError: no names.
@@ -43,7 +43,7 @@ def chosen_schedules(given: object) -> list[str]:
 
 
 def ways_to_recompute(given: object) -> list[str]:
-    """The ways to recompute that are tried; one may be given by itself.
+    """Lists the ways to recompute that are tried; one may be given by itself.
 
     Raises:
         TypeError: no names.
@@ -53,11 +53,11 @@ def ways_to_recompute(given: object) -> list[str]:
 
 
 def chunks_to_try(given: object, largest_batch: int) -> list[int]:
-    """The numbers of stages per rank that are tried; one may be given by itself.
+    """Lists the numbers of stages per rank that are tried; one may be given by itself.
 
     Raises:
         TypeError: no whole numbers.
-        ValueError: one is below 2, or too large for so many microbatches.
+        ValueError: one is below 2, or too large for these microbatches.
     """
     numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
@@ -169,8 +169,8 @@ def check_grid(
     told += [f"{name}: {n}" for name, n in (("width", width), ("num_stages", num_stages)) if n]
     raise ValueError(
         f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: a replica "
-        "needs a device for each stage, or with interleaved for each stages_per_rank stages; "
-        "chimera needs an even number of stages"
+        "needs a device for each stage, or for each stages_per_rank stages where a schedule has "
+        "several on a rank; two pipelines need an even number of stages"
     )
 
 
@@ -214,7 +214,7 @@ _GIB = 2.0**30
 def memory_of_types(
     cluster: Cluster, memory: float, calibration: Calibration | None
 ) -> list[float]:
-    """The bytes that a plan may use of a device of each type.
+    """Lists the bytes that a plan may use of a device of each type.
 
     Raises:
         ValueError: the calibration's offset leaves nothing of one.
@@ -230,7 +230,7 @@ def memory_of_types(
 
 
 def own_memories(cluster: Cluster) -> str:
-    """What an error adds on the types that ``plan(memory=)`` is not about; empty without any."""
+    """Words that name the types whose memory ``plan(memory=)`` does not set; empty without any."""
     own = [
         f"{each.name!r} ({parse_bytes('memory', each.memory) / _GIB:.6g} GiB)"
         for each in cluster.types

@@ -1,4 +1,4 @@
-"""How much more memory devices took than a plan said, learnt from runs."""
+"""A margin of memory learnt from runs: how much more devices took than a plan said."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Calibration:
     """A margin for predictions of memory (as Pipette, DATE 2024, learns one).
 
     Weights, gradients and optimizer state are known exactly. A device takes ``activations`` times
-    the activations that were predicted, and ``offset`` bytes besides.
+    the activations that were predicted, and ``offset`` bytes in addition.
 
     Attributes:
         activations: a factor.
@@ -41,7 +41,7 @@ class Calibration:
         check_number("offset", self.offset, at_least=0, below=math.inf)
 
     def peak_bytes(self, plan: Plan) -> list[float]:
-        """What the devices of a plan take that was made without it, by rank of a replica."""
+        """Corrects a plan that was made without it: bytes of its devices, by rank of a replica."""
         return [
             exact + self.activations * activations + self.offset
             for exact, activations in _predicted(plan)
@@ -149,7 +149,7 @@ def calibrate(
 def _of_devices(
     ranks: Sequence[Sequence[int]], measured: Mapping[int, StageMemory | float]
 ) -> tuple[list[int], list[float]]:
-    """Ranks and their peaks in bytes."""
+    """Returns the ranks that were measured and their peaks in bytes."""
     peaks: dict[int, float] = {}
     for stage, size in measured.items():
         if isinstance(size, (StageMemory, bool)) or not isinstance(size, (int, float)):
@@ -171,6 +171,6 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _predicted(plan: Plan) -> list[tuple[float, float]]:
-    """By rank of a replica: bytes that are exact, and activations."""
+    """Returns by rank of a replica the bytes that are known exactly, and the activations."""
     kinds = [bytes_of_rank(plan, stages) for stages in stages_of_ranks(plan)]
     return [(sum(each.values()) - each["activations"], each["activations"]) for each in kinds]

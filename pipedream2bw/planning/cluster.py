@@ -13,7 +13,7 @@ from ..profiling.records import ProfiledLinks
 from .units import parse_bandwidth, parse_bytes, parse_seconds
 
 MOST_DEVICES = 2**16
-"""Of a cluster: a plan for so many is found in about a second."""
+"""The most devices of a cluster: a plan for these is found in about a second."""
 
 
 Amount = str | float
@@ -21,7 +21,7 @@ Amount = str | float
 
 
 Link = tuple[float, float]
-"""Seconds of latency, bytes per second."""
+"""A link as seconds of latency and bytes per second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Of all types."""
+        """Devices of all types."""
         return sum(each.count for each in self.types)
 
     @classmethod
@@ -100,7 +100,7 @@ class Cluster:
         inside_latency: Amount = 0.0,
         outside_latency: Amount = 0.0,
     ) -> Cluster:
-        """Servers of so many devices, with fast links inside and slow ones between them.
+        """Servers with fast links inside and slow ones between them.
 
         Args:
             devices: how many, or their types.
@@ -223,7 +223,7 @@ def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
 
 
 def _check_prices(name: str, given: object) -> None:
-    """Raises TypeError, or ValueError that tells the rule."""
+    """Raises TypeError or ValueError unless they are prices by rising hours."""
     hours_and_prices = [(0.0, given)] if _is_number(given) else given
     if not _is_list(hours_and_prices) or not all(
         _is_list(each) and len(each) == 2 and all(map(_is_number, each))

@@ -1,4 +1,4 @@
-"""How a model is to be trained, as the planner says and a file keeps."""
+"""Plans: how a model is to be trained, as the planner says and a file keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Alternative:
         schedule, width, num_stages, stages_per_rank, microbatch_rows, num_microbatches: as in
             :class:`Plan`.
         recompute: "none", "stages" or "blocks".
-        seconds_per_batch, rows_per_second, price_per_hour, peak_bytes: likewise.
+        seconds_per_batch, rows_per_second, price_per_hour, peak_bytes: as in :class:`Plan`.
         lost_by: a sentence.
     """
 
@@ -127,12 +127,12 @@ class Plan:
 
     @property
     def split(self) -> list[str]:
-        """What ``PipelineModule(split=)`` takes."""
+        """The value for ``PipelineModule(split=)``."""
         return [stage.begins_at for stage in self.stages[1:]]
 
     @property
     def recompute(self) -> bool | list[bool] | list[str]:
-        """What ``PipelineModule(recompute=)`` takes."""
+        """The value for ``PipelineModule(recompute=)``."""
         if all(isinstance(stage.recomputed, bool) for stage in self.stages):
             return [bool(stage.recomputed) for stage in self.stages]
         names = [
@@ -307,7 +307,7 @@ MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")
 
 
 def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """By kind, of a device that holds these stages, at its peak.
+    """Returns the bytes of a device that holds these stages at its peak, by kind.
 
     One of its stages runs forwards again at a time.
     """
@@ -322,7 +322,7 @@ def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
 
 
 def stages_of_ranks(plan: Plan) -> list[list[int]]:
-    """By rank of a replica, the stages that it holds; see :func:`shape_of`."""
+    """Returns the stages that each rank of a replica holds; see :func:`shape_of`."""
     return shape_of(plan).stages_of_ranks
 
 

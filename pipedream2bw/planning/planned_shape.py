@@ -1,4 +1,4 @@
-"""What a plan's schedule does with its stages, known without making the schedule."""
+"""Counts of a plan's schedule by stage, known without making the schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sizes(Protocol):
 
 
 def shape_of(sizes: Sizes) -> PlannedShape:
-    """What a schedule of these sizes, within :data:`MOST`, does with its stages.
+    """Counts what a schedule of these sizes, within :data:`MOST`, has on its stages and ranks.
 
     The schedule is not made, since with many microbatches it is long.
 

@@ -35,7 +35,7 @@ _SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_byt
 
 
 SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
-"""That are chosen among by default: gpipe keeps more than 1f1b, 2bw_eager more than 2bw."""
+"""The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
 
 
 def plan(
@@ -75,7 +75,7 @@ def plan(
         memory: bytes of a device, a number or like "16GiB", unless its type has its own.
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
             At most 100 million.
-        largest_batch: at most so many; the batch if None. The largest that trains well.
+        largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
         schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
             Of these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
@@ -85,16 +85,16 @@ def plan(
         objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
             a device, of plans that take at most 1 + slack of the least time.
         slack: see ``objective``.
-        num_batches: for prices that change: what so many batches cost, beginning now. None: at
+        num_batches: for prices that change: the batches whose price counts, beginning now. None: at
             today's prices.
         start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
             says when they are to begin.
         optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
             profile must have; in another one that lacks it an update takes no time.
         precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
-            in that dtype (``model.bfloat16()``), whose times and bytes no profile in float32 tells.
+            in that dtype (``model.bfloat16()``): its times and bytes cannot be known from float32's.
         split_master: as in :class:`PipelineModule`.
-        width, num_stages: plans have so many replicas, and stages; None: the best number.
+        width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
 
@@ -202,7 +202,7 @@ def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
 def _bytes_per_trained_byte(
     optimizer: str, precision: str | None, split_master: bool
 ) -> tuple[float, float]:
-    """Of gradients, and of optimizer state with masters."""
+    """Returns the bytes of gradients, and of optimizer state with masters."""
     states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
     if not isinstance(optimizer, str):
         raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
@@ -264,7 +264,7 @@ def _profiled_model(
 
 
 def _shared(layers: Sequence[int], **bytes_of_kind: float) -> _C.Value:
-    """What the first of the layers has, and again every later stage with one of the others."""
+    """Makes what counts with the first layer, and again on later stages with one of the others."""
     return _C.Value(producer=layers[0], consumers=layers[1:], **bytes_of_kind)
 
 

@@ -44,7 +44,7 @@ class Event:
 
 
 Row = tuple[int, int]
-"""A replica and one of its ranks."""
+"""A row of a picture: a replica and one of its ranks."""
 
 
 def row_of(event: Event) -> Row:
@@ -69,5 +69,5 @@ def row_name(row: Row, stages: Sequence[int]) -> str:
 
 
 def number_batches(events: Sequence[Event]) -> bool:
-    """Whether actions are told apart by their batch, since no batch has two microbatches."""
+    """Returns whether pictures number actions by batch, since no batch has two microbatches."""
     return len({event.microbatch for event in events}) == 1

@@ -1,4 +1,4 @@
-"""A schedule from what the user gives: a name, a text, a path or a schedule."""
+"""Schedules from what users give: a name, a text, a path or a schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ schedule_names = _C.schedule_names
 
 
 def load_schedule(source: Schedule | str | os.PathLike[str]) -> Schedule:
-    """A schedule of one's own, checked.
+    """Loads and checks a schedule of your own.
 
     Args:
         source: a schedule, its text form (several lines, as ``str(schedule)`` gives), the
@@ -42,7 +42,7 @@ def load_schedule(source: Schedule | str | os.PathLike[str]) -> Schedule:
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """Its name and a digest of its text: ranks may have read files that differ."""
+    """Returns a schedule's name and a digest of its text: ranks may have read different files."""
     digest = hashlib.blake2b(str(schedule).encode(), digest_size=4).hexdigest()
     return f"{schedule.name} ({digest})"
 

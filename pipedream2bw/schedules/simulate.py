@@ -18,7 +18,7 @@ PerStage = float | Sequence[float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What :func:`simulate` found out.
+    """The result of :func:`simulate`.
 
     Attributes:
         events: every action, rank by rank in order, in seconds from the run's start;
@@ -85,7 +85,7 @@ def simulate(
         num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
             is the second one's copy of stage i and costs the same. A schedule of one's own has
             its own, which this must equal if given.
-        num_microbatches: microbatches of a batch; likewise.
+        num_microbatches: microbatches of a batch, which must equal such a schedule's own if given.
         stages_per_rank: for schedules by name that allow more than one.
         forward: seconds of a forward of one microbatch.
         backward: seconds of a backward, half of it the input gradient; 2.0 if nothing is said.
@@ -179,7 +179,7 @@ def _halves(
     weight_grad: PerStage | None,
     num_stages: int,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the input gradients and of the weight gradients."""
+    """Returns the seconds of the input gradients and of the weight gradients."""
     if input_grad is None and weight_grad is None:
         whole = _values("backward", 2.0 if backward is None else backward, num_stages)
         for stage, seconds in enumerate(whole):
@@ -199,7 +199,7 @@ def _halves(
 
 
 def _values(name: str, given: PerStage, num_stages: int, *, of_edges: bool = False) -> list[float]:
-    """One value for each stage, or for each edge."""
+    """Returns one value for each stage, or for each edge."""
     expected = num_stages - 1 if of_edges else num_stages
     if isinstance(given, (int, float)):
         return [float(given)] * expected

@@ -61,7 +61,7 @@ class Splits {
   static constexpr double kMost = std::numeric_limits<double>::max() / 4;
 
  private:
-  // Of the stages k that end here, the one with the least value.
+  // Finds the stage k that ends here with the least value.
   void set(Measure measure, int k, int end, double limit) {
     const bool is_last = k + 1 == num_stages_;
     const double transfer = is_last ? 0 : problem_.bytes[end] * problem_.seconds_per_byte[k];
@@ -91,8 +91,8 @@ class Splits {
   const BoundarySplitProblem& problem_;
   const int num_stages_;
   const int num_pieces_;
-  // By stage and the position it ends at: by how much the longest cycle up to the next stage is
-  // over the limit for the stages in it, or the sum of the messages so far.
+  // The value by stage and the position it ends at: the excess of the longest cycle up to the next
+  // stage over the limit for the stages in it, or the sum of the messages so far.
   std::vector<std::vector<double>> value_;
   std::vector<std::vector<int>> first_;  // where that stage begins
 };

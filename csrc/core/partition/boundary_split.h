@@ -7,7 +7,7 @@
 
 namespace pd2 {
 
-// Of pieces that are not cut: stages are made of whole ones.
+// A model of pieces that are not cut: stages are made of whole ones.
 struct BoundarySplitProblem {
   std::vector<double> seconds_before;  // of the pieces before each position, and of all
   std::vector<double> bytes;           // of the message, by position

@@ -9,7 +9,7 @@
 namespace pd2 {
 namespace {
 
-// Those of `from` that stages from piece 0 on reach.
+// The positions of `from` that stages from piece 0 on reach.
 std::vector<Positions> on_some_split(const SplitCosts& costs, const StageRows& rows,
                                      const std::vector<Positions>& from) {
   std::vector<Positions> on = {from[0]};
@@ -87,7 +87,7 @@ class LeastRest {
 
   const StageRows& rows_;
   std::vector<std::vector<Cost>> of_word_;  // the least of each word
-  // Of the stages that begin at the piece in hand, by word, where known yet.
+  // The messages of the stages that begin at the current piece, by word, where known.
   std::vector<char> known_;
   std::vector<std::array<Cost, 64>> messages_;
 };

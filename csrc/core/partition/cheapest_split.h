@@ -1,4 +1,4 @@
-// Of all splits whose stages are allowed, the one whose messages cost the least.
+// Finds the split whose messages cost the least, of all whose stages are allowed.
 
 #pragma once
 

@@ -9,10 +9,10 @@
 namespace pd2 {
 namespace {
 
-// Limits on a rank's work closer than this, of it, are as good as equal.
+// Limits on a rank's work that differ by less than a share of 1 / kSteps are as good as equal.
 constexpr int kSteps = 4096;
 
-struct Run {
+struct StageRange {
   int first = 0;
   int end = 0;
   Cost cost = 0;
@@ -23,7 +23,7 @@ class Folding {
  public:
   explicit Folding(const SplitCosts& costs) : costs_(costs) {}
 
-  // Of ranks that take at most `limit` each.
+  // A split of which every rank takes at most `limit`.
   std::optional<std::vector<int>> with_limit(Cost limit) const {
     const int d = costs_.num_stages();
     std::vector<int> firsts(d);
@@ -32,16 +32,16 @@ class Folding {
     for (int r = 0; r < d / 2; ++r) {
       const int last = d - 1 - r;
       const double memory = std::min(costs_.rule(r).limit, costs_.rule(last).limit);
-      Run front = run(r, begin, begin + 1);
-      Run back = run(last, end - 1, end);
-      const auto fits = [&](const Run& a, const Run& b) {
+      StageRange front = stage_of(r, begin, begin + 1);
+      StageRange back = stage_of(last, end - 1, end);
+      const auto fits = [&](const StageRange& a, const StageRange& b) {
         return a.cost + b.cost <= limit && (a.held + b.held).all() <= memory;
       };
       if (!fits(front, back)) return std::nullopt;
       // The stages between need a piece each.
       for (int left = end - begin - 2 - (d - 2 - 2 * r); left > 0; --left) {
-        const Run longer_front = run(r, begin, front.end + 1);
-        const Run longer_back = run(last, back.first - 1, end);
+        const StageRange longer_front = stage_of(r, begin, front.end + 1);
+        const StageRange longer_back = stage_of(last, back.first - 1, end);
         const bool may_front = fits(longer_front, back);
         const bool may_back = fits(front, longer_back);
         if (!may_front && !may_back) break;
@@ -61,7 +61,7 @@ class Folding {
   }
 
  private:
-  Run run(int stage, int first, int end) const {
+  StageRange stage_of(int stage, int first, int end) const {
     const StageMemoryRule& rule = costs_.rule(stage);
     const Received received =
         costs_.counts_received(rule) ? costs_.messages(first, end).received : Received{};
@@ -83,7 +83,7 @@ std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
             ": every stage needs one");
   const double slowest = *std::ranges::max_element(costs.slownesses());
   const Folding folding(costs);
-  // Whatever a rank may take is enough for the last one.
+  // A limit of all the work is enough for any rank.
   Cost high = costs.compute(slowest, 0, costs.num_pieces());
   std::optional<std::vector<int>> best = folding.with_limit(high);
   Cost low = high / (d / 2 + 1);

@@ -17,7 +17,7 @@ struct Stage {
   Cost cost = 0;
   HeldBytes held;
 
-  // What a rank needs of its stages together.
+  // The needs of a rank for several stages together.
   Stage operator+(const Stage& other) const { return {cost + other.cost, held + other.held}; }
 };
 
@@ -148,7 +148,7 @@ class Search {
   Search(const Ranks& ranks, std::optional<Cost> best)
       : ranks_(ranks), best_(best.value_or(kInfiniteCost)), sums_(ranks.num_ranks()) {}
 
-  // Whether it came to its end.
+  // Returns whether the search came to its end.
   bool run() {
     extend(0, 0);
     return steps_ <= kMostSteps;
@@ -156,7 +156,7 @@ class Search {
   const std::vector<int>& ends() const { return found_; }  // empty: none is faster
 
  private:
-  // Of stages s... over the pieces from `first` on.
+  // Adds stages s... over the pieces from `first` on.
   void extend(int s, int first) {
     const SplitCosts& costs = ranks_.costs();
     const int n = costs.num_pieces();

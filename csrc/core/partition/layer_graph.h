@@ -1,5 +1,5 @@
-// What a model is to the partitioner: layers in execution order, with costs, and the values
-// between them.
+// A model as the partitioner sees it: layers in execution order, with costs, and the values between
+// them.
 
 #pragma once
 
@@ -36,7 +36,7 @@ struct LayerGraph {
 // before its consumer, and costs or bytes that are negative or not finite.
 void check(const LayerGraph& graph);
 
-// The same for edges alone.
+// check() for edges alone.
 void check_edges(const std::vector<Edge>& edges, int num_layers);
 
 // Bytes that cross the cut between layer i and layer i + 1, for i in 0 .. layers - 2. A value with

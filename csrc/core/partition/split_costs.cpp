@@ -96,7 +96,7 @@ void check(const StageSplitProblem& problem) {
 }
 
 std::vector<Value> all_values(const StageSplitProblem& problem) {
-  // By producer, the largest first; of a producer and a consumer the largest.
+  // Sorts by producer, the largest first; of each producer and consumer it keeps the largest.
   std::vector<Edge> edges = problem.edges;
   std::ranges::sort(edges, {}, [](const Edge& edge) {
     return std::tuple(edge.producer, edge.consumer, -edge.bytes);

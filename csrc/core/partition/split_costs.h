@@ -1,4 +1,4 @@
-// What any stage [first, end) of a StageSplitProblem costs, as the searches for splits need it.
+// The costs of any stage [first, end) of a StageSplitProblem, as the searches for splits need them.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace pd2 {
 
-// Seconds as integers: sums are exact and equal sums compare equal, which the ties need.
+// Seconds as integers: sums are exact and equal sums compare equal, which breaking ties needs.
 using Cost = std::int64_t;
 inline constexpr Cost kInfiniteCost = std::numeric_limits<Cost>::max() / 4;
 
@@ -22,14 +22,14 @@ std::vector<Value> all_values(const StageSplitProblem& problem);
 // Throws ValueError as split_stages().
 void check(const StageSplitProblem& problem);
 
-// Bytes of what comes from stages before, or what they have, too.
+// Bytes that come from earlier stages, or that earlier stages have, too.
 struct Received {
   double all = 0;
   double kept = 0;  // for the backward
   double trained = 0;
   double frozen = 0;
 
-  // What a stage has if a layer of it takes the value.
+  // The bytes of a stage with a layer that takes the value.
   static Received of(const Value& value) {
     return {value.bytes, value.kept_bytes, value.trained_bytes, value.frozen_bytes};
   }
@@ -43,8 +43,8 @@ struct Received {
   Received operator-() const { return {-all, -kept, -trained, -frozen}; }
 };
 
-// What a stage holds, or several stages of one rank: of what runs again, which is one stage's at a
-// time, the largest.
+// The bytes that one stage holds, or several stages of one rank. Only one stage runs again at a
+// time, so the largest counts.
 struct HeldBytes {
   double always = 0;
   double again = 0;
@@ -108,13 +108,13 @@ class SplitCosts {
            rule.frozen * (frozen_[end] - frozen_[first]) +
            rule.activations * (activations_[end] - activations_[first]) + bytes(rule, received);
   }
-  // The same in its parts: with recompute the activations run again.
+  // bytes() in its parts: with recompute the activations run again.
   HeldBytes held(const StageMemoryRule& rule, int first, int end, const Received& received) const {
     const double activations = rule.activations * (activations_[end] - activations_[first]);
     const double again = rule.inputs > 0 ? activations : 0;
     return {bytes(rule, first, end, received) - again, again};
   }
-  // Of the values that are made before the position and read after it.
+  // The bytes of the values that are made before the position and read after it.
   const Received& crossing(int position) const { return crossing_[position]; }
   // Whether the memory by this rule depends on what a stage receives.
   bool counts_received(const StageMemoryRule& rule) const { return rule.inputs > 0 || has_shared_; }

@@ -40,7 +40,7 @@ int last_that(int low, int high, int guess, Holds&& holds) {
   return low;
 }
 
-// What the stages from one first piece on receive, by end, found as far as asked for.
+// The bytes that stages from one first piece on receive, by end, computed as far as asked for.
 class ReceivedByEnd {
  public:
   ReceivedByEnd(const SplitCosts& costs, int first) : costs_(costs), first_(first), received_(1) {}
@@ -60,7 +60,7 @@ class ReceivedByEnd {
   std::vector<Received> received_;
 };
 
-// Of the stages k that begin where stages 0 .. k - 1 can end.
+// Finds the farthest end of the stages k that begin where stages 0 .. k - 1 can end.
 void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
@@ -118,7 +118,7 @@ double smallest_memory_limit(const StageSplitProblem& problem) {
   const auto fit_with = [&](double limit) {
     return fit_memory(costs, std::vector<double>(d, limit));
   };
-  // Of some split that fits: what its largest stage really takes.
+  // The bytes of the largest stage of some split that fits.
   const auto taken = [&](const MemoryFit& fit) {
     double most = 0;
     for (int k = 0, a = 0; k < d; ++k) {

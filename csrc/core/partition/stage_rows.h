@@ -42,19 +42,19 @@ class StageRows {
   // before the first one.
   int first_word(int first) const { return (first + 1) / 64; }
   int last_word(int k, int first) const;
-  // Those ends of a word that have their bit set and are within the memory of stage k.
+  // The ends of a word that have their bit set and are within the memory of stage k.
   std::uint64_t ends(int k, int first, int word) const;
   bool allows(int k, int first, int end) const;
-  // Stages that begin before do not come so far, by their compute.
+  // The first piece from which a stage, by its compute, may reach the position.
   int first_that_reaches(int position) const;
-  // Is one of `ends` allowed.
+  // Whether one of `ends` is allowed.
   bool meets(int k, int first, const Positions& ends) const;
   // Adds to `ends` all that are allowed.
   void add_ends(int k, int first, Positions& ends) const;
 
-  // At most what the messages cost of any stage that ends in the word.
+  // A lower bound on the messages of every stage that ends in the word.
   Cost least_messages(int first, int word) const { return words_[index(first, word)].least; }
-  // By end in the word, as far as the row goes.
+  // The messages by end in the word, as far as the row goes.
   std::array<Cost, 64> messages(int first, int word) const;
 
  private:

@@ -14,7 +14,7 @@
 
 namespace pd2 {
 
-// Of one layer and one microbatch, in seconds and bytes.
+// The costs of one layer and one microbatch, in seconds and bytes.
 struct LayerCost {
   double forward = 0;
   double input_grad = 0;  // a B takes input_grad + weight_grad
@@ -24,7 +24,7 @@ struct LayerCost {
   double trained_bytes = 0;     // the part of parameter_bytes that is trained
 };
 
-// A value that one layer makes and later ones read, where a message costs what no rate tells: one
+// A value that one layer makes and later ones read, whose message has a cost of its own: one
 // without a gradient, say. Or a tensor that several layers keep for their backward, or a parameter
 // that several use: it counts with the first of them (the producer here), and again on every later
 // stage that has one of the others.
@@ -60,8 +60,8 @@ struct StageSplitProblem {
   std::vector<Value> values;  // further values
   std::vector<bool> can_cut;  // layers - 1: may a stage end after layer i; empty: everywhere
   std::vector<StageMemoryRule> stages;  // one per stage
-  // Of a message of `edges`. A stage pays 2 (bytes * seconds_per_byte + seconds_per_value) for each
-  // value that enters or leaves: the forward's message and the gradient's.
+  // The cost of a message of `edges`. A stage pays 2 (bytes * seconds_per_byte + seconds_per_value)
+  // for each value that enters or leaves: the forward's message and the gradient's.
   double seconds_per_byte = 0;
   double seconds_per_value = 0;
   bool recompute = false;  // every stage runs its forward once more
@@ -94,7 +94,7 @@ std::optional<StageSplit> split_stages(const StageSplitProblem& problem);
 // stages' own limits are not looked at). Throws as split_stages().
 double smallest_memory_limit(const StageSplitProblem& problem);
 
-// What a stage needs of one microbatch.
+// The time and memory of a stage for one microbatch.
 struct StageUse {
   double compute = 0;   // seconds, slowness included
   double messages = 0;  // seconds
@@ -103,8 +103,8 @@ struct StageUse {
   double seconds() const { return compute + messages; }
 };
 
-// Of every stage of a given split. Throws ValueError for first layers that are no split of the
-// problem into its number of stages, and as split_stages().
+// The use of every stage of a given split. Throws ValueError for first layers that are no split of
+// the problem into its number of stages, and as split_stages().
 std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
                                  const std::vector<int>& first_layers);
 

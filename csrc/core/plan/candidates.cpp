@@ -17,7 +17,7 @@ bool may_cut(const ProfiledModel& model, int after) {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Adds every size, way and mapping of one schedule on so many ranks.
+// Adds every size, way to recompute and mapping of one schedule on a number of ranks.
 class Adder {
  public:
   Adder(const PlanProblem& problem, const DeviceMappings& mappings, std::vector<Candidate>& list)
@@ -47,8 +47,8 @@ class Adder {
   }
 
  private:
-  // With fewer blocks than stages some stage has none to recompute. Of many blocks there must be
-  // two for each stage, as cuts go through some. The copies of a stage on two ranks would have to
+  // With fewer blocks than stages some stage has none to recompute. Where there are many, each
+  // stage needs two, as cuts go through some. The copies of a stage on two ranks would have to
   // choose the same ones.
   bool may_choose_blocks(const Candidate& candidate) const {
     constexpr int kMany = 64;

@@ -20,7 +20,7 @@ struct Candidate {
   int batch() const { return width * rows * shape.num_microbatches; }
 };
 
-// Of what the planner offers once: the best mapping counts.
+// Whether two candidates differ in their device mapping alone: the planner offers the better one.
 bool same_but_mapping(const Candidate& a, const Candidate& b);
 
 // "2bw, w = 2, d = 4, b = 8, m = 16, recompute none"
@@ -34,15 +34,15 @@ std::string to_string(const Candidate& candidate);
 // the same.
 std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings);
 
-// Of the model, which it can be cut into.
+// The most stages that the model can be cut into.
 int most_stages(const ProfiledModel& model);
 
-// The bytes of a microbatch that a stage receives at least, but the first: what the layer reads
-// that it begins with.
+// The least bytes of a microbatch that any stage but the first receives: what its first layer
+// reads.
 double least_received(const ProfiledModel& model, int size);
 
-// The bytes of a microbatch that a stage sends to the next one at least: what its last layer gives
-// to the one behind. What others read travels past it, beside.
+// The least bytes of a microbatch that a stage sends to the next one: what the next layer reads of
+// its last one. Other values go directly to the stages that read them.
 double least_sent(const ProfiledModel& model, int size);
 
 // Lower bounds on the seconds per batch, in closed form from sums over the layers. With totals over
@@ -52,7 +52,7 @@ double least_sent(const ProfiledModel& model, int size);
 //   all        m (F + I + W + R) / S: the ranks' work, however it is cut. Where batches drain their
 //              all-reduce comes on top; where not, it fits beside, but into no less than a batch
 //   all        m s, m s / 2 for chimera, whose stage is on two ranks
-//   2bw        m (F + I + W + 2 (p - 1) c) / p: the cycle over all stages (plan_schedules.h)
+//   2bw        m (F + I + W + 2 (p - 1) c) / p: the cycle over all stages (core/plan/period.h)
 //   1f1b       for each stage j, what comes before and after it, and m times its own. The weights
 //              lambda that make the mean of these d bounds the same for every cut give
 //              (F + I + W) / (1 - (1 - 1/m)^p), and 2 c for each stage before j on average

@@ -109,7 +109,7 @@ void check(const DeviceType& type) {
   }
 }
 
-// What one device costs from now to any hour.
+// The price of one device from now to any hour.
 class PaidUntil {
  public:
   explicit PaidUntil(const std::vector<Price>& prices) : prices_(prices) {
@@ -132,8 +132,8 @@ class PaidUntil {
   std::vector<double> sums_;  // until each price begins
 };
 
-// By the measured times of n ranks, which are sorted by bytes; below the smallest size the smallest
-// one's time, above the largest at its rate.
+// Interpolates the measured times of n ranks, which are sorted by bytes; below the smallest size it
+// is the smallest one's time, above the largest the bytes at its rate.
 double measured_seconds(const std::vector<AllReduceTime>& times, double bytes) {
   if (bytes <= times.front().bytes) return times.front().seconds;
   for (std::size_t i = 1; i < times.size(); ++i) {

@@ -1,4 +1,4 @@
-// What a model is planned onto: devices of one or several types, the links between them, prices.
+// The cluster that a model is planned for: devices of one or several types, their links and prices.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct Mesh {
   Link column;  // between devices of one column
 };
 
-// As measured: of devices a and b at a * num_devices + b.
+// Measured links: that of devices a and b is at a * num_devices + b.
 struct LinkMatrix {
   int num_devices = 0;
   std::vector<Link> links;
@@ -60,7 +60,7 @@ struct DeviceType {
   std::vector<Price> prices;  // by rising hour, the first at 0; none: free
 };
 
-// Measured: that many ranks added up so many bytes.
+// A measured time in which ranks added up bytes.
 struct AllReduceTime {
   int ranks = 0;
   double bytes = 0;
@@ -81,8 +81,8 @@ struct Cluster {
 void check(const Cluster& cluster);
 
 // Seconds in which n devices, a ring of these links, add up `bytes` each: 2 (n - 1) steps of
-// bytes / n over the slowest link. With measured times of as many ranks: on the line through the
-// two nearest sizes.
+// bytes / n over the slowest link. With measured times of n ranks: on the line through the two
+// nearest sizes.
 double all_reduce_seconds(const Cluster& cluster, int n, std::span<const Link> links, double bytes);
 
 struct Start {
@@ -90,9 +90,9 @@ struct Start {
   double price = 0;  // of the run
 };
 
-// The cheapest time to begin a run of so many hours on all these devices, up to `within` hours from
-// now; of equally cheap ones the earliest. By scanning the hours at which a run begins or ends as a
-// price changes: between them its price is linear.
+// The cheapest time to begin a run of `hours` on all these devices, up to `within` hours from now;
+// of equally cheap ones the earliest. Found by scanning the hours at which a run begins or ends as
+// a price changes: between them its price is linear.
 Start cheapest_start(const Cluster& cluster, std::span<const int> devices, double hours,
                      double within = 0);
 double price_per_hour_now(const Cluster& cluster, std::span<const int> devices);

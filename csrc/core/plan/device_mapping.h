@@ -31,7 +31,7 @@ class DeviceGrid {
   std::vector<int> devices_;  // rank by rank
 };
 
-// The ways to lay a grid over a cluster that are tried: which type of device comes first (every
+// The device mappings that are tried, by number: which type of device comes first (every
 // order of up to 4 types, else by slowness, up and down), and what is adjacent: the ranks of a
 // replica, as torchrun numbers them, or the replicas of a rank. On a mesh into which it fits: ranks
 // along a row and replicas along a column, or the other way round; devices of several types are
@@ -41,7 +41,7 @@ class DeviceMappings {
   explicit DeviceMappings(const Cluster& cluster);
 
   int count() const { return 2 * static_cast<int>(orders_.size()); }
-  // Of two mappings that are the same for these sizes, the second one is not worth a look.
+  // Whether an earlier mapping is the same for these sizes.
   bool is_repeated(int mapping, int ranks, int width) const;
   DeviceGrid grid(int mapping, int ranks, int width) const;
   // For a bound on time: sum over the ranks of 1 / slowness of the rank's slowest device.
@@ -52,7 +52,7 @@ class DeviceMappings {
   std::vector<std::vector<int>> orders_;  // of devices
 };
 
-// Up to so many devices of a cluster, search_mapping() tries every mapping.
+// search_mapping() tries every mapping of clusters of at most this many devices.
 inline constexpr int kMostEnumeratedDevices = 8;
 
 // The grid for which `seconds` is least, with devices put elsewhere, those not in the grid
@@ -61,7 +61,7 @@ inline constexpr int kMostEnumeratedDevices = 8;
 DeviceGrid search_mapping(const Cluster& cluster, const DeviceGrid& grid,
                           const std::function<double(const DeviceGrid&)>& seconds);
 
-// The same by annealing, whatever the number of devices.
+// search_mapping() by annealing, whatever the number of devices.
 DeviceGrid anneal_mapping(const Cluster& cluster, const DeviceGrid& grid,
                           const std::function<double(const DeviceGrid&)>& seconds);
 

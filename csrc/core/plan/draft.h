@@ -14,8 +14,8 @@ struct PlannedStage {
   int end = 0;
   std::vector<int> devices;  // by replica
   StageCosts costs;          // on the slowest of them
-  // Of the values that it sends, the slowest message: seconds, and the stage it goes to, the next
-  // one unless values pass over that.
+  // The slowest message that it sends: seconds, and the stage it goes to (the next one unless
+  // values pass over that).
   double message = 0;
   int receiver = 0;
   double frozen_bytes = 0;
@@ -68,8 +68,9 @@ class StageDraft {
   std::vector<StageMemoryRule> memory_rules() const;
   StageSplitProblem split_problem() const;  // stages are not set
 
-  // In this order: sets `chosen` to the stages of the cuts; chooses blocks on every rank that needs
-  // it, false if they are not enough; sets the peaks, false if a rank is not within its limit.
+  // To be called in this order. set_stages() sets `chosen` to the stages of the cuts;
+  // recompute_blocks() chooses blocks on every rank that needs it and returns whether they are
+  // enough; set_memory() sets the peaks and returns whether every rank is within its limit.
   void set_stages(const std::vector<int>& firsts);
   bool recompute_blocks();
   bool set_memory();

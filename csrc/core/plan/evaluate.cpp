@@ -8,11 +8,11 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Of a plan whose time by formula is so many times the worth no better cuts are looked for. They
-// made random plans up to 1.7 times as fast at the very most: the result hardly depends on it.
+// A plan whose time by formula exceeds the worth by this factor keeps its cuts. Better cuts made
+// random plans up to 1.7 times as fast: the result hardly depends on this.
 constexpr double kMostSaved = 2;
 
-// Of a batch, of the slowest stage: its ranks' work at least.
+// The least seconds of a batch: the work of the slowest stage's ranks.
 double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages) {
   double slowest = 0;
   for (const PlannedStage& stage : stages.stages) {
@@ -86,7 +86,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
   return best;
 }
 
-// With whatever links.
+// The least seconds of a batch with any links.
 double Evaluator::least_seconds(const Evaluation& plan) const {
   const PipelineShape& shape = plan.candidate.shape;
   const double speed = mappings_.speed(plan.candidate.mapping, shape.ranks, plan.candidate.width);

@@ -9,7 +9,7 @@
 
 namespace pd2 {
 
-// When to begin, and what num_batches cost then, at so many seconds a row; of no num_batches
+// When to begin, and what num_batches cost then if a row takes this long; without num_batches
 // nothing.
 Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double seconds_per_row);
 
@@ -32,7 +32,7 @@ class Evaluator {
   std::optional<Evaluation> evaluate(const Candidate& candidate,
                                      double worth = std::numeric_limits<double>::infinity());
 
-  // The score of so many seconds a batch on these devices: seconds per row, or price per row.
+  // The score of a batch that takes this long on these devices: seconds per row, or price per row.
   double score(const Candidate& candidate, const DeviceGrid& devices, double seconds) const;
 
   const Bounds& bounds() const { return bounds_; }
@@ -42,7 +42,7 @@ class Evaluator {
 
  private:
   double least_seconds(const Evaluation& plan) const;
-  void set_time(Evaluation& plan, double least) const;  // no less than so many seconds
+  void set_time(Evaluation& plan, double least) const;  // at least `least`
 
   const PlanProblem& problem_;
   const DeviceMappings& mappings_;

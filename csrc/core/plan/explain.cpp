@@ -121,7 +121,7 @@ bool has_limit(const PlanProblem& problem) {
   });
 }
 
-// What would be faster if memory were unlimited.
+// Names the plan that would be faster if memory were unlimited.
 std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& plan) {
   if (problem.options.objective != Objective::kThroughput || !has_limit(problem)) return "";
   PlanProblem unlimited = problem;
@@ -138,7 +138,7 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
 
 std::string why_it_lost(const Evaluation& best, const Evaluation& other, Objective objective) {
   const double more = 100 * (other.score / best.score - 1);
-  const char* unit = objective == Objective::kCost     ? " % dearer"
+  const char* unit = objective == Objective::kCost     ? " % more expensive"
                      : objective == Objective::kMemory ? " % more memory"
                                                        : " % slower";
   return in_words(more) + unit + "; bound by " + largest_part(other);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Of a batch, from the work of one stage and of what comes before it.
+// The least seconds of a batch, from the work of one stage and of what comes before it.
 double least_seconds_of_stage(const FitQuestion& question, const LayerCost& before,
                               const LayerCost& stage, double slowness) {
   const Candidate& candidate = question.candidate;
@@ -23,8 +23,8 @@ double least_seconds_of_stage(const FitQuestion& question, const LayerCost& befo
   return way + question.least_slowness * before.weight_grad + work;
 }
 
-// Where ranks hold several stages: what all ranks hold, against all of their memory. Of activations
-// only those that every stage keeps of the fewest microbatches.
+// Compares what all ranks hold with all of their memory, where ranks hold several stages. It counts
+// only the activations that every stage keeps of the fewest microbatches.
 bool may_fit_together(const FitQuestion& question) {
   const std::vector<StageMemoryRule>& rules = question.rules;
   const LayerCost& all = question.sums.of_all();

@@ -5,7 +5,7 @@
 namespace pd2 {
 namespace {
 
-// Of servers and meshes there are three kinds at most. Measured ones are all different, and are not
+// Servers and meshes have three kinds of links at most. Measured links all differ and are not
 // compared with each other.
 void add_if_new(std::vector<Link>& links, const Link& link) {
   const auto end = links.begin() + std::min<std::ptrdiff_t>(std::ssize(links), 3);

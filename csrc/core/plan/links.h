@@ -21,10 +21,11 @@ class GridLinks {
 
   const DeviceGrid& devices() const { return devices_; }
 
-  // Of a message of one stage to another, the slowest over all replicas; on one rank none.
+  // The slowest link over all replicas that a message of one stage to another takes; on one rank
+  // none.
   Link slowest(int from, int to, double bytes);
 
-  // Seconds in which a stage's copies add up so many bytes.
+  // Seconds in which a stage's copies add up these bytes.
   double all_reduce(int stage, double bytes);
 
  private:

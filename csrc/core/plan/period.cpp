@@ -68,7 +68,7 @@ class Ways {
     back_.resize(messages.num_stages());
   }
 
-  // To be called for rising stages, beginning with the first one.
+  // Must be called for rising stages, beginning with `first`.
   double there_and_back(int first, int stage) {
     double there = 0;
     double back = 0;
@@ -99,7 +99,7 @@ double there_and_back(const PipelineShape& shape, const Costs& costs, int first,
   return seconds;
 }
 
-// What messages add to the way through the first stages and back.
+// The seconds that messages add to the way through the first stages and back.
 double messages_there_and_back(const PipelineShape& shape, const Costs& costs, int end) {
   double seconds = there_and_back(shape, costs, 0, end);
   for (int stage = 0; stage < end; ++stage) seconds -= round_trip(costs.stages[stage]);
@@ -155,8 +155,8 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
   return period;
 }
 
-// From a stage's first F of a batch to its first F of the next one: of the first stage, or of a
-// later one that takes longer to update. `seconds` tells by stage how long its batch takes.
+// The time from a stage's first F of a batch to its first F of the next one, for the first stage or
+// a later one that takes longer to update. `seconds` gives how long a stage's batch takes.
 template <typename Seconds>
 double period_with_flush(const PipelineShape& shape, const Costs& costs, Seconds&& seconds) {
   double period = 0;

@@ -37,7 +37,7 @@ double period_by_formula(const PipelineShape& shape, const Costs& costs);
 // Whether period_by_formula() is no estimate.
 bool has_exact_formula(const ScheduleMethod& method);
 
-// Of a microbatch: F, I, W and what is recomputed.
+// The work of a microbatch: F, I, W and what is recomputed.
 double work_of(const StageCosts& stage);
 
 struct StepTime {

@@ -9,7 +9,7 @@
 
 namespace pd2 {
 
-// What a candidate comes to: its stages, its devices, its time, its score.
+// An evaluated candidate: its stages, its devices, its time, its score.
 struct Evaluation {
   Candidate candidate;
   std::vector<PlannedStage> stages;
@@ -20,7 +20,7 @@ struct Evaluation {
   double peak_bytes = 0;  // of the fullest rank
 };
 
-// What stages depend on of the devices of a cluster.
+// Slowness and memory of the devices that hold a candidate's stages.
 StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
                         const DeviceGrid& devices);
 

@@ -22,7 +22,7 @@ class Best {
   // There must be one.
   double least() const { return kept_.front().score; }
 
-  // What a score must be below to be among them.
+  // The score that a plan must be below to be among them.
   double worth() const { return kept_.size() < most_ ? kInfinity : kept_.back().score; }
 
   void consider(Evaluation evaluation) {
@@ -129,8 +129,9 @@ std::vector<Candidate> different_shapes(const std::vector<Candidate>& candidates
   return shapes;
 }
 
-// What the planner finds a plan with, up to a thousandth: of `few` candidates the one that needs
-// least. Its stages' bound is where the search begins; recomputed blocks are not in the bound.
+// The least memory with which the planner finds a plan, up to a thousandth, and that plan's
+// candidate. It tries the few whose stages need least; recomputed blocks are not in that bound,
+// with which the search begins.
 Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
                 const std::vector<Candidate>& all) {
   constexpr std::size_t kFew = 24;
@@ -170,7 +171,7 @@ Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
   return nearest;
 }
 
-// In GiB, up to four digits, rounded up: enough for the rounding of the number, too.
+// The bytes in GiB with four digits, rounded up: enough for the rounding of the number, too.
 double in_gib_rounded_up(double bytes) {
   const double gib = bytes / kBytesPerGiB;
   const double unit = std::pow(10.0, std::floor(std::log10(gib)) - 3);
@@ -227,9 +228,10 @@ class Search {
   Queue queue_;
 };
 
-// Of those within the slack of the fastest one, the smallest peaks. Splits are made for time and
-// keep to the memory that there is; so the least memory that leaves the time within the slack is
-// bisected, up to a thousandth. The others are the smallest with all of the memory.
+// Finds the plans with the smallest peaks among those within the slack of the fastest. Splits are
+// made for time and keep to the memory that there is; so the least memory that leaves the time
+// within the slack is bisected, up to a thousandth. The others are the smallest with all of the
+// memory.
 std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
   PlanProblem timed = problem;
   timed.options.objective = Objective::kThroughput;

@@ -28,18 +28,18 @@ class DoesNotFit : public ValueError {
 //
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
 // the worst score kept. So the result is that of evaluating all candidates, see
-// best_plans_exhaustively(). kMemory: of the plans that take at most 1 + slack of the least time,
-// those with the smallest peak; the best one's is at most a thousandth above the least memory with
-// which such a plan is found.
+// best_plans_exhaustively(). With kMemory the plans are those with the smallest peak of all that
+// take at most 1 + slack of the least time; the best one's peak is at most a thousandth above the
+// least memory with which such a plan is found.
 //
 // Throws ValueError as check() and if no candidate's sizes fit the batch, and DoesNotFit if none
 // fits the memory: its text names the candidate that comes nearest, and what it lacks.
 std::vector<Evaluation> best_plans(const PlanProblem& problem);
 
-// The same without bounds, of kMemory the fastest ones: for tests.
+// best_plans() without bounds, for tests; with kMemory the fastest plans.
 std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 
-// The best plan, if its score is below `worth`; of kMemory the fastest one.
+// The best plan, if its score is below `worth`; with kMemory the fastest one.
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
 
 }  // namespace pd2

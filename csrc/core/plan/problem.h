@@ -1,4 +1,4 @@
-// What is to be planned: a profiled model, a cluster, and what the caller wants.
+// A problem for the planner: a profiled model, a cluster, and what the caller wants.
 
 #pragma once
 
@@ -46,7 +46,7 @@ struct PlanOptions {
   int batch = 1;          // rows of all replicas, at least
   int largest_batch = 1;  // at most
   int width = 0;          // of every candidate; 0: any
-  int num_stages = 0;     // likewise
+  int num_stages = 0;     // of every candidate; 0: any
   std::vector<std::string> schedules;
   std::vector<int> stages_per_rank = {2};  // tried where a schedule has chunks
   std::vector<Recompute> recompute = {Recompute::kNone, Recompute::kStages, Recompute::kBlocks};

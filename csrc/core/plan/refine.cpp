@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMostTries = 400;            // of cuts
 constexpr double kMostTriedActions = 4e4;  // of these tries, where they are simulated
-constexpr int kFewestTries = 20;           // fewer are not worth the while
+constexpr int kFewestTries = 20;           // below this, skip the search
 constexpr int kReach = 4;                  // pieces that a cut is moved by at most
 constexpr int kMostMoved = 8;              // cuts at once
 constexpr std::size_t kMostStarts = 3;
@@ -119,7 +119,7 @@ void Refiner::refine(std::vector<Evaluation>& plans, const StageHolders& holders
   }
 }
 
-// Takes every move that saves time, until none does or so many were tried. One cut is moved by a
+// Takes every move that saves time, until none does or num_tries were tried. One cut is moved by a
 // few pieces, or several neighbouring ones by one, which moves a piece between the stages around
 // them.
 void Refiner::move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
@@ -135,7 +135,7 @@ void Refiner::move_cuts(Evaluation& plan, const StageHolders& holders, int num_t
   double least = num_tries > 0 ? seconds(plan) : 0;
   const DeviceGrid devices = plan.devices;
   GridLinks links(problem_.cluster, plan.candidate.shape, devices);
-  // Whether it saves time to move the cuts before stages first .. last; num_tries tells the rest.
+  // Moves the cuts before stages first .. last if that saves time; returns whether it did.
   const auto moves = [&](int first, int last, int by) {
     const bool keeps_order = cuts[first - 1] < cuts[first] + by && cuts[last] + by < cuts[last + 1];
     if (num_tries <= 0 || !keeps_order) return false;

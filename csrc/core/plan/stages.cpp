@@ -61,8 +61,8 @@ StageChooser::StageChooser(const PlanProblem& problem, const DeviceMappings& map
   }
 }
 
-// Of the links between neighbouring ranks, in all mappings: one split does for all. Of a matrix
-// that of any two devices: it does not depend on their numbers.
+// Takes the mean over the links between neighbouring ranks in all mappings, so that one split does
+// for all; of a matrix over those of any two devices, so that it does not depend on their numbers.
 void StageChooser::set_mean_message(StageDraft& draft) {
   const int ranks = draft.shape.ranks;
   const int width = draft.candidate.width;
@@ -152,12 +152,12 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     draft.set_stages(*firsts);
     if (draft.set_memory()) found.push_back(draft.chosen);
   };
-  // Of many pieces a folded one is as even, and found sooner.
+  // Where there are many pieces a folded split is as even, and found sooner.
   const bool may_search =
       !draft.shape.method->is_bidirectional() || num_pieces() <= kMostPiecesForRanks;
   if (may_search) {
-    // Where memory was too small for the last one, it probably is for this one, too. With a stage a
-    // rank the fitting one is the balanced one, if that fits: then only time would be lost.
+    // Where memory was too small for the last candidate, it probably is for this one, too. With one
+    // stage a rank the fitting split is the balanced one, if that fits: only time would be lost.
     const bool may_skip = draft.shape.stages_sharing_a_rank() == 1;
     bool& is_tight = is_memory_tight_[draft.recomputes_stages()];
     if (!may_skip || !is_tight || balanced_.contains(split_key(draft))) {
@@ -218,8 +218,8 @@ bool StageChooser::may_balance_ranks(const StageDraft& draft,
   return found.empty() || unevenness(draft.shape, found.front().stages) >= kUnevenRanks;
 }
 
-// Where all devices are alike, other mappings of a candidate have the same stages, or none. What
-// did not fit the time does not fit less time either.
+// Reuses what it chose last for other mappings of the same candidate, if all devices are alike. A
+// candidate that did not fit the time does not fit less time either.
 std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
                                                const StageHolders& holders, double seconds) {
   const bool are_alike = problem_.cluster.types.size() == 1;

@@ -1,4 +1,4 @@
-// A candidate's stages: which layers, what they hold, and whether that fits.
+// Chooses a candidate's stages: which layers they have, so that they fit the memory.
 
 #pragma once
 
@@ -29,7 +29,8 @@ inline constexpr double kFreeMessage = 0.01;
 //            slowest rank fast (core/partition/interleaved_split.h), if the model can be cut into
 //            kMostPiecesForRanks pieces at most, as it takes milliseconds, and if the slowest rank
 //            of the first one takes kUnevenRanks times the mean or more. Of two pipelines beside
-//            it, above so many pieces instead, the folded one (core/partition/folded_split.h).
+//            it, above that number of pieces instead, the folded one
+//            (core/partition/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (core/plan/blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
@@ -50,7 +51,7 @@ class StageChooser {
   std::vector<std::vector<int>> splits_for(const Candidate& candidate, const StageHolders& holders,
                                            const std::vector<EdgeCosts>& edges) const;
 
-  // Whether so many seconds of a message are more than kFreeMessage of the mean stage's work.
+  // Whether a message that takes this long takes more than kFreeMessage of the mean stage's work.
   bool is_message_exposed(const Candidate& candidate, double seconds) const;
 
   // Bytes of the largest message that one stage can send to the next one.
@@ -58,7 +59,7 @@ class StageChooser {
     return largest_messages_[candidate.size];
   }
 
-  // Where the model can be cut: the layers that stages may begin at, and the number of layers.
+  // The layers that stages may begin at, and the number of layers.
   const std::vector<int>& positions() const { return positions_; }
   int num_pieces() const { return static_cast<int>(positions_.size()) - 1; }
 

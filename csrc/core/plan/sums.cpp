@@ -9,7 +9,7 @@
 namespace pd2 {
 namespace {
 
-// Of a block: the bytes of the values from before it that its layers read. The edges are sorted.
+// The bytes of the values from before a block that its layers read. The edges are sorted.
 double read_by_block(const std::vector<Edge>& edges, const Block& block) {
   double sum = 0;
   for (std::size_t i = 0; i < edges.size();) {

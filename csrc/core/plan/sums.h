@@ -30,10 +30,10 @@ struct StageMessage {
   double bytes = 0;
 };
 
-// What each stage sends to each one that reads it, of each value once; by sender and receiver.
+// The messages between every two stages, each value once, sorted by sender and receiver.
 std::vector<StageMessage> messages_between(const LayerSums& sums, const std::vector<int>& stage_of);
 
-// What every stage has that an earlier one has, too.
+// The bytes that every stage shares with an earlier one.
 std::vector<Received> shared_bytes(const std::vector<Value>& values,
                                    const std::vector<int>& stage_of, int num_stages);
 

@@ -11,7 +11,8 @@ namespace {
 
 using enum ActionKind;
 
-// In each pipeline microbatches first .. first + count - 1, `together` of them in a forward slot.
+// A unit has microbatches first .. first + count - 1 of each pipeline, `together` of them in a
+// forward slot.
 struct Unit {
   int begin;  // slot
   int first;
@@ -31,7 +32,7 @@ std::vector<Unit> units_of(int d, int m, int together) {
   return units;
 }
 
-// What one rank does in which slot: stage i of pipeline 0 and stage d - 1 - i of pipeline 1. Since
+// The actions of one rank by slot: stage i of pipeline 0 and stage d - 1 - i of pipeline 1. Since
 // d is even, one's forwards and the other's backwards have the slots of one parity, where the
 // backwards begin when the forwards are done.
 std::vector<Action> rank_actions(int d, const std::vector<Unit>& units, int rank) {

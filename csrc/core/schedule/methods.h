@@ -1,4 +1,4 @@
-// What is known of a schedule by its name, before its lists are made: one table of all names.
+// The table of all schedules by name, with what is known of them before their lists are made.
 
 #pragma once
 
@@ -9,14 +9,15 @@
 
 namespace pd2 {
 
-// Which weight versions a batch reads: the newest, the one before it, or (weight stashing) on every
-// stage the newest there.
+// The weight versions that a batch reads: the newest, the one before it, or (weight stashing) on
+// every stage the newest there.
 enum class Weights { kFlushed, kTwoVersions, kStashed };
 
-// In which order a rank takes its chunks: ranks microbatches of each in turn, or all of a batch.
+// The order in which a rank takes its chunks: `ranks` microbatches of each in turn, or all of a
+// batch.
 enum class ChunkOrder { kDepthFirst, kBreadthFirst };
 
-// How many steps after its forward a microbatch's backward comes on a rank.
+// The number of steps between a microbatch's forward and its backward on a rank.
 enum class Lag {
   kRoundTrip,         // the way to the last stage and back
   kLongRoundTrip,     // twice: each message may take as long as a step
@@ -24,11 +25,11 @@ enum class Lag {
   kWholeBatch,        // after all forwards
 };
 
-// How many steps after its I a microbatch's W comes: as much later as the rank's pipeline fills
-// later, so that all ranks have the same number in flight.
+// The number of steps between a microbatch's I and its W: as much later as the rank's pipeline
+// fills later, so that all ranks have the same number in flight.
 enum class WeightLag { kNone, kFilling, kLongFilling };
 
-// Of d = num_stages stages, v on each of p ranks, and batches of m microbatches.
+// The sizes of a pipeline with stages_per_rank stages on each rank.
 struct ScheduleSizes {
   int num_stages = 1;
   int num_microbatches = 1;
@@ -45,7 +46,7 @@ struct ScheduleMethod {
   WeightLag weight_lag = WeightLag::kNone;
   bool has_chunks = false;  // several stages a rank
   ChunkOrder order = ChunkOrder::kDepthFirst;
-  // Of two pipelines in opposite directions; 0: one pipeline.
+  // Of a schedule with two pipelines in opposite directions; 0: one pipeline.
   int microbatches_per_forward_slot = 0;
   bool is_planned = false;  // the planner chooses among these
 
@@ -67,7 +68,7 @@ std::span<const ScheduleMethod> schedule_methods();
 // nullptr: there is none of that name.
 const ScheduleMethod* find_method(std::string_view name);
 
-// What sizes the method needs, one rule a sentence: "num_microbatches >= num_stages".
+// The rules of sizes that the method needs, like "num_microbatches >= num_stages".
 std::vector<std::string> size_rules(const ScheduleMethod& method);
 
 // Throws ValueError that names the rule and both values.

@@ -104,8 +104,8 @@ struct Schedule {
   bool is_first(int stage) const { return stage % depth() == 0; }
   bool is_last(int stage) const { return stage % depth() == depth() - 1; }
   int pipeline(int stage) const { return stage / depth(); }
-  // Of a batch, in all pipelines; and the number there of what the stage's pipeline calls
-  // `microbatch`.
+  // The microbatches of a batch in all pipelines, and the number in the batch of what the stage's
+  // pipeline calls `microbatch`.
   int total_microbatches() const { return num_pipelines * num_microbatches; }
   int number_in_batch(int stage, int microbatch) const {
     return pipeline(stage) * num_microbatches + microbatch;

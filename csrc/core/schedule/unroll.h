@@ -16,7 +16,7 @@ enum class ListKind { kPrologue, kSteady, kEpilogue };
 const char* to_string(ListKind list);
 const std::vector<Action>& actions(const RankActions& rank, ListKind list);
 
-// Where an action is written in a schedule.
+// The place of an action in a schedule's lists.
 struct Cell {
   int rank = 0;
   ListKind list = ListKind::kPrologue;

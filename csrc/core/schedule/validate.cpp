@@ -126,8 +126,8 @@ void check_cells(const Schedule& schedule) {
   }
 }
 
-// Whatever the lists are: a batch's forwards come before its own update (rule 7), so the newest
-// version is the batch's number at most, and is that after a drain.
+// Does not depend on the lists: a batch's forwards come before its own update (rule 7), so the
+// newest version is the batch's number at most, and is that after a drain.
 void check_versions(const Schedule& schedule) {
   for (int stage = 0; stage < schedule.num_stages; ++stage) {
     const std::int64_t delay = schedule.delay[stage];
@@ -218,7 +218,8 @@ class RangeCheck {
     }
   }
 
-  // What a stage has done so far. All of a kind happen in microbatch order, so a count says which.
+  // Counts what a stage has done so far. All of a kind happen in microbatch order, so a count says
+  // which.
   struct Progress {
     std::int64_t forwards = 0;
     std::int64_t input_grads = 0;

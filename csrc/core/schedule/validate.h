@@ -1,4 +1,4 @@
-// Is a schedule legal? If not, where does it go wrong.
+// Whether a schedule is legal, and if not, where it goes wrong.
 
 #pragma once
 

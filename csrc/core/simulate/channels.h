@@ -20,7 +20,7 @@ struct Channel {
   bool is_gradient() const { return receiver < sender; }
 };
 
-// Of every pipeline: both directions of each edge and of each skip.
+// The channels of every pipeline: both directions of each edge and of each skip.
 class Channels {
  public:
   Channels(const Schedule& schedule, const Costs& costs);

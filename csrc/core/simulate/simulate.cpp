@@ -149,7 +149,7 @@ class Execution {
     return channel * num_microbatches_ + microbatch;
   }
 
-  // Where arrival_ keeps the time at which the stage comes to the update of the microbatch's batch.
+  // The index in arrival_ of when the stage comes to the update of the microbatch's batch.
   std::int64_t update_index(int stage, std::int64_t microbatch) const {
     const int m = schedule_.num_microbatches;
     return (channels_.count() + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
@@ -202,7 +202,7 @@ class Execution {
     if (is_awaited && --ranks_[receiver].num_missing == 0) ready_.push_back(receiver);
   }
 
-  // Or what is less than any time: the rank is stuck.
+  // The time of arrival, or a number below any time: then the rank is stuck.
   double arrival(Rank& rank, std::int64_t slot) {
     if (arrival_[slot] == kUnknown) {
       arrival_[slot] = kAwaited;
@@ -283,7 +283,7 @@ class Execution {
   const Costs& costs_;
   const Channels channels_;
   const std::int64_t num_microbatches_;  // of the run
-  // By channel and microbatch; then by stage and microbatch: at updates.
+  // Times of arrival by channel and microbatch, then those at updates by stage and microbatch.
   std::vector<double> arrival_;
   std::vector<double> link_free_;  // by channel
   const int num_batches_;

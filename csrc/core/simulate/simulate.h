@@ -8,12 +8,13 @@
 
 namespace pd2 {
 
-// Of one microbatch in seconds and bytes, updates and weights of one batch and version.
+// What a stage costs, in seconds and bytes: of one microbatch, updates of one batch, weights of one
+// version.
 struct StageCosts {
   double forward = 0;
   double input_grad = 0;   // I; a B takes I + W
   double weight_grad = 0;  // W
-  // Of running a forward again before each B or I, while its message may be under way. 0: the
+  // Running a forward again before each B or I, while its message may be under way. 0: the
   // activations are kept.
   double recompute = 0;
   double all_reduce = 0;  // of the gradients over replicas and copies, before each update
@@ -34,8 +35,7 @@ struct EdgeCosts {
   double message_bytes = 0;
 };
 
-// The same between two stages that are not neighbours: what stage `to` reads of stage `from`, and
-// its gradient.
+// What stage `to`, which is no neighbour, reads of stage `from`, and its gradient.
 struct SkipCosts {
   int from = 0;
   int to = 0;  // from + 2 or more
@@ -97,7 +97,7 @@ struct MemoryStep {
   double bytes = 0;  // this much is held
 };
 
-// What a rank holds: of its stages all weight versions, gradients and optimizer state, and the
+// The memory of a rank: all weight versions, gradients and optimizer state of its stages, and the
 // activations of the microbatches in flight.
 std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
                                          const std::vector<SimulatedAction>& actions, int rank);
