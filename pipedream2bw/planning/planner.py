@@ -92,7 +92,7 @@ def plan(
         optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
             profile must have; in another one that lacks it an update takes no time.
         precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
-            in that dtype (``model.bfloat16()``): its times and bytes cannot be known from float32's.
+            in that dtype (``model.bfloat16()``): those of float32 do not show its times and bytes.
         split_master: as in :class:`PipelineModule`.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its

@@ -149,6 +149,7 @@ def simulate(
         ],
         num_batches,
     )
+    first_numbers = [made.number_in_batch(stage, 0) for stage in range(made.num_stages)]
     return Simulation(
         events=[
             Event(
@@ -156,7 +157,7 @@ def simulate(
                 replica=0,
                 kind=action.kind,
                 batch=action.batch,
-                microbatch=made.number_in_batch(action.stage, action.microbatch),
+                microbatch=first_numbers[action.stage] + action.microbatch,
                 version=action.version,
                 start=action.start,
                 end=action.end,
