@@ -58,6 +58,11 @@ $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
+# What delays messages in tests and benchmarks.
+$(STAMPS)/delays: $(STAMPS)/extension
+	PIPEDREAM2BW_TESTING=1 $(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
 $(STAMPS)/demo: $(STAMPS)/package
 	$(PIP_INSTALL) 'pipedream2bw[demo]'
 	touch $@
@@ -99,11 +104,11 @@ test-tsan: export TSAN_OPTIONS = \
 test-tsan: $(STAMPS)/test
 	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
 
-test-python: $(STAMPS)/test $(STAMPS)/extension
+test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
 
-check: $(STAMPS)/test $(STAMPS)/extension lint
+check: $(STAMPS)/test $(STAMPS)/delays lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) \
 	    $$($(BIN)/python tests/changed.py $(SINCE))
 
@@ -144,13 +149,13 @@ build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
 	touch build/nvcc/include/c10/cuda/impl/cuda_cmake_macros.h
 	$(NVCC) -x c++ $(NVCC_FLAGS) $(TORCH_INCLUDES) -isystem build/nvcc/include -c $< -o $@
 
-bench: $(STAMPS)/test $(STAMPS)/extension
+bench: $(STAMPS)/test $(STAMPS)/delays
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
 	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
-bench-smoke: $(STAMPS)/test $(STAMPS)/extension
+bench-smoke: $(STAMPS)/test $(STAMPS)/delays
 	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
 	    $(STUDY)/study.py $(STUDY)/precision.py; do echo "== $$file"; \
 	    $(BIN)/python $$file --smoke; done
@@ -161,7 +166,8 @@ study: $(STAMPS)/test $(STAMPS)/extension
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py
-	rm -f $(STAMPS)/package $(STAMPS)/extension
+	rm -f benchmarks/measuring/_delays.*.so
+	rm -f $(STAMPS)/package $(STAMPS)/extension $(STAMPS)/delays
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

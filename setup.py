@@ -5,6 +5,8 @@ Environment:
                          torch has CUDA and a matching nvcc is found; 1 fails where auto would
                          build without.
     PIPEDREAM2BW_WERROR  1 turns on -Wall -Wextra -Werror for the project's own files.
+    PIPEDREAM2BW_TESTING  1 builds, instead of the package's extension, the one that tests and
+                         benchmarks need: benchmarks/measuring/_delays. Only with --inplace.
     CUDA_HOME            where nvcc is, if not on PATH.
     TORCH_CUDA_ARCH_LIST defaults to 8.0;8.6;8.9;9.0+PTX.
     MAX_JOBS             how many compilers run at once.
@@ -119,10 +121,11 @@ def use_cuda(setting: str, torch_cuda: str | None, nvcc: Path | None) -> bool:
     return False
 
 
-def use_werror(environment: Mapping[str, str]) -> bool:
-    setting = environment.get("PIPEDREAM2BW_WERROR", "0")
+def is_on(name: str, environment: Mapping[str, str]) -> bool:
+    """Reads a switch; raises SystemExit if it is neither on nor off."""
+    setting = environment.get(name, "0")
     if setting not in ("", "0", "1"):
-        raise fail(f"PIPEDREAM2BW_WERROR: {setting!r}, must be 0 or 1")
+        raise fail(f"{name}: {setting!r}, must be 0 or 1")
     return setting == "1"
 
 
@@ -144,16 +147,23 @@ def units(folder: str) -> list[Path]:
     return made
 
 
-def extension(cpp_extension: Any, with_cuda: bool, werror: bool) -> Any:
-    sources = [
-        source
-        for source in sorted(CSRC.rglob("*.cpp"))
-        if source.relative_to(CSRC).parts[0] not in READ_TOGETHER
-    ]
-    for folder in READ_TOGETHER:
-        sources += units(folder)
-    if with_cuda:
-        sources += sorted(CSRC.rglob("*.cu"))
+def sources_of_package(with_cuda: bool) -> list[Path]:
+    folders = [path.name for path in CSRC.iterdir() if path.name != "testing"]
+    sources = []
+    for folder in sorted(folders):
+        in_folder = sorted((CSRC / folder).rglob("*.cpp"))
+        sources += units(folder) if folder in READ_TOGETHER else in_folder
+        sources += sorted((CSRC / folder).rglob("*.cu")) if with_cuda else []
+    return sources
+
+
+def sources_of_delays() -> list[Path]:
+    return [CSRC / "core" / "check.cpp", *sorted((CSRC / "testing").glob("*.cpp"))]
+
+
+def extension(
+    cpp_extension: Any, name: str, sources: list[Path], *, with_cuda: bool, werror: bool
+) -> Any:
     # gcc and clang drop a -I that is given with -isystem too: no warnings from others' headers.
     system_includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     isystem = [flag for path in system_includes for flag in ("-isystem", path)]
@@ -179,7 +189,7 @@ def extension(cpp_extension: Any, with_cuda: bool, werror: bool) -> Any:
         nvcc += ["-Werror=all-warnings"]
     make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return make(
-        "pipedream2bw._C",
+        name,
         # setuptools wants paths relative to setup.py
         [str(source.relative_to(ROOT)) for source in sources],
         include_dirs=[str(CSRC)],
@@ -205,7 +215,8 @@ def main() -> None:
 
     nvcc = find_nvcc(os.environ)
     setting = os.environ.get("PIPEDREAM2BW_CUDA", "auto")
-    with_cuda = use_cuda(setting, torch.version.cuda, nvcc)
+    testing = is_on("PIPEDREAM2BW_TESTING", os.environ)
+    with_cuda = not testing and use_cuda(setting, torch.version.cuda, nvcc)
     if with_cuda:
         assert nvcc is not None
         # torch looked for CUDA when it was imported, by rules of its own: both must take one nvcc.
@@ -220,19 +231,25 @@ def main() -> None:
             # ninja does not track system headers, and an editable install would build in a
             # temporary folder: one folder per compiler input keeps rebuilds both right and short.
             tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
-            self.build_temp = str(ROOT / "build" / f"temp-{tag}{'-cuda' if with_cuda else ''}")
+            kind = "-testing" if testing else "-cuda" if with_cuda else ""
+            self.build_temp = str(ROOT / "build" / f"temp-{tag}{kind}")
             self.force = True  # ninja decides what to compile, setuptools cannot see headers
 
         def run(self) -> None:
+            if testing and not self.inplace:
+                raise fail("PIPEDREAM2BW_TESTING: 1, but it is for build_ext --inplace alone")
             super().run()
+            if testing:
+                return
             target = ROOT if self.inplace else Path(self.build_lib)
             info = target / "pipedream2bw" / "_build_info.py"
             info.write_text(build_info(torch, with_cuda), encoding="utf-8")
 
-    setup(
-        ext_modules=[extension(cpp_extension, with_cuda, use_werror(os.environ))],
-        cmdclass={"build_ext": BuildExtension},
-    )
+    name = "benchmarks.measuring._delays" if testing else "pipedream2bw._C"
+    sources = sources_of_delays() if testing else sources_of_package(with_cuda)
+    werror = is_on("PIPEDREAM2BW_WERROR", os.environ)
+    made = extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror)
+    setup(ext_modules=[made], cmdclass={"build_ext": BuildExtension})
 
 
 if __name__ == "__main__":

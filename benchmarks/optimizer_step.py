@@ -34,14 +34,14 @@ MIXED_BYTES = {"bfloat16 and master": 30, "bfloat16 and split master": 28}
 MIN_BANDWIDTH = 0.9  # of the copy's, per byte read or written
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 ADAMW = [
-    {
-        "lr": LR,
-        "beta1": BETAS[0],
-        "beta2": BETAS[1],
-        "eps": EPS,
-        "weight_decay": WEIGHT_DECAY,
-        "decoupled_weight_decay": True,
-    }
+    _C.GroupOptions(
+        lr=LR,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        decoupled_weight_decay=True,
+    )
 ]
 
 
@@ -78,13 +78,13 @@ class FusedStep:
 
     def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
-        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0)
+        self.stage = _C.Stage(parameters=weights, names=names, num_versions=2)
         buffers = [self.stage.slot_buffers(slot)[0] for slot in range(3)]
         self.newest, self.gradient, self.other = buffers
         start, slices = self.newest.data_ptr(), []
         for i, gradient in enumerate(gradients):
             offset = (self.stage.weight(0, i).data_ptr() - start) // self.newest.element_size()
-            slices.append((offset, gradient.numel(), 0))
+            slices.append(_C.ParameterSlice(offset=offset, numel=gradient.numel(), group=0))
             self.stage.weight(1, i).copy_(gradient)
         self.slices = slices
         self.given = self.gradient.clone()
@@ -94,7 +94,13 @@ class FusedStep:
 
     def __call__(self) -> None:
         new = self.gradient
-        self.optimizer.step(self.newest, self.gradient, new, self.groups, self.has_gradient)
+        self.optimizer.step(
+            w=self.newest,
+            gradient=self.gradient,
+            w_out=new,
+            groups=self.groups,
+            has_gradient=self.has_gradient,
+        )
 
     def accumulate(self) -> None:
         """The next batch's gradients, where the oldest version was."""
@@ -102,7 +108,7 @@ class FusedStep:
         self.gradient.copy_(self.given)
 
     def weights(self) -> list[torch.Tensor]:
-        return [self.newest[offset : offset + numel] for offset, numel, _ in self.slices]
+        return [self.newest[each.offset : each.offset + each.numel] for each in self.slices]
 
 
 class MixedStep:
@@ -113,14 +119,16 @@ class MixedStep:
     ) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
         dtypes = [torch.bfloat16] * len(weights)
-        self.stage = _C.Stage(weights, names, 2, "", 0, None, 0, dtypes, split)
+        self.stage = _C.Stage(
+            parameters=weights, names=names, num_versions=2, dtypes=dtypes, split_master=split
+        )
         self.slots = [self.stage.slot_buffers(slot)[0] for slot in range(2)]
         (self.master,) = self.stage.master_buffers()
         self.gradient = torch.zeros(self.master.shape)
         start, slices = self.slots[0].data_ptr(), []
         for i, gradient in enumerate(gradients):
             offset = (self.stage.weight(0, i).data_ptr() - start) // 2
-            slices.append((offset, gradient.numel(), 0))
+            slices.append(_C.ParameterSlice(offset=offset, numel=gradient.numel(), group=0))
             self.gradient[offset : offset + gradient.numel()] = gradient
         self.optimizer = _C.FusedOptimizer("adam", slices, self.gradient)
         self.has_gradient = [True] * len(slices)
@@ -129,7 +137,12 @@ class MixedStep:
     def __call__(self) -> None:
         newest, other = self.slots
         self.optimizer.step(
-            newest, self.gradient, other, self.groups, self.has_gradient, self.master
+            w=newest,
+            gradient=self.gradient,
+            w_out=other,
+            groups=self.groups,
+            has_gradient=self.has_gradient,
+            master=self.master,
         )
         self.slots.reverse()
 

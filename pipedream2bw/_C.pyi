@@ -5,10 +5,9 @@ Classes that are dataclasses here are C++ structs, with attributes and keywords 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Backend
 
 class Schedule:
     @property
@@ -46,6 +45,7 @@ def make_schedule(
 ) -> Schedule: ...
 def schedule_from_text(text: str) -> Schedule: ...
 def schedule_names() -> list[str]: ...
+def action_kinds() -> dict[str, str]: ...
 
 @dataclass(frozen=True, init=False)
 class ScheduleMethod:
@@ -321,24 +321,45 @@ def planned_shape(
     name: str, num_stages: int, num_microbatches: int, stages_per_rank: int
 ) -> PlannedShape: ...
 
+class GroupOptions:
+    def __init__(
+        self,
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        amsgrad: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None: ...
+    def with_lr_divided(self, divisor: float) -> GroupOptions: ...
+
+class ParameterSlice:
+    def __init__(self, *, offset: int, numel: int, group: int) -> None: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
 class FusedOptimizer:
     def __init__(
-        self, kind: str, slices: Sequence[tuple[int, int, int]], flat_example: torch.Tensor
+        self, kind: str, slices: Sequence[ParameterSlice], flat_example: torch.Tensor
     ) -> None: ...
     def step(
         self,
+        *,
         w: torch.Tensor,
         gradient: torch.Tensor,
         w_out: torch.Tensor,
-        groups: list[dict[str, Any]],
+        groups: Sequence[GroupOptions],
         has_gradient: Sequence[bool],
         master: torch.Tensor | None = None,
     ) -> None: ...
-    def state(self, name: str) -> torch.Tensor | None: ...
-    def set_state(self, name: str, flat: torch.Tensor | None) -> None: ...
-    def step_count(self, i: int) -> int: ...
-    def set_step_count(self, i: int, count: int) -> None: ...
-    def state_bytes(self) -> int: ...
 
 class CopySum:
     def __init__(self) -> None: ...
@@ -346,16 +367,29 @@ class CopySum:
 class TiedSum:
     def __init__(self, processes: Sequence[int], group: str) -> None: ...
 
+class StageBytes:
+    @property
+    def weights(self) -> int: ...
+    @property
+    def masters(self) -> int: ...
+    @property
+    def gradients(self) -> int: ...
+    @property
+    def optimizer_state(self) -> int: ...
+    @property
+    def padding(self) -> int: ...
+
 class Stage:
     def __init__(
         self,
+        *,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         num_versions: int,
-        replica_group: str,
-        bucket_bytes: int,
-        copy_sum: CopySum | None,
-        copy: int,
+        replica_group: str = "",
+        bucket_bytes: int = 0,
+        copy_sum: CopySum | None = None,
+        copy: int = 0,
         dtypes: Sequence[torch.dtype] = (),
         split_master: bool = False,
     ) -> None: ...
@@ -387,13 +421,14 @@ class Stage:
     def set_step_count(self, parameter: int, count: int) -> None: ...
     def arrange(self, reads_first: bool, waits: bool, fault: Fault) -> None: ...
     def restart_delay(self) -> None: ...
-    def bytes(self) -> dict[str, int]: ...
+    def bytes(self) -> StageBytes: ...
 
 class NormSlot: ...
 
 class LossScale:
     def __init__(
         self,
+        *,
         init_scale: float,
         growth_factor: float,
         backoff_factor: float,
@@ -408,6 +443,7 @@ class LossScale:
 class GradientNorm:
     def __init__(
         self,
+        *,
         fault: Fault,
         num_parameters: int,
         num_stages: int,
@@ -418,9 +454,21 @@ class GradientNorm:
         shared: SharedBoard | None,
         loss_scale: LossScale | None,
     ) -> None: ...
-    def expect(self, batch: int) -> NormSlot: ...
+    def expect(self, run: int) -> NormSlot: ...
     def done(self, slot: NormSlot) -> bool: ...
     def wait(self, slot: NormSlot) -> float: ...
+
+class Clipping:
+    def __init__(
+        self,
+        *,
+        norm: GradientNorm | None,
+        max_norm: float,
+        parameters: Sequence[int],
+        gives_norms: bool,
+        max_value: float | None,
+        loss_scale: LossScale | None,
+    ) -> None: ...
 
 class Sender:
     def send(self, layout: int, tensors: Sequence[torch.Tensor]) -> None: ...
@@ -451,14 +499,10 @@ class SharedBoard:
     def finish_exchange(self, timeout: float) -> list[int] | None: ...
     def leave(self) -> None: ...
 
-class DelayedSender(Sender):
-    def __init__(self, sender: Sender, shortest: float, longest: float, seed: int) -> None: ...
-
-def delayed_backend(backend: Backend, shortest: float, longest: float, seed: int) -> Backend: ...
-
 class ProcessGroupSender(Sender):
     def __init__(
         self,
+        *,
         group: str,
         peer: int,
         device: torch.device,
@@ -469,6 +513,7 @@ class ProcessGroupSender(Sender):
 class ProcessGroupReceiver(Receiver):
     def __init__(
         self,
+        *,
         group: str,
         peer: int,
         device: torch.device,
@@ -487,6 +532,7 @@ class LossSlot: ...
 class LossBoard:
     def __init__(
         self,
+        *,
         fault: Fault,
         group: str,
         shared: SharedBoard | None,
@@ -496,20 +542,81 @@ class LossBoard:
         num_pipelines: int,
         num_numbers: int,
     ) -> None: ...
-    def expect(self, batch: int) -> LossSlot: ...
+    def expect(self, run: int) -> LossSlot: ...
     def done(self, slot: LossSlot) -> bool: ...
     def wait(self, slot: LossSlot) -> list[float]: ...
     def finish(self, timeout: float) -> None: ...
     def close(self) -> None: ...
 
-Forward = Callable[
-    [int, int, int, list[tuple[bytes, list[torch.Tensor]]]],
-    tuple[list[tuple[bytes, list[torch.Tensor]]], torch.Tensor | None, int, torch.Tensor | None],
-]
+class Message(NamedTuple):
+    structure: bytes  # how to rebuild the values; empty: each is one tensor
+    tensors: list[torch.Tensor]
+
+class ForwardCall(NamedTuple):
+    run: int
+    microbatch: int
+    slot: int
+    inbound: list[Message]
+    again: bool
+    loss_scale: float
+
+class ForwardResult(NamedTuple):
+    outbound: Sequence[Message] = ()
+    loss: torch.Tensor | None = None
+    bytes_kept: int = 0
+    metrics: torch.Tensor | None = None
+
+class StageSetup:
+    def __init__(
+        self,
+        *,
+        index: int,
+        stage: Stage,
+        forward: Callable[[ForwardCall], ForwardResult],
+        recompute: bool,
+        recomputes_blocks: bool,
+    ) -> None: ...
+
+class InboundEdge:
+    def __init__(self, *, producer: int, values: Receiver, gradients: Sender) -> None: ...
+
+class OutboundEdge:
+    def __init__(self, *, consumer: int, values: Sender, gradients: Receiver) -> None: ...
+
+class Run:
+    def __init__(
+        self,
+        *,
+        id: int,
+        wiring: int,
+        layouts: Sequence[int],
+        rows: Sequence[int] = (),
+        batch: int = 0,
+        begins_batch: bool = True,
+        ends_batch: bool = True,
+        num_averaged: int = 1,
+    ) -> None: ...
+
+class ExecutedAction:
+    @property
+    def stage(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def run(self) -> int: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
 
 class Executor:
     def __init__(
         self,
+        *,
         schedule: Schedule,
         rank: int,
         replica: int,
@@ -517,55 +624,38 @@ class Executor:
         num_threads: int,
         seed: int,
         warmup_batches: int,
-        stages: Sequence[tuple[int, Stage, Forward, bool, bool]],
+        stages: Sequence[StageSetup],
         fault: Fault,
         losses: LossBoard,
     ) -> None: ...
     def set_wiring(
         self,
+        *,
         stage: int,
         id: int,
-        inbound: Sequence[tuple[int, Receiver, Sender]],
-        outbound: Sequence[tuple[int, Sender, Receiver]],
+        inbound: Sequence[InboundEdge],
+        outbound: Sequence[OutboundEdge],
     ) -> None: ...
-    def submit_batch(
-        self,
-        run: int,
-        wiring: int,
-        layouts: Sequence[int],
-        rows: Sequence[int],
-        batch: int,
-        begins_batch: bool,
-        ends_batch: bool,
-        num_averaged: int,
-    ) -> int: ...
-    def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> int: ...
-    def set_clipping(
-        self,
-        stage: int,
-        norm: GradientNorm | None,
-        max_norm: float,
-        parameters: Sequence[int],
-        gives_norms: bool,
-        max_value: float | None,
-        loss_scale: LossScale | None,
-    ) -> None: ...
-    def version_of_batch(self, stage: int, batch: int) -> int: ...
+    def set_clipping(self, stage: int, clipping: Clipping | None) -> None: ...
+    def drop_connections(self) -> None: ...
+    def close(self) -> None: ...
+    def submit_run(self, run: Run) -> int: ...
+    def submit_evaluation(self, run: Run) -> int: ...
     def submit_drain(self) -> int: ...
     def submit_update(
         self,
+        *,
         stage: int,
         run: int,
-        groups: list[dict[str, Any]],
+        groups: Sequence[GroupOptions],
         step: Callable[[int], None] | None,
     ) -> int: ...
     def wait(self, ticket: int) -> None: ...
     @property
     def last_ticket(self) -> int: ...
-    def drop_connections(self) -> None: ...
-    def close(self) -> None: ...
     def record(self, on: bool) -> None: ...
-    def take_record(self) -> list[tuple[int, str, int, int, int, float, float]]: ...
+    def take_record(self) -> list[ExecutedAction]: ...
+    def version_of_batch(self, stage: int, batch: int) -> int: ...
     def most_bytes_in_flight(self, stage: int) -> int: ...
     def most_in_flight(self, stage: int) -> int: ...
     def message_buffer_bytes(self, stage: int) -> int: ...

@@ -28,6 +28,7 @@ ROOMS_OF_CXX = {
     "kernels": ("optimizer",),
     "transport": ("runtime",),
     "bindings": ("runtime", "optimizer", "schedules"),
+    "testing": ("runtime",),
 }
 """By the first folder below csrc: the folders of tests/unit that call it most."""
 

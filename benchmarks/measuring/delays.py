@@ -1,4 +1,4 @@
-"""Messages that take their time, as between machines: for benchmarks and tests."""
+"""Delays messages, as a network between machines does: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from pipedream2bw.optimizer import clipping
 from pipedream2bw.ranks import agreement
 from pipedream2bw.ranks.channels import Channels
 from pipedream2bw.runtime import local_stages
+
+try:
+    from . import _delays
+except ImportError as error:
+    raise ImportError(
+        "benchmarks/measuring/_delays is not built: make builds it for tests and benchmarks, or "
+        "PIPEDREAM2BW_TESTING=1 python setup.py build_ext --inplace"
+    ) from error
 
 _numbers = itertools.count()  # of backends
 
@@ -39,7 +47,9 @@ def delayed_messages(
             if sender is not None and not self._grid.share_a_rank(source, destination):
                 own_seed = hash((seed, source, destination)) % 2**64
                 latest = shortest if longest is None else longest
-                sender = _C.DelayedSender(sender, shortest, latest, own_seed)
+                sender = _delays.DelayedSender(
+                    sender=sender, shortest=shortest, longest=latest, seed=own_seed
+                )
             return sender, receiver
 
     with mock.patch.object(local_stages, "Channels", Delayed):
@@ -58,7 +68,9 @@ def delayed_collectives(shortest: float, longest: float, seed: int = 0) -> Itera
     def make(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         own_seed = hash((seed, dist.get_rank(), next(_numbers))) % 2**64
-        return _C.delayed_backend(gloo, shortest, longest, own_seed)
+        return _delays.delayed_backend(
+            backend=gloo, shortest=shortest, longest=longest, seed=own_seed
+        )
 
     backend = f"delayed{next(_numbers)}"
     dist.Backend.register_backend(backend, make, devices=["cpu"])

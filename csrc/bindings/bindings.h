@@ -13,9 +13,9 @@ void bind_optimizer(py::module_& module);
 void bind_stage(py::module_& module);
 void bind_transport(py::module_& module);
 void bind_channels(py::module_& module);
-void bind_generator(py::module_& module);
+void bind_random(py::module_& module);
 void bind_losses(py::module_& module);
-void bind_norm(py::module_& module);
+void bind_clipping(py::module_& module);
 void bind_executor(py::module_& module);
 
 }  // namespace pd2

@@ -11,8 +11,8 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_stage(module);
   pd2::bind_transport(module);
   pd2::bind_channels(module);
-  pd2::bind_generator(module);
+  pd2::bind_random(module);
   pd2::bind_losses(module);
-  pd2::bind_norm(module);
+  pd2::bind_clipping(module);
   pd2::bind_executor(module);
 }

@@ -117,6 +117,13 @@ void bind_schedule(py::module_& module) {
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
   module.def("schedule_from_text", &from_text);
   module.def("schedule_names", &schedule_names);
+  module.def("action_kinds", [] {
+    py::dict names;
+    for (const ActionKind kind : kActionKinds) {
+      names[py::str(std::string(1, static_cast<char>(kind)))] = std::string(name_of(kind));
+    }
+    return names;
+  });
   bind_simulation(module);
 }
 

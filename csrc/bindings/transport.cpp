@@ -1,6 +1,5 @@
-// Memory that processes share, and slow groups of processes, as Python sees them.
+// Memory that processes share, as Python sees it.
 #include "bindings/bindings.h"
-#include "testing/delayed_backend.h"
 #include "transport/shared_board.h"
 #include "transport/shared_ring.h"
 
@@ -61,16 +60,6 @@ void bind_transport(py::module_& module) {
           },
           py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("leave", &SharedBoard::leave);
-  // For torch.distributed's register_backend().
-  module.def(
-      "delayed_backend",
-      [](c10::intrusive_ptr<c10d::Backend> backend, double shortest, double longest,
-         std::uint64_t seed) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<DelayedBackend>(std::move(backend),
-                                                   DelayedBackend::Seconds(shortest),
-                                                   DelayedBackend::Seconds(longest), seed);
-      },
-      py::arg("backend"), py::arg("shortest"), py::arg("longest"), py::arg("seed"));
 }
 
 }  // namespace pd2

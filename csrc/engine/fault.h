@@ -13,7 +13,7 @@ namespace pd2 {
 // How failures name a stage.
 std::string stage_name(int stage, int replica, int num_replicas);
 
-// Thrown to whoever waits for a pipeline that has failed; Python sees RuntimeError.
+// Thrown to those who wait for a pipeline that has failed; Python sees RuntimeError.
 class PipelineError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -166,8 +166,8 @@ void DelayedBackend::loop() {
     lock.unlock();
     next.begin();
     lock.lock();
-    // Kept until another thread lets go of it: tensors may need Python's lock to be freed, and who
-    // has that may be waiting for this thread.
+    // Kept until another thread drops it: freeing tensors may need Python's lock, whose holder may
+    // be waiting for this thread.
     begun_.push_back(std::move(to_begin_.front()));
     to_begin_.pop_front();
   }

@@ -1,4 +1,4 @@
-// Collectives that take their time, for tests.
+// Collectives that are delayed, for tests.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -16,10 +16,9 @@
 
 namespace pd2 {
 
-// Begins whatever a pipeline asks of a process group after a delay drawn evenly between two bounds,
-// in the order in which it was asked for: till then nothing reads the tensors, nothing is written
-// to them and the work is not completed. So a tensor that is used too early or given up too soon
-// shows.
+// Begins every collective of a process group after a delay drawn evenly between two bounds, in the
+// order of the calls. Until then nothing reads the tensors, nothing is written to them and the work
+// is not completed. This exposes a tensor that is used too early or freed too soon.
 class DelayedBackend : public c10d::Backend {
  public:
   using Seconds = std::chrono::duration<double>;

@@ -1,4 +1,4 @@
-// Messages that take their time, for tests and benchmarks.
+// Messages that are delayed, for tests and benchmarks.
 #pragma once
 
 #include "engine/channels/channel.h"
@@ -15,8 +15,8 @@
 
 namespace pd2 {
 
-// Hands every message over to another sender after a delay drawn evenly between two bounds, in a
-// thread of its own: neither end waits meanwhile, as if the message were on its way. Messages stay
+// Hands every message over to another sender after a delay drawn evenly between two bounds, in
+// another thread: neither end waits meanwhile, as if the message were on its way. Messages stay
 // in order, so one may be held up by the one before. What the other sender throws, the next send()
 // throws.
 class DelayedSender : public Sender {

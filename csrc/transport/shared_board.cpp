@@ -85,7 +85,7 @@ SharedBoard::SharedBoard(std::unique_ptr<SharedMemory> memory, int rank, Timeout
 
 SharedBoard::~SharedBoard() { leave(); }
 
-// Nobody begins exchange n + 2 before all have begun n + 1 and so have read n, whose place it
+// No rank begins exchange n + 2 before all have begun n + 1 and so have read n, whose place it
 // takes.
 void SharedBoard::begin_exchange(std::span<const std::int64_t> row) {
   if (static_cast<int>(row.size()) != shared_->row_size) {

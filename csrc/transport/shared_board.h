@@ -1,4 +1,4 @@
-// What all processes of a pipeline tell each other, in memory that all of them map.
+// An exchange between all processes of a pipeline, in memory that all of them map.
 #pragma once
 
 #include "transport/shared_memory.h"
@@ -18,23 +18,23 @@
 namespace pd2 {
 
 // Rows, which all ranks exchange, and numbers, which one rank sends to some. Either costs a rank at
-// most one sleep, and the one that others wait for one system call to wake them all. Nobody looks
-// for a while before it sleeps: ranks arrive far apart, and whoever is waited for may need the
-// core.
+// most one sleep, and the rank that others wait for one system call to wake them all. A rank that
+// waits sleeps at once, without polling first: ranks arrive far apart, and the rank that it waits
+// for may need the core.
 //
-// One thread of each process exchanges, one sends and receives. Who waits for a process that has
+// One thread of each process exchanges, one sends and receives. Waiting for a process that has
 // ended or left throws std::runtime_error within a tenth of a second.
 class SharedBoard {
  public:
-  // A sender waits for the slowest reader while that one has so many numbers still to receive.
+  // A sender waits while the slowest reader still has this many numbers to receive.
   static constexpr std::uint32_t kRoom = 64;
 
   using Timeout = std::chrono::duration<double>;
 
-  // Rank 0's, for `num_ranks` ranks and rows of `row_size`. Null where there is no such memory.
+  // Rank 0's, for `num_ranks` ranks and rows of `row_size`. Null if there is no such memory.
   // Sending and receiving throw after `timeout`.
   static std::unique_ptr<SharedBoard> create(int num_ranks, int row_size, Timeout timeout);
-  // Another rank's; null where rank 0's memory cannot be reached. No rank uses its board before all
+  // Another rank's; null if rank 0's memory cannot be reached. No rank uses its board before all
   // have theirs.
   static std::unique_ptr<SharedBoard> open(const std::string& address, int rank, Timeout timeout);
   ~SharedBoard();
@@ -73,7 +73,7 @@ class SharedBoard {
   // False if `word` is still `value` after `timeout`, or when this process has left.
   bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                   std::span<const int> awaited, Timeout timeout);
-  // What has become of the first of `ranks` that is no longer there.
+  // Describes the first of `ranks` that has ended or left.
   std::optional<std::string> find_missing(std::span<const int> ranks);
 
   const std::unique_ptr<SharedMemory> memory_;

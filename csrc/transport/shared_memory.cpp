@@ -98,7 +98,7 @@ std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address) {
   return memory && memory->cookie() == cookie ? std::move(memory) : nullptr;
 }
 
-// Null where there is no room for it; takes the file over.
+// Null if there is no room for it; takes ownership of the file.
 std::unique_ptr<SharedMemory> SharedMemory::map(int file, std::size_t bytes, int maker) {
   void* const data =
       mmap(nullptr, bytes_with_cookie(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -16,7 +16,7 @@ class SharedMemory {
   // Zeroed; it takes up room where it is first written to. Null where the system cannot do it:
   // Linux from 5.3 on can.
   static std::unique_ptr<SharedMemory> create(std::size_t bytes);
-  // Another process's memory, while that one has it. Null where it cannot be reached: another
+  // Another process's memory, while that one has it. Null if it cannot be reached: another
   // machine, container or user.
   static std::unique_ptr<SharedMemory> open(const std::string& address);
   ~SharedMemory();
@@ -66,8 +66,8 @@ void sleep_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
 // Wakes all that sleep.
 void wake(const std::atomic<std::uint32_t>& word);
 
-// Processes do not tell when they end, and a thread that ends another one's waiting may miss it
-// just before it sleeps: who waits looks up this often.
+// A process that ends wakes nobody, and a thread that ends another one's waiting may miss it just
+// before it sleeps: so waiting threads wake up this often to look.
 constexpr std::chrono::milliseconds kLongestSleep(100);
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);

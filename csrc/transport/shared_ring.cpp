@@ -16,7 +16,7 @@ constexpr std::size_t kPage = 4096;
 
 }  // namespace
 
-// The two ends' words lie on cache lines of their own. All are lock-free, so the address at which a
+// The two ends' words lie on different cache lines. All are lock-free, so the address at which a
 // process maps them does not matter.
 struct SharedRing::Shared {
   std::uint32_t num_slots;
@@ -90,7 +90,7 @@ void SharedRing::use(std::uint32_t index, std::size_t bytes) {
 }
 
 // A waiting end says that it sleeps and then looks once more; the other end changes the word and
-// then looks whether somebody sleeps. In the one order of such operations one of them sees the
+// then looks whether the other end sleeps. In the one order of such operations one of them sees the
 // other's.
 bool SharedRing::wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                             std::atomic<std::uint32_t>& sleeping) {
@@ -100,7 +100,7 @@ bool SharedRing::wait_while(const std::atomic<std::uint32_t>& word, std::uint32_
       return false;
     }
     if (std::chrono::steady_clock::now() < start + kLooking) {
-      std::this_thread::yield();  // whoever is waited for may need this core
+      std::this_thread::yield();  // the other end may need this core
       continue;
     }
     sleeping.store(1);

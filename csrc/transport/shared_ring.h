@@ -26,11 +26,11 @@ class SharedRing {
 
   using Timeout = std::chrono::duration<double>;
 
-  // The writer's end, with room for `num_slots` messages that have not been read. Null where there
+  // The writer's end, with room for `num_slots` messages that have not been read. Null if there
   // is no such memory. Waiting for the other end throws after `timeout`, and when its process has
   // ended.
   static std::unique_ptr<SharedRing> create(std::uint32_t num_slots, Timeout timeout);
-  // The reader's end. Null where the writer's memory cannot be reached.
+  // The reader's end. Null if the writer's memory cannot be reached.
   static std::unique_ptr<SharedRing> open(const std::string& address, Timeout timeout);
   SharedRing(const SharedRing&) = delete;
   SharedRing& operator=(const SharedRing&) = delete;
@@ -73,7 +73,7 @@ class SharedRing {
   std::atomic<std::size_t> used_bytes_ = 0;
   std::vector<std::size_t> used_by_slot_;
 
-  // Touched by the writing or the reading thread alone.
+  // Used by the writing or the reading thread alone.
   std::uint32_t next_ = 0;                 // number of the message to write or read, modulo 2^32
   std::uint32_t reclaimed_ = 0;            // writer: messages whose slots are free again
   std::vector<std::uint32_t> free_slots_;  // writer: the last one freed is used first

@@ -71,8 +71,7 @@ class Clipping:
         norm = self._norm(session, scale) if self._needs_norm else None
         number_of = _numbers(session)
         for stage in session.stages:
-            stage.executor.set_clipping(
-                stage=stage.index,
+            clipping = _C.Clipping(
                 norm=norm,
                 max_norm=math.inf if self.max_grad_norm is None else self.max_grad_norm,
                 parameters=[
@@ -83,6 +82,8 @@ class Clipping:
                 max_value=self.clip_grad_value,
                 loss_scale=scale,
             )
+            clips = norm is not None or self.clip_grad_value is not None
+            stage.executor.set_clipping(stage.index, clipping if clips else None)
         return norm, scale
 
     def _norm(self, session: Session, scale: _C.LossScale | None) -> _C.GradientNorm:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from ..runtime.stage_weights import StageWeights
 
 _STATE_NAMES = {
@@ -37,31 +38,30 @@ def fused_kind(optimizer: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) 
     return kind if set(dtypes) <= {torch.float32, torch.float64} else None
 
 
-def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as they are now, by the engine's names."""
-    options: dict[str, Any] = {
-        "lr": float(group["lr"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": bool(group["maximize"]),
-    }
+def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C.GroupOptions:
+    """A group's options as they are now."""
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    maximize = bool(group["maximize"])
     if "betas" in group:
-        options["beta1"], options["beta2"] = (float(beta) for beta in group["betas"])
-        options["eps"] = float(group["eps"])
-        options["amsgrad"] = bool(group["amsgrad"])
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
-        options["decoupled_weight_decay"] = bool(decoupled)
-    else:
-        options["momentum"] = float(group["momentum"])
-        options["dampening"] = float(group["dampening"])
-        options["nesterov"] = bool(group["nesterov"])
-    return options
-
-
-def discounted(options: dict[str, Any], divisor: float) -> dict[str, Any]:
-    """A fused pass's options with the learning rate divided; {} stays, which no fused pass has."""
-    if not options or divisor == 1:
-        return options
-    return {**options, "lr": options["lr"] / divisor}
+        return _C.GroupOptions(
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            amsgrad=bool(group["amsgrad"]),
+            decoupled_weight_decay=bool(decoupled),
+        )
+    return _C.GroupOptions(
+        lr=lr,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        nesterov=bool(group["nesterov"]),
+    )
 
 
 def read_state(

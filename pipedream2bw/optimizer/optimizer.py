@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from ..ranks.agreement import Operation
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of
 from .clipping import Clipping, GradNorm
-from .fused import discounted, fused_kind, fused_options, read_state, write_state
+from .fused import fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale, load_state, state_of
 from .own_step import StageStepper, changes, differ, options_of, update_with
 from .staleness import Remedies, Remedy, StepCorrection
@@ -204,7 +205,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 f"{len(self.param_groups)}: make a new one over the changed optimizers"
             )
         fused = [
-            {} if kind is None else fused_options(optimizer, group)
+            _C.GroupOptions() if kind is None else fused_options(optimizer, group)
             for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
             for group in optimizer.param_groups
         ]
@@ -224,8 +225,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     stepper.change(batch, groups)
                 divisor = self._divisor(stage.index) if is_delayed else 1.0
                 steps = self._steps_of(stage, steppers, batch, divisor)
-                options = [discounted(each, divisor) for each in fused]
-                stage.executor.submit_update(stage.index, train_step, options, steps)
+                stage.executor.submit_update(
+                    stage=stage.index,
+                    run=train_step,
+                    groups=[options.with_lr_divided(divisor) for options in fused],
+                    step=steps,
+                )
         self._options = current
         self._delayed_batches += is_delayed
         for optimizer in self._wrapped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,22 +30,10 @@ _PASSES = 5
 _TIMEOUT = 60.0  # seconds
 
 
-_PLAIN = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
-
-
-_SGD = _PLAIN | {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-
-
-_ADAMW = _PLAIN | {
-    **{"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
-    **{"amsgrad": False, "decoupled_weight_decay": True, "weight_decay": 0.01},
-}
-
-
-_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd": ("sgd", _SGD),
-    "momentum": ("sgd", _SGD | {"momentum": 0.9}),
-    "adamw": ("adam", _ADAMW),
+_OPTIMIZERS = {
+    "sgd": ("sgd", _C.GroupOptions()),
+    "momentum": ("sgd", _C.GroupOptions(momentum=0.9)),
+    "adamw": ("adam", _C.GroupOptions(weight_decay=0.01, decoupled_weight_decay=True)),
 }
 
 
@@ -62,12 +49,20 @@ def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
     weights, gradient, written = (torch.ones(_ELEMENTS, device=device) for _ in range(3))
     found = {}
     for name, (kind, options) in _OPTIMIZERS.items():
-        fused = _C.FusedOptimizer(kind, [(0, _ELEMENTS, 0)], weights)
+        fused = _C.FusedOptimizer(
+            kind, [_C.ParameterSlice(offset=0, numel=_ELEMENTS, group=0)], weights
+        )
         times = []
         for _ in range(1 + _PASSES):
             _finish(device)
             start = time.perf_counter()
-            fused.step(weights, gradient, written, [options], [True])
+            fused.step(
+                w=weights,
+                gradient=gradient,
+                w_out=written,
+                groups=[options],
+                has_gradient=[True],
+            )
             _finish(device)
             times.append(time.perf_counter() - start)
         found[name] = statistics.median(times[1:]) / weights.nbytes
@@ -95,7 +90,12 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         session.train_step(Call((rows,), {}, rows), is_train=True)
         with session.update() as train_step:
             for stage in session.stages:
-                stage.executor.submit_update(stage.index, train_step, [_SGD | {"lr": 0.0}], None)
+                stage.executor.submit_update(
+                    stage=stage.index,
+                    run=train_step,
+                    groups=[_C.GroupOptions(lr=0.0)],
+                    step=None,
+                )
         session.drain()
         times.append(time.perf_counter() - start)
     session.close()

@@ -156,12 +156,12 @@ class LocalStages:
                 seed=seed,
                 warmup_batches=options.warmup_batches,
                 stages=[
-                    (
-                        i,
-                        weights_of[i].engine,
-                        runners[i].forward_while_alive(),
-                        options.recompute[i % d],
-                        options.recomputes_blocks,
+                    _C.StageSetup(
+                        index=i,
+                        stage=weights_of[i].engine,
+                        forward=runners[i].forward_while_alive(),
+                        recompute=options.recompute[i % d],
+                        recomputes_blocks=options.recomputes_blocks,
                     )
                     for i in here
                 ],
@@ -211,14 +211,22 @@ class LocalStages:
             producers = [first + producer for producer in sorted(program.receives)]
             consumers = [first + consumer for consumer in sorted(program.sends)]
             stage.executor.set_wiring(
-                here,
-                mode.wiring,
-                [
-                    (producer, channels.receiver(producer, here), channels.sender(here, producer))
+                stage=here,
+                id=mode.wiring,
+                inbound=[
+                    _C.InboundEdge(
+                        producer=producer,
+                        values=channels.receiver(producer, here),
+                        gradients=channels.sender(here, producer),
+                    )
                     for producer in producers
                 ],
-                [
-                    (consumer, channels.sender(here, consumer), channels.receiver(consumer, here))
+                outbound=[
+                    _C.OutboundEdge(
+                        consumer=consumer,
+                        values=channels.sender(here, consumer),
+                        gradients=channels.receiver(consumer, here),
+                    )
                     for consumer in consumers
                 ],
             )
@@ -254,16 +262,21 @@ class LocalStages:
         Args:
             rows: of each microbatch; none if losses are sums.
         """
-        self._tickets.append(
-            [
-                executor.submit_batch(run, wiring, layouts, rows, *part)
-                for executor in self._executors
-            ]
+        submitted = _C.Run(
+            id=run,
+            wiring=wiring,
+            layouts=layouts,
+            rows=rows,
+            batch=part.batch,
+            begins_batch=part.begins,
+            ends_batch=part.ends,
+            num_averaged=part.num_averaged,
         )
+        self._tickets.append([executor.submit_run(submitted) for executor in self._executors])
 
     def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:
         for executor in self._executors:
-            executor.submit_evaluation(run, wiring, layouts)
+            executor.submit_evaluation(_C.Run(id=run, wiring=wiring, layouts=layouts))
 
     def in_update_order(self) -> Iterator[LocalStage]:
         """The stages, those of a rank in the order in which the schedule updates them."""
@@ -274,8 +287,8 @@ class LocalStages:
         for executor in self._executors:
             executor.record(on)
 
-    def take_records(self) -> list[tuple[int, str, int, int, int, float, float]]:
-        """The recorded actions: stage, kind, batch, microbatch, version, start, end."""
+    def take_records(self) -> list[_C.ExecutedAction]:
+        """Gives the recorded actions and forgets them."""
         return [action for executor in self._executors for action in executor.take_record()]
 
     def wait_for_room(self, max_unfinished: int) -> None:

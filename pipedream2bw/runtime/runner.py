@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from ..capture.saved_bytes import SavedBytes
 from ..model.added_loss import LossWeight, weighing
 from ..model.metrics import check_loss, measure
@@ -23,13 +24,6 @@ from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
 from .stage_options import StageOptions
 from .stage_weights import StageWeights
-
-Structured = tuple[bytes, list[torch.Tensor]]
-"""A message: how to rebuild its values (empty: each value is one tensor), and its tensors."""
-
-
-Result = tuple[list[Structured], torch.Tensor | None, int, torch.Tensor | None]
-"""A forward's: messages, the loss, activation bytes, the metrics."""
 
 
 @dataclasses.dataclass
@@ -51,7 +45,7 @@ class BoundProgram:
         ]
         return cls(program, functions, sorted(program.receives), sends)
 
-    def messages(self, outputs: Sequence[Any]) -> list[Structured]:
+    def messages(self, outputs: Sequence[Any]) -> list[_C.Message]:
         """Packs the stage's outputs into one message for each consumer."""
         return [pack([outputs[i] for i in positions]) for positions in self.sends]
 
@@ -145,49 +139,37 @@ class StageRunner:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
         return self._runs.pop(run).outputs
 
-    def forward(
-        self,
-        run: int,
-        microbatch: int,
-        slot: int,
-        inbound: list[Structured],
-        again: bool,
-        loss_scale: float,
-    ) -> Result:
-        """One microbatch: messages in, a result out."""
+    def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
+        """Runs one microbatch."""
         if not self.thread:
             self.thread.append(threading.get_ident())
         try:
-            if again:
-                return self._forward_again(run, microbatch, slot, inbound)
-            inputs = self._runs[run]
+            if call.again:
+                return self._forward_again(call)
+            inputs = self._runs[call.run]
             if not inputs.training:
-                given = _Given.of(inputs, microbatch)
+                given = _Given.of(inputs, call.microbatch)
                 with self._precision.computing(self._device.type):
-                    outputs = inputs.bound.functions[slot](self._values(given, inbound))
+                    outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
                 if self._is_last:
                     inputs.outputs.append(outputs[0])
-                    return [], None, 0, None
-                return inputs.bound.messages(outputs), None, 0, None
-            if microbatch == len(inputs.sizes) - 1:
-                del self._runs[run]
-            weight = inputs.loss_weights[microbatch]
-            inputs.loss_weights[microbatch] = dataclasses.replace(weight, scale=loss_scale)
-            return self._train(inputs, run, microbatch, slot, inbound)
+                    return _C.ForwardResult()
+                return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
+            if call.microbatch == len(inputs.sizes) - 1:
+                del self._runs[call.run]
+            weight = inputs.loss_weights[call.microbatch]
+            inputs.loss_weights[call.microbatch] = dataclasses.replace(
+                weight, scale=call.loss_scale
+            )
+            return self._train(inputs, call)
         except BaseException as error:
             self.error = error
             raise
 
-    def _train(
-        self,
-        inputs: RunInputs,
-        run: int,
-        microbatch: int,
-        slot: int,
-        inbound: list[Structured],
-    ) -> Result:
-        given = _Given.of(inputs, microbatch)
-        layout = inputs.layouts[microbatch]
+    def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
+        given = _Given.of(inputs, call.microbatch)
+        layout = inputs.layouts[call.microbatch]
+        inbound = call.inbound
         owes_gradients = _is_differentiable(inbound)
         with contextlib.ExitStack() as around:
             replay = None
@@ -204,9 +186,9 @@ class StageRunner:
                 # counted apart if it is kept to be received again.
                 not_counted = self._state_pointers() | _storages(given.tensors())
                 if self._recompute:
-                    not_counted |= _storages(tensor for _, part in inbound for tensor in part)
+                    not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
                 saved = around.enter_context(SavedBytes(not_counted))
-            messages, loss, output = self._compute(inputs.bound, slot, given, inbound)
+            messages, loss, output = self._compute(inputs.bound, call.slot, given, inbound)
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         kept = self.bytes_kept[layout]
@@ -215,15 +197,15 @@ class StageRunner:
             kept = 0  # the forward will not be called again
         elif replay is not None:
             given.bytes_kept = kept
-            self._replays[run, microbatch] = (inputs.bound, replay, given)
+            self._replays[call.run, call.microbatch] = (inputs.bound, replay, given)
             kept = replay.nbytes()
-        share = inputs.sizes[microbatch] / inputs.total_rows
+        share = inputs.sizes[call.microbatch] / inputs.total_rows
         metrics = (
             measure(self._metrics, output, given.target, share, self._device)
             if self._is_last
             else None
         )
-        return messages, loss, kept, metrics
+        return _C.ForwardResult(outbound=messages, loss=loss, bytes_kept=kept, metrics=metrics)
 
     @contextlib.contextmanager
     def _frozen_stay(self) -> Iterator[None]:
@@ -240,18 +222,16 @@ class StageRunner:
         self._runs.clear()
         self._replays.clear()
 
-    def _forward_again(
-        self, run: int, microbatch: int, slot: int, inbound: list[Structured]
-    ) -> Result:
-        bound, replay, given = self._replays.pop((run, microbatch))
+    def _forward_again(self, call: _C.ForwardCall) -> _C.ForwardResult:
+        bound, replay, given = self._replays.pop((call.run, call.microbatch))
         with replay.again():
             given = given.with_tensors(replay.inputs)
-            messages, loss, _ = self._compute(bound, slot, given, inbound)
-        return messages, loss, given.bytes_kept, None
+            messages, loss, _ = self._compute(bound, call.slot, given, call.inbound)
+        return _C.ForwardResult(outbound=messages, loss=loss, bytes_kept=given.bytes_kept)
 
     def _compute(
-        self, bound: BoundProgram, slot: int, given: _Given, inbound: list[Structured]
-    ) -> tuple[list[Structured], torch.Tensor | None, Any]:
+        self, bound: BoundProgram, slot: int, given: _Given, inbound: list[_C.Message]
+    ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
         with weighing(given.loss_weight), self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
@@ -259,19 +239,20 @@ class StageRunner:
                 return [], self._loss(outputs[0], given.target), outputs[0]
         return bound.messages(outputs), None, None
 
-    def _values(self, given: _Given, inbound: list[Structured]) -> list[Any]:
+    def _values(self, given: _Given, inbound: list[_C.Message]) -> list[Any]:
         if self._is_first:
             cast: list[Any] = self._precision.cast(given.values)
             return cast
         values: list[Any] = []
-        for structure, tensors in inbound:
+        for message in inbound:
+            structure, tensors = message.structure, message.tensors
             values.extend(unpack(structure, tensors) if structure else tensors)
         return values
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
         return check_loss(self.loss_fn(output, target))
 
-    def forward_while_alive(self) -> Callable[..., Any]:
+    def forward_while_alive(self) -> Callable[[_C.ForwardCall], _C.ForwardResult]:
         """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
 
         If the engine held this object, a ``loss_fn`` or a model that knows the pipeline would keep
@@ -279,19 +260,19 @@ class StageRunner:
         """
         method = weakref.WeakMethod(self.forward)
 
-        def forward(*call: Any) -> Any:
+        def forward(call: _C.ForwardCall) -> _C.ForwardResult:
             alive = method()
             if alive is None:
                 raise RuntimeError("the pipeline is gone")
-            return alive(*call)
+            return alive(call)
 
         return forward
 
 
-def pack(values: list[Any]) -> Structured:
+def pack(values: list[Any]) -> _C.Message:
     """A message for values that are tensors or pytrees of tensors and constants."""
     if all(isinstance(value, torch.Tensor) for value in values):
-        return b"", values
+        return _C.Message(structure=b"", tensors=values)
     tensors: list[torch.Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -300,7 +281,8 @@ def pack(values: list[Any]) -> Structured:
         tensors.append(leaf)
         return _IsTensor
 
-    return pickle.dumps(pytree.tree_map(take, values)), tensors
+    structure = pickle.dumps(pytree.tree_map(take, values))
+    return _C.Message(structure=structure, tensors=tensors)
 
 
 def unpack(structure: bytes, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -316,8 +298,8 @@ class _IsTensor:
     """Stands for a tensor among a message's constants."""
 
 
-def _is_differentiable(messages: Sequence[Structured], loss: torch.Tensor | None = None) -> bool:
-    tensors = [tensor for _, part in messages for tensor in part]
+def _is_differentiable(messages: Sequence[_C.Message], loss: torch.Tensor | None = None) -> bool:
+    tensors = [tensor for message in messages for tensor in message.tensors]
     return any(tensor.requires_grad for tensor in (*tensors, *(() if loss is None else (loss,))))
 
 

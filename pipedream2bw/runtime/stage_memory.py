@@ -63,13 +63,13 @@ def memory_of(stage: LocalStage) -> StageMemory:
     engine = weights.engine.bytes()
     kept = 0 if weights.correction is None else weights.correction.nbytes
     return StageMemory(
-        weights=engine["weights"],
-        masters=engine["masters"],
-        gradients=engine["gradients"],
-        optimizer_state=engine["optimizer_state"] + kept,
+        weights=engine.weights,
+        masters=engine.masters,
+        gradients=engine.gradients,
+        optimizer_state=engine.optimizer_state + kept,
         frozen_weights=weights.frozen_bytes,
         buffers=sum(buffer.nbytes for buffer in weights.buffers),
-        padding=engine["padding"],
+        padding=engine.padding,
         activations=executor.most_bytes_in_flight(stage.index),
         message_buffers=executor.message_buffer_bytes(stage.index),
         most_in_flight=executor.most_in_flight(stage.index),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from .. import _C
 from ..ranks.agreement import Announcement, ControlPlane, Operation
 from ..schedules.events import Event
 
@@ -17,14 +18,20 @@ class Timeline:
         self._placement = placement
         self.rows: list[Event] = []
 
-    def add(
-        self,
-        replica: int,
-        actions: Iterable[tuple[int, str, int, int, int, float, float]],
-    ) -> None:
-        """Appends a rank's actions: stage, kind, batch, microbatch, version, start, end."""
+    def add(self, replica: int, actions: Iterable[_C.ExecutedAction]) -> None:
+        """Appends a rank's actions."""
         self.rows.extend(
-            Event(action[0], replica, *action[1:], rank=self._placement[action[0]])
+            Event(
+                stage=action.stage,
+                replica=replica,
+                kind=action.kind,
+                batch=action.run,
+                microbatch=action.microbatch,
+                version=action.version,
+                start=action.start,
+                end=action.end,
+                rank=self._placement[action.stage],
+            )
             for action in actions
         )
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-KIND_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recomputed forward",
-    "U": "update",
-}
+from .. import _C
+
+KIND_NAMES = _C.action_kinds()
+"""The kinds of actions and their names, as the engine has them."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -9,6 +9,24 @@ namespace pd2 {
 
 using enum ActionKind;
 
+std::string_view name_of(ActionKind kind) {
+  switch (kind) {
+    case kForward:
+      return "forward";
+    case kBackward:
+      return "backward";
+    case kInputGrad:
+      return "input gradient";
+    case kWeightGrad:
+      return "weight gradient";
+    case kUpdate:
+      return "update";
+    case kRecompute:
+      return "recomputed forward";
+  }
+  return "";
+}
+
 std::string to_string(const Action& action) {
   return detail::concat(action.stage, static_cast<char>(action.kind), action.microbatch);
 }

@@ -44,6 +44,7 @@
 
 #pragma once
 
+#include <array>
 #include <compare>
 #include <optional>
 #include <string>
@@ -61,6 +62,13 @@ enum class ActionKind : char {
   // Not an action of a schedule: the part of a B or I that runs a forward again.
   kRecompute = 'R',
 };
+
+inline constexpr std::array kActionKinds{ActionKind::kForward,   ActionKind::kBackward,
+                                         ActionKind::kInputGrad, ActionKind::kWeightGrad,
+                                         ActionKind::kRecompute, ActionKind::kUpdate};
+
+// The name of a kind in error texts, profiles and pictures.
+std::string_view name_of(ActionKind kind);
 
 struct Action {
   int stage = 0;

@@ -17,7 +17,7 @@ class Sender {
  public:
   virtual ~Sender() = default;
   virtual void send(LayoutId layout, Message message) = 0;
-  // Ends waiting, now and later, with ChannelAborted.
+  // Ends all waiting, now and later, with ChannelAborted.
   virtual void abort() = 0;
   // Bytes of buffers for messages under way.
   virtual std::int64_t buffer_bytes() const { return 0; }
@@ -36,7 +36,7 @@ class Receiver {
   virtual std::int64_t buffer_bytes() const { return 0; }
 };
 
-// Not a failure of its own: something else ended the pipeline.
+// No failure: something else ended the pipeline.
 class ChannelAborted : public std::exception {
  public:
   const char* what() const noexcept override { return "the pipeline was closed"; }

@@ -14,7 +14,7 @@ struct Message {
   // Opaque to the engine: how the front end rebuilds its values from the tensors. Empty: each value
   // is one tensor.
   std::string structure;
-  std::vector<at::Tensor> tensors;  // in a gradient message, undefined where there is no gradient
+  std::vector<at::Tensor> tensors;  // in a gradient message, undefined if there is no gradient
   std::vector<bool> requires_grad;  // by tensor
 
   bool differentiable() const {

@@ -31,7 +31,7 @@ inline void wait_for_work(c10d::Work& work, const std::function<bool()>& is_stop
   }
 }
 
-// For works of the host or of a device. That one waits itself, in its stream.
+// For works of the host or of a device. Device work is only enqueued: its stream waits.
 inline void wait_for_work(c10d::Work& work, bool on_host, const std::function<bool()>& is_stopped) {
   if (on_host) {
     wait_for_work(work, is_stopped);

@@ -13,13 +13,13 @@
 
 namespace pd2 {
 
-// What an all-reduce over a group of two ranks is between processes. Shared by the copies, whose
-// executors call add() from their threads. Whoever comes second adds and ends the work of both, so
+// Does within a process what an all-reduce does between two. Shared by the copies, whose executors
+// call add() from their threads. The second to call adds and ends the works of both, so
 // that the sum is always pipeline 0's gradient plus pipeline 1's and both get the same bits.
 class CopySum {
  public:
   // `flat` of copy 0 or 1 holds the sum once the work has completed; nobody may touch it before.
-  // `buffer` tells a stage's buffers apart.
+  // `buffer` is the number of one of the stage's buffers.
   c10::intrusive_ptr<c10d::Work> add(int copy, std::size_t buffer, const at::Tensor& flat);
 
  private:
@@ -38,7 +38,7 @@ class CopySum {
   std::map<std::size_t, c10::intrusive_ptr<Pending>> pending_;  // by buffer
 };
 
-// A stage's end of it.
+// A stage's end of a CopySum.
 struct CopySumEnd {
   std::shared_ptr<CopySum> sum;
   int copy = 0;

@@ -24,10 +24,10 @@ at::ScalarType GradAccumulator::dtype(at::ScalarType weights) {
   return weights == at::kHalf || weights == at::kBFloat16 ? at::kFloat : weights;
 }
 
-GradAccumulator::GradAccumulator(const FlatLayout& layout, std::vector<std::string> names,
+GradAccumulator::GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,
                                  std::vector<at::Tensor> buffers)
-    : layout_(layout), names_(std::move(names)) {
-  const std::size_t count = layout.views().size();
+    : packing_(packing), names_(std::move(names)) {
+  const std::size_t count = packing.views().size();
   PD2_ASSERT(names_.size() == count, names_.size(), " names for ", count, " parameters");
   PD2_ASSERT(!buffers.empty(), "no buffer for gradients");
   for (at::Tensor& flat : buffers) {
@@ -38,7 +38,7 @@ GradAccumulator::GradAccumulator(const FlatLayout& layout, std::vector<std::stri
 void GradAccumulator::append(at::Tensor flat) {
   Buffer& buffer = buffers_.emplace_back();
   for (std::size_t i = 0; i < names_.size(); ++i) {
-    buffer.views.push_back(layout_.view(flat, i));
+    buffer.views.push_back(packing_.view(flat, i));
   }
   buffer.flat = std::move(flat);
   buffer.has_gradient.assign(names_.size(), false);
@@ -46,7 +46,7 @@ void GradAccumulator::append(at::Tensor flat) {
 
 void GradAccumulator::add_buffer() {
   const at::Tensor& like = buffers_.front().flat;
-  append(layout_.allocate(like.scalar_type(), like.numel() - layout_.numel()));
+  append(packing_.allocate(like.scalar_type(), like.numel() - packing_.numel()));
 }
 
 void GradAccumulator::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
@@ -90,13 +90,13 @@ void GradAccumulator::add(std::size_t parameter, const at::Tensor& gradient) {
 }
 
 at::Tensor GradAccumulator::gradients(std::size_t buffer) const {
-  return flat(buffer).narrow(0, 0, layout_.numel());
+  return flat(buffer).narrow(0, 0, packing_.numel());
 }
 
 at::Tensor GradAccumulator::flags(std::size_t buffer) const {
-  const std::int64_t count = flat(buffer).numel() - layout_.numel();
+  const std::int64_t count = flat(buffer).numel() - packing_.numel();
   PD2_ASSERT(count == static_cast<std::int64_t>(names_.size()), "no flags in this buffer");
-  return flat(buffer).narrow(0, layout_.numel(), count);
+  return flat(buffer).narrow(0, packing_.numel(), count);
 }
 
 void GradAccumulator::fill_missing(std::size_t buffer) {

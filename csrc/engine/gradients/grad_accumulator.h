@@ -36,16 +36,16 @@ struct HeldGradient {
 // them; they run on the thread that runs the backward, one backward at a time.
 class GradAccumulator {
  public:
-  // Elements that a buffer has beyond the layout's: one per parameter, if replicas and copies have
-  // to tell each other which gradients exist.
-  static std::int64_t num_flags(const FlatLayout& layout, bool has_flags) {
-    return has_flags ? static_cast<std::int64_t>(layout.views().size()) : 0;
+  // Elements that a buffer has beyond the packing's: one per parameter, if replicas and copies have
+  // to exchange which gradients exist.
+  static std::int64_t num_flags(const FlatPacking& packing, bool has_flags) {
+    return has_flags ? static_cast<std::int64_t>(packing.views().size()) : 0;
   }
   // Half-precision gradients of many microbatches would lose their low bits: added in float32.
   static at::ScalarType dtype(at::ScalarType weights);
 
-  // `buffers`: flat, of the layout and dtype(), with the flags.
-  GradAccumulator(const FlatLayout& layout, std::vector<std::string> names,
+  // `buffers`: flat, of the packing and dtype(), with the flags.
+  GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,
                   std::vector<at::Tensor> buffers);
 
   // Hooks parameter i of one weight slot.
@@ -53,18 +53,18 @@ class GradAccumulator {
   // Whether the autograd node is the one through which a hooked parameter gets its gradient.
   static bool takes_from(const torch::autograd::Node& node);
 
-  // From now on gradients are put there in place of being added; null: no longer.
+  // From now on gradients are put there instead of being added; null: they are added again.
   void hold(std::vector<HeldGradient>* where) { held_ = where; }
   void add(std::size_t parameter, const at::Tensor& gradient);
 
-  const FlatLayout& layout() const { return layout_; }
+  const FlatPacking& packing() const { return packing_; }
   // Called with the parameter whenever a gradient has been added.
   void on_added(std::function<void(std::size_t parameter)> then) { on_added_ = std::move(then); }
 
   // From now on gradients go to this buffer.
   void begin_batch(std::size_t buffer);
 
-  // The following are of one buffer. They may be called while gradients go to another one.
+  // The following concern one buffer. They may be called while gradients go to another one.
 
   // Which parameters have received a gradient since the buffer's begin_batch().
   const std::vector<bool>& has_gradient(std::size_t buffer) const {
@@ -84,10 +84,10 @@ class GradAccumulator {
   at::Tensor view(std::size_t buffer, std::size_t parameter) const {
     return buffers_[buffer].views[parameter];
   }
-  // Moves what has been added to another buffer, where later gradients will go, too.
+  // Moves the sums so far to another buffer, where later gradients will go, too.
   void move(std::size_t from, std::size_t to);
   std::size_t num_buffers() const { return buffers_.size(); }
-  // One more like the others, after them; and without the last.
+  // Appends a buffer like the others; removes the last one.
   void add_buffer();
   void drop_last_buffer() { buffers_.pop_back(); }
 
@@ -102,7 +102,7 @@ class GradAccumulator {
   void take(std::size_t parameter, const at::Tensor& variable);
   at::Tensor flags(std::size_t buffer) const;
 
-  const FlatLayout& layout_;
+  const FlatPacking& packing_;
   std::vector<std::string> names_;
   std::vector<Buffer> buffers_;
   std::size_t current_ = 0;

@@ -18,19 +18,19 @@ ReplicaSum::ReplicaSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::int64_
     return;  // no sum begins before the end, whatever comes
   }
   for (std::size_t dtype = 0; dtype < gradients.size(); ++dtype) {
-    times_.emplace_back(gradients[dtype]->layout().views().size());
+    times_.emplace_back(gradients[dtype]->packing().views().size());
     gradients[dtype]->on_added([this, dtype](std::size_t parameter) { came(dtype, parameter); });
   }
 }
 
 void ReplicaSum::add_buckets(std::size_t dtype, std::int64_t bucket_bytes) {
   const at::Tensor& flat = gradients_[dtype]->flat(0);
-  const FlatLayout& layout = gradients_[dtype]->layout();
-  const std::size_t count = layout.views().size();
+  const FlatPacking& packing = gradients_[dtype]->packing();
+  const std::size_t count = packing.views().size();
   std::size_t last = count;
-  std::int64_t end = layout.numel(), bytes = 0;
+  std::int64_t end = packing.numel(), bytes = 0;
   for (std::size_t first = count; first-- > 0;) {
-    const ParameterView& view = layout.views()[first];
+    const ParameterView& view = packing.views()[first];
     bytes += view.numel * flat.element_size();
     if (bytes >= bucket_bytes && first > 0) {
       buckets_.push_back({dtype, first, last, view.offset, end, true});
@@ -44,7 +44,7 @@ void ReplicaSum::add_buckets(std::size_t dtype, std::int64_t bucket_bytes) {
     return;
   }
   buckets_.push_back({dtype, 0, last, 0, end, true});
-  buckets_.push_back({dtype, 0, count, layout.numel(), flat.numel(), false});
+  buckets_.push_back({dtype, 0, count, packing.numel(), flat.numel(), false});
 }
 
 void ReplicaSum::begin_microbatch(std::size_t buffer, bool is_last) {

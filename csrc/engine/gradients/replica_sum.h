@@ -22,7 +22,7 @@ namespace pd2 {
 // Used by the stage's executor thread alone: sums of two batches must not begin in two orders.
 class ReplicaSum {
  public:
-  // Of one batch.
+  // The sum of one batch.
   struct UnderWay {
     std::vector<c10::intrusive_ptr<c10d::Work>> works;  // of the first buckets
     bool is_settled = false;                            // nothing to wait for or to read
@@ -32,9 +32,9 @@ class ReplicaSum {
   ReplicaSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::int64_t bucket_bytes,
              const std::vector<std::unique_ptr<GradAccumulator>>& gradients);
 
-  // Gradients of the batch's next microbatch are about to come, to this buffer.
+  // Announces gradients of the batch's next microbatch, which will go to this buffer.
   void begin_microbatch(std::size_t buffer, bool is_last);
-  // All gradients of the batch have come, to this buffer: begins what is left.
+  // All gradients of the batch are in this buffer: begins the sums that have not begun.
   UnderWay end_batch(std::size_t buffer);
   // If a batch is complete but for end_batch(): waits for its sum, after which it may be moved.
   // Every replica calls it. Throws ChannelAborted when stopped.
@@ -50,7 +50,7 @@ class ReplicaSum {
     bool is_early;
   };
   // How often one parameter's gradient came: more than once in a microbatch if a part of it was
-  // recomputed by a backward of its own.
+  // recomputed by another backward.
   struct Times {
     std::int64_t in_this_microbatch = 0, at_most = 0;
   };

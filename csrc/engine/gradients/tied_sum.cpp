@@ -17,9 +17,9 @@ namespace pd2 {
 namespace {
 
 // Views of every parameter's gradient in a row; behind them a byte for each: whether it exists.
-class RowLayout {
+class RowPacking {
  public:
-  explicit RowLayout(std::span<const TiedGradient> gradients) : gradients_(gradients) {
+  explicit RowPacking(std::span<const TiedGradient> gradients) : gradients_(gradients) {
     for (const TiedGradient& each : gradients) {
       offsets_.push_back(size_);
       size_ += aligned(static_cast<std::int64_t>(each.gradient.nbytes()));
@@ -50,17 +50,17 @@ class RowLayout {
   std::int64_t size_ = 0;
 };
 
-at::Tensor pack(const RowLayout& layout, std::span<const TiedGradient> gradients) {
+at::Tensor pack(const RowPacking& packing, std::span<const TiedGradient> gradients) {
   const at::Tensor row = at::empty(
-      {layout.size()}, at::TensorOptions(at::kByte).device(gradients.front().gradient.device()));
+      {packing.size()}, at::TensorOptions(at::kByte).device(gradients.front().gradient.device()));
   at::Tensor flags = at::empty({static_cast<std::int64_t>(gradients.size())}, at::kByte);
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     flags.mutable_data_ptr<std::uint8_t>()[i] = gradients[i].exists ? 1 : 0;
     if (gradients[i].exists) {
-      layout.view(row, i).copy_(gradients[i].gradient);
+      packing.view(row, i).copy_(gradients[i].gradient);
     }
   }
-  layout.flags(row).copy_(flags);
+  packing.flags(row).copy_(flags);
   return row;
 }
 
@@ -80,11 +80,11 @@ TiedSum::TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGro
 void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> gradients,
                   const std::function<bool()>& is_stopped) {
   PD2_ASSERT(!gradients.empty(), "no gradients");
-  const RowLayout layout(gradients);
-  const std::vector<at::Tensor> rows = exchange(batch, copy, pack(layout, gradients), is_stopped);
+  const RowPacking packing(gradients);
+  const std::vector<at::Tensor> rows = exchange(batch, copy, pack(packing, gradients), is_stopped);
   std::vector<at::Tensor> flags;
   for (const at::Tensor& row : rows) {
-    flags.push_back(layout.flags(row).to(at::kCPU));
+    flags.push_back(packing.flags(row).to(at::kCPU));
   }
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     auto& [sum, exists] = gradients[i];
@@ -93,7 +93,7 @@ void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> 
       if (flags[other].const_data_ptr<std::uint8_t>()[i] == 0) {
         continue;
       }
-      const at::Tensor part = layout.view(rows[other], i);
+      const at::Tensor part = packing.view(rows[other], i);
       if (exists) {
         sum.add_(part.to(sum.device()));
       } else if (other != copy) {  // the copy's own is there

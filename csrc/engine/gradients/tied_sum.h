@@ -32,13 +32,13 @@ class TiedSum {
   // holds it. Without a group all copies are in this process.
   TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // By the updates' threads, each with a copy of its own; every copy has the same parameters, of
-  // the same layouts, in the same order. `gradients` become the sums; a copy without a gradient
-  // adds nothing. Throws ChannelAborted when `is_stopped`.
+  // Called by the updates' threads, each for its copy; every copy has the same parameters, of the
+  // same shapes and strides, in the same order. `gradients` become the sums; a copy without a
+  // gradient adds nothing. Throws ChannelAborted when `is_stopped`.
   void add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> gradients,
            const std::function<bool()>& is_stopped);
 
-  // Lets go of the connections to the other processes.
+  // Releases the connections to the other processes.
   void drop_connections() { group_.reset(); }
 
  private:

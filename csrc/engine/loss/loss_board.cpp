@@ -14,23 +14,24 @@ constexpr int kTag = 7;
 
 }  // namespace
 
-LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     std::shared_ptr<SharedBoard> shared, const std::vector<int>& ranks,
-                     int replica, int num_replicas, int num_pipelines, int num_numbers)
+LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fault,
+                     c10::intrusive_ptr<c10d::ProcessGroup> group,
+                     std::shared_ptr<SharedBoard> shared)
     : fault_(std::move(fault)),
       group_(std::move(group)),
       shared_(std::move(shared)),
-      num_numbers_(num_numbers),
-      published_(num_pipelines) {
-  const int depth = static_cast<int>(ranks.size()) / num_pipelines;
-  for (int pipeline = 0; pipeline < num_pipelines; ++pipeline) {
+      num_numbers_(options.num_numbers),
+      published_(options.num_pipelines) {
+  const std::vector<int>& ranks = options.ranks;
+  const int depth = static_cast<int>(ranks.size()) / options.num_pipelines;
+  for (int pipeline = 0; pipeline < options.num_pipelines; ++pipeline) {
     last_stages_.push_back(ranks[(pipeline + 1) * depth - 1]);
   }
-  last_stage_ = stage_name(depth - 1, replica, num_replicas);
+  last_stage_ = stage_name(depth - 1, options.replica, options.num_replicas);
   std::set<int> readers(ranks.begin(), ranks.end());
   readers.erase(last_stages_.back());
   readers_.assign(readers.begin(), readers.end());
-  thread_ = std::thread([this, sends = is_here(num_pipelines - 1)] {
+  thread_ = std::thread([this, sends = is_here(options.num_pipelines - 1)] {
     name_this_thread("pd2 losses");
     // Nobody waits for a loss as urgently as the next stage waits for this one's executor, which
     // may share its core. But a sender must not be kept waiting while it has the lock of a
@@ -44,20 +45,20 @@ LossBoard::LossBoard(std::shared_ptr<Fault> fault, c10::intrusive_ptr<c10d::Proc
 
 LossBoard::~LossBoard() { close(); }
 
-std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t batch) {
+std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t run) {
   auto slot = std::make_shared<LossSlot>();
   {
     const std::lock_guard lock(mutex_);
-    expected_.emplace_back(batch, slot);
+    expected_.emplace_back(run, slot);
   }
   changed_.notify_all();
   return slot;
 }
 
-void LossBoard::publish(std::int64_t batch, BatchLoss loss, int pipeline) {
+void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
   {
     const std::lock_guard lock(mutex_);
-    published_[pipeline].push_back({batch, std::move(loss)});
+    published_[pipeline].push_back({run, std::move(loss)});
   }
   changed_.notify_all();
 }
@@ -97,8 +98,7 @@ std::optional<LossBoard::Next> LossBoard::wait_for_next() {
     if (parts.empty()) {
       continue;
     }
-    PD2_ASSERT(parts.front().batch == next.batch, "loss of batch ", parts.front().batch,
-               " out of order");
+    PD2_ASSERT(parts.front().run == next.run, "loss of run ", parts.front().run, " out of order");
     next.parts.back() = std::move(parts.front().loss);
     parts.pop_front();
   }
@@ -127,7 +127,7 @@ void LossBoard::send_losses() {
       changed_.notify_all();
       send(sum, readers_);
     } catch (const std::exception& error) {
-      fail(next->batch, std::string("sending it failed: ") + error.what());
+      fail(next->run, std::string("sending it failed: ") + error.what());
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -141,7 +141,7 @@ void LossBoard::receive_losses() {
     const int sender = last_stages_.back();
     const at::Tensor value = at::empty({num_numbers_}, at::kDouble);
     try {
-      for (const std::optional<BatchLoss>& part : next->parts) {
+      for (const std::optional<RunLoss>& part : next->parts) {
         if (part) {
           send(part->numbers(), {sender});
         }
@@ -150,7 +150,7 @@ void LossBoard::receive_losses() {
         return;
       }
     } catch (const std::exception& error) {
-      fail(next->batch,
+      fail(next->run,
            "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
       return;
     }
@@ -217,7 +217,7 @@ void LossBoard::transfer(Post post) {
   under_way_.clear();
 }
 
-void LossBoard::fail(std::int64_t batch, const std::string& what) {
+void LossBoard::fail(std::int64_t run, const std::string& what) {
   {
     const std::lock_guard lock(mutex_);
     under_way_.clear();
@@ -225,7 +225,7 @@ void LossBoard::fail(std::int64_t batch, const std::string& what) {
       return;
     }
   }
-  fault_->raise(last_stage_ + ", batch " + std::to_string(batch) + ", loss: " + what);
+  fault_->raise(last_stage_ + ", batch " + std::to_string(run) + ", loss: " + what);
   changed_.notify_all();
 }
 

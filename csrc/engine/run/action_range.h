@@ -10,11 +10,11 @@
 namespace pd2 {
 
 // While it lives, profilers that record this thread show a range: "pd2 stage 1 forward batch 3
-// microbatch 2 version 2". Where none records, it costs a look at the thread's callbacks.
+// microbatch 2 version 2". If none records, it costs one look at the thread's callbacks.
 class ActionRange {
  public:
   ActionRange(int stage, ActionKind kind, std::int64_t batch, int microbatch, std::int64_t version);
-  // Of an evaluation.
+  // The range of an evaluation.
   ActionRange(int stage, int microbatch, std::int64_t version);
 
  private:

@@ -11,18 +11,16 @@
 
 namespace pd2 {
 
-Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWorker>> workers,
-                   std::shared_ptr<Fault> fault)
-    : options_(std::move(options)), workers_(std::move(workers)), fault_(std::move(fault)) {
-  for (const auto* list :
-       {&options_.actions.prologue, &options_.actions.steady, &options_.actions.epilogue}) {
+Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
+    : workers_(make_workers(setup)), setup_(std::move(setup)), fault_(std::move(fault)) {
+  for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
       worker(action.stage);
       most_runs_before_ = std::max(most_runs_before_, runs_before(action));
     }
   }
   for (const auto& worker : workers_) {
-    worker->set_surroundings(
+    worker->set_callbacks(
         {[this](const ExecutedAction& action) { log(action); },
          [this] {
            const std::lock_guard lock(mutex_);
@@ -30,7 +28,7 @@ Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWor
          },
          [this] { begin_thread(); },
          [this, stage = worker->stage()](std::int64_t run) {
-           fail({stage, ActionKind::kUpdate, run, options_.num_microbatches - 1, false});
+           fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
          }});
   }
   fault_->on_raise(this, [this] {
@@ -40,8 +38,8 @@ Executor::Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWor
     executed_.notify_all();
   });
   thread_ = std::thread([this] {
-    if (options_.run_thread) {
-      options_.run_thread([this] { loop(); });
+    if (setup_.run_thread) {
+      setup_.run_thread([this] { loop(); });
     } else {
       loop();
     }
@@ -64,7 +62,7 @@ StageWorker& Executor::worker(int stage) const {
     }
   }
   detail::throw_value_error(
-      detail::concat("stage: ", stage, ", rank: ", options_.rank, ": the rank does not run it"));
+      detail::concat("stage: ", stage, ", rank: ", setup_.rank, ": the rank does not run it"));
 }
 
 void Executor::drop_connections() {
@@ -85,12 +83,12 @@ Executor::Ticket Executor::submit(std::function<void()> command) {
   return ticket;
 }
 
-Executor::Ticket Executor::submit_batch(Run run) {
-  const auto m = static_cast<std::size_t>(options_.num_pipelines * options_.num_microbatches);
+Executor::Ticket Executor::submit_run(Run run) {
+  const auto m = static_cast<std::size_t>(setup_.schedule.total_microbatches());
   PD2_ASSERT(run.layouts.size() == m, run.layouts.size(), " microbatches");
   PD2_ASSERT(run.rows.empty() || run.rows.size() == m, run.rows.size(), " numbers of rows");
   for (const auto& worker : workers_) {
-    worker->expect_values(run, options_.num_microbatches);
+    worker->expect_values(run, setup_.schedule.num_microbatches);
   }
   return submit([this, run = std::move(run)] { begin_run(run); });
 }
@@ -98,7 +96,8 @@ Executor::Ticket Executor::submit_batch(Run run) {
 Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
                                          std::function<void(Stage&)> apply) {
   return submit([this, &worker = worker(stage), run, apply = std::move(apply)] {
-    doing_ = {worker.stage(), ActionKind::kUpdate, run, options_.num_microbatches - 1, false};
+    doing_ = {worker.stage(), ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1,
+              false};
     worker.updates().submit(run, apply);
     const auto is_due = [](const auto& each) { return each->updates().is_due(); };
     if (runs_.empty() && std::ranges::none_of(workers_, is_due)) {  // drained: weights may be read
@@ -162,14 +161,14 @@ bool Executor::is_empty() const {
 }
 
 void Executor::begin_thread() const {
-  if (options_.num_threads > 0) {
+  if (setup_.num_threads > 0) {
     at::get_num_threads();  // the first call in a thread takes the process's default: make it now
-    at::set_num_threads(options_.num_threads);
+    at::set_num_threads(setup_.num_threads);
   }
 }
 
 void Executor::fail(const Doing& doing) {
-  fault_->raise(where(doing) + ": " + options_.describe(std::current_exception()));
+  fault_->raise(where(doing) + ": " + setup_.describe(std::current_exception()));
 }
 
 void Executor::loop() {
@@ -202,7 +201,7 @@ void Executor::loop() {
       executed_.notify_all();
     }
   } catch (const ChannelAborted&) {
-    // Somebody else's failure, or close().
+    // Another one's failure, or close().
   } catch (...) {
     fail(doing_);
   }
@@ -212,18 +211,16 @@ void Executor::loop() {
 }
 
 std::string Executor::where(const Doing& doing) const {
-  const char* action = doing.kind == ActionKind::kForward      ? "forward"
-                       : doing.kind == ActionKind::kUpdate     ? "update"
-                       : doing.kind == ActionKind::kWeightGrad ? "backward of the weights"
-                                                               : "backward";
-  const int depth = options_.num_pipelines > 1 ? options_.depth : doing.stage + 1;
-  const int pipeline = doing.stage / depth;
-  return pd2::detail::concat(
-      stage_name(doing.stage % depth, options_.replica, options_.num_replicas),
-      options_.num_pipelines > 1 ? " in pipeline " + std::to_string(pipeline) : "",
-      doing.evaluating ? ", evaluation" : ", batch ",
-      doing.evaluating ? "" : std::to_string(doing.run), ", microbatch ",
-      pipeline * options_.num_microbatches + doing.microbatch, ", ", action);
+  const Schedule& schedule = setup_.schedule;
+  std::string text =
+      stage_name(doing.stage % schedule.depth(), setup_.replica, setup_.num_replicas);
+  if (schedule.num_pipelines > 1) {
+    text += detail::concat(" in pipeline ", schedule.pipeline(doing.stage));
+  }
+  text += doing.evaluating ? ", evaluation" : detail::concat(", batch ", doing.run);
+  return text + detail::concat(", microbatch ",
+                               schedule.number_in_batch(doing.stage, doing.microbatch), ", ",
+                               name_of(doing.kind));
 }
 
 std::vector<StageWorker*> Executor::evaluating() const {
@@ -238,12 +235,12 @@ std::vector<StageWorker*> Executor::evaluating() const {
 
 int Executor::runs_before(const Action& action) const {
   // Microbatch numbers count from this run's first; negative ones are the previous runs'.
-  const int m = options_.num_microbatches;
+  const int m = setup_.schedule.num_microbatches;
   return action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
 }
 
 void Executor::begin_run(const Run& run) {
-  if (run.batch < options_.warmup_batches) {
+  if (run.batch < setup_.warmup_batches) {
     drain();
   }
   const bool continues = !runs_.empty() && runs_.rbegin()->second.wiring == run.wiring;
@@ -253,7 +250,7 @@ void Executor::begin_run(const Run& run) {
   }
   runs_.emplace(run.id, run);
   runs_.erase(runs_.begin(), runs_.lower_bound(run.id - most_runs_before_));
-  run_actions(continues ? options_.actions.steady : options_.actions.prologue, run.id);
+  run_actions(continues ? actions().steady : actions().prologue, run.id);
 }
 
 void Executor::run_actions(const std::vector<Action>& actions, std::int64_t last) {
@@ -264,7 +261,7 @@ void Executor::run_actions(const std::vector<Action>& actions, std::int64_t last
       continue;
     }
     const Run& run = place->second;
-    const int microbatch = action.microbatch + before * options_.num_microbatches;
+    const int microbatch = action.microbatch + before * setup_.schedule.num_microbatches;
     doing_ = {action.stage, action.kind, run.id, microbatch, false};
     StageWorker& worker = this->worker(action.stage);
     switch (action.kind) {
@@ -295,7 +292,7 @@ void Executor::drain() {
   if (runs_.empty()) {
     return;
   }
-  run_actions(options_.actions.epilogue, runs_.rbegin()->first);
+  run_actions(actions().epilogue, runs_.rbegin()->first);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
   finish_updates();
   runs_.clear();
@@ -309,7 +306,7 @@ void Executor::finish_updates() {
 
 void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
-  // Microbatch by microbatch: a channel holds only so many messages that nobody has received.
+  // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
     for (StageWorker* worker : evaluating()) {
       doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};

@@ -3,6 +3,8 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
+#include "engine/run/executor_setup.h"
+#include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
 
 #include <atomic>
@@ -20,39 +22,21 @@
 
 namespace pd2 {
 
-struct ExecutorOptions {
-  int rank = 0;  // of the schedule's
-  int replica = 0;
-  int num_replicas = 1;
-  int num_microbatches = 1;  // of each pipeline
-  int num_pipelines = 1;
-  int depth = 0;  // stages of each pipeline
-  // The first batches, each of which begins with an empty pipeline and all updates made. As the
-  // workers have it.
-  std::int64_t warmup_batches = 0;
-  RankActions actions;
-  int num_threads = 0;  // intra-op threads of this executor's thread, 0: as they are
-  // Runs the loop that it is given, in the executor's thread, with what the forwards need there.
-  std::function<void(const std::function<void()>& loop)> run_thread;
-  // The text of an exception that came out of a forward or a backward (it may be a Python one).
-  std::function<std::string(std::exception_ptr)> describe;
-};
-
 // Owns a thread that executes what is submitted, in order: training runs (the schedule's prologue
 // if the pipeline is empty, else its steady list), updates, drains (the epilogue), evaluations.
 // Knows no schedule's name and no Python. submit_* and wait_for may be called from one other
 // thread; a submission returns a ticket. The first failure ends the thread, drops what is in flight
 // and raises the fault.
 //
-// A schedule's batch is a run here. The U of a run which does not end its batch is passed over.
-// Another one's update is executed there if it has been submitted by then, else when it is: the
-// user may drain between the backward and opt.step(). A batch's updates of several stages are
-// submitted in the schedule's order: replicas, some of which may be late, then reduce in one order.
+// A batch of the schedule is a run here. The U of a run that does not end its batch is skipped. The
+// U of a run that does executes the update if it has been submitted by then; otherwise the update
+// is executed when it is submitted: the user may drain between the backward and opt.step(). A
+// batch's updates of several stages are submitted in the schedule's order, so that all replicas
+// reduce in one order.
 class Executor {
  public:
-  // `workers`: of all stages in `actions`, each once.
-  Executor(ExecutorOptions options, std::vector<std::unique_ptr<StageWorker>> workers,
-           std::shared_ptr<Fault> fault);
+  // Begins the thread. Throws ValueError if a stage of the rank is missing.
+  Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -61,12 +45,12 @@ class Executor {
   StageWorker& worker(int stage) const;
 
   using Ticket = std::int64_t;
-  Ticket submit_batch(Run run);
-  // `apply` makes the stage's next version from the gradients of the batch whose last run it is.
+  Ticket submit_run(Run run);
+  // `apply` makes the stage's next version from the gradients of the batch whose last run `run` is.
   Ticket submit_update(int stage, std::int64_t run, std::function<void(Stage&)> apply);
   Ticket submit_drain();
-  // Forward only, no gradients, on the newest version. The pipeline must be drained. Of two
-  // pipelines the first one does it.
+  // Forward only, no gradients, on the newest version. The pipeline must be drained. With two
+  // pipelines only the first one evaluates.
   Ticket submit_evaluation(Run run);
 
   // True when everything up to the ticket has been executed, within `timeout`. Throws PipelineError
@@ -93,32 +77,34 @@ class Executor {
     bool evaluating = false;
   };
 
+  const RankActions& actions() const { return setup_.schedule.ranks.at(setup_.rank); }
   Ticket submit(std::function<void()> command);
   void loop();
-  // In how many runs before the one that is being run the action's microbatch is.
+  // How many runs before the current one the action's microbatch is.
   int runs_before(const Action& action) const;
   void begin_run(const Run& run);
   void run_actions(const std::vector<Action>& actions, std::int64_t last);
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
-  // Without the stages of the other pipeline.
+  // The stages of the first pipeline.
   std::vector<StageWorker*> evaluating() const;
   void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;
   std::string where(const Doing& doing) const;
-  // Takes in the exception that is being handled.
+  // Raises the fault with the exception that is being handled.
   void fail(const Doing& doing);
   void begin_thread() const;
 
-  const ExecutorOptions options_;
   const std::vector<std::unique_ptr<StageWorker>> workers_;
+  const ExecutorSetup setup_;  // without the stages, which are the workers'
   const std::shared_ptr<Fault> fault_;
 
-  // Touched by the executor's thread alone.
-  // Since the pipeline was empty, as far as `steady` and `epilogue` go back: what is not there is
-  // done. If there is one, microbatches may be in flight, and the next run continues with `steady`.
+  // Used by the executor's thread alone.
+  // The runs since the pipeline was empty, as far as `steady` and `epilogue` go back; runs missing
+  // here are finished. If there is one, microbatches may be in flight, and the next run continues
+  // with `steady`.
   std::map<std::int64_t, Run> runs_;
   int most_runs_before_ = 0;
   Doing doing_;

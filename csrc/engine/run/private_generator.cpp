@@ -15,8 +15,8 @@
 namespace pd2 {
 namespace {
 
-// torch lets a thread send its operators' calls through functions of one's own; this is the key for
-// which torch itself has none.
+// torch lets a thread send its operators' calls through registered functions; this is the key for
+// which torch itself registers none.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local at::Generator* drawn_from = nullptr;
@@ -25,7 +25,7 @@ thread_local std::optional<std::uint64_t> forward_seed;
 // An operator with a `Generator? generator` argument.
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
-  // Calls without a tensor come by again with the one that they make.
+  // Factory calls are dispatched a second time with their output.
   for (std::size_t i = 0; i < arguments.size() && keys.has(c10::DispatchKey::CPU); ++i) {
     c10::IValue& value = stack->at(stack->size() - arguments.size() + i);
     if (*arguments[i].type() != *c10::OptionalType::create(c10::GeneratorType::get())) {

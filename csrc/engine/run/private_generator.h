@@ -1,4 +1,4 @@
-// Random numbers that can be drawn again, whoever else draws some.
+// Random numbers that can be drawn again, whatever other threads draw.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -13,7 +13,7 @@ namespace pd2 {
 // A number from torch's default generator, which torch.manual_seed sets.
 std::uint64_t draw_seed();
 
-// A seed for each value, as far from one another as if they were drawn.
+// A seed for each value; seeds of different values look independent.
 std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value);
 
 // While it lives, next_seed() in this thread gives the seeds that follow from `seed`, one after

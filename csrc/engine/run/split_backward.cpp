@@ -24,7 +24,7 @@ using torch::autograd::variable_list;
 namespace {
 
 // Operators whose weight gradients cost as much as their input gradients, or have no input gradient
-// at all, and whose backward computes each gradient by itself, only if somebody wants it.
+// at all, and whose backward computes each gradient by itself, only if it is needed.
 bool is_deferrable(const Node& node) {
   static thread_local std::unordered_map<std::type_index, bool> known;
   const auto [place, is_new] = known.try_emplace(typeid(node), false);

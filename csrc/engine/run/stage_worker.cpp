@@ -12,12 +12,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <set>
 
 namespace pd2 {
 
-void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
-  around_ = std::move(surroundings);
+void StageWorker::set_callbacks(WorkerCallbacks callbacks) {
+  callbacks_ = std::move(callbacks);
   const auto record = [this](std::int64_t run, std::int64_t version,
                              const std::function<void()>& update) {
     const double start = now();
@@ -29,10 +28,11 @@ void StageWorker::set_surroundings(WorkerSurroundings surroundings) {
   };
   const auto begin_thread = [this] {
     name_this_thread("pd2 update " + std::to_string(options_.stage));
-    around_.begin_thread();
+    callbacks_.begin_thread();
   };
   updates_ = std::make_unique<StageUpdates>(
-      *stage_, UpdateSurroundings{begin_thread, around_.is_stopped, record, around_.update_failed});
+      *stage_,
+      UpdateCallbacks{begin_thread, callbacks_.is_stopped, record, callbacks_.update_failed});
 }
 
 std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
@@ -40,29 +40,10 @@ std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
                   std::min(batch, options_.warmup_batches - 1));
 }
 
-void StageWorker::set_wiring(int id, Wiring wiring) {
-  const std::lock_guard lock(wirings_mutex_);
-  wirings_[id] = std::move(wiring);
-}
-
 void StageWorker::expect_values(const Run& run, int num_microbatches) {
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
     for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
       edge.values->expect(layout(run, microbatch));
-    }
-  }
-}
-
-void StageWorker::abort_channels() {
-  const std::lock_guard lock(wirings_mutex_);
-  for (auto& [id, wiring] : wirings_) {
-    for (InboundEdge& edge : wiring.inbound) {
-      edge.values->abort();
-      edge.gradients->abort();
-    }
-    for (OutboundEdge& edge : wiring.outbound) {
-      edge.values->abort();
-      edge.gradients->abort();
     }
   }
 }
@@ -423,30 +404,8 @@ ActionRange StageWorker::range(ActionKind kind, std::int64_t run, int microbatch
 
 void StageWorker::log(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version,
                       double start, double end) {
-  around_.log(
+  callbacks_.log(
       {options_.stage, kind, run, options_.first_microbatch + microbatch, version, start, end});
-}
-
-std::int64_t StageWorker::message_buffer_bytes() const {
-  const std::lock_guard lock(wirings_mutex_);
-  std::set<const void*> seen;  // wirings share channels
-  std::int64_t sum = 0;
-  const auto add = [&](const auto& channel) {
-    if (seen.insert(channel.get()).second) {
-      sum += channel->buffer_bytes();
-    }
-  };
-  for (const auto& [id, wiring] : wirings_) {
-    for (const InboundEdge& edge : wiring.inbound) {
-      add(edge.values);
-      add(edge.gradients);
-    }
-    for (const OutboundEdge& edge : wiring.outbound) {
-      add(edge.values);
-      add(edge.gradients);
-    }
-  }
-  return sum;
 }
 
 }  // namespace pd2

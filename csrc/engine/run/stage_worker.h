@@ -3,11 +3,12 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
-#include "engine/channels/message.h"
-#include "engine/loss/batch_loss.h"
+#include "engine/loss/run_loss.h"
 #include "engine/run/action_range.h"
 #include "engine/run/private_generator.h"
+#include "engine/run/run.h"
 #include "engine/run/split_backward.h"
+#include "engine/run/wiring.h"
 #include "engine/stage/stage.h"
 #include "engine/update/stage_updates.h"
 
@@ -19,86 +20,17 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace pd2 {
 
-// An edge as its consumer sees it: values come in, their gradients go back.
-struct InboundEdge {
-  int producer = 0;
-  std::shared_ptr<Receiver> values;
-  std::shared_ptr<Sender> gradients;
-};
-
-// An edge as its producer sees it.
-struct OutboundEdge {
-  int consumer = 0;
-  std::shared_ptr<Sender> values;
-  std::shared_ptr<Receiver> gradients;
-};
-
-// Edges of one capture of the model; a model captured in two modes may have different ones.
-struct Wiring {
-  std::vector<InboundEdge> inbound;
-  std::vector<OutboundEdge> outbound;
-};
-
-// What a stage's forward gets and gives. Tensors of `inbound` require grad as their producers' did;
-// those of `outbound` carry the history that leads back to them.
-struct ForwardCall {
-  std::int64_t run = 0;  // the run that the caller submitted (a batch, or an evaluation)
-  int microbatch = 0;
-  int slot = 0;  // which weight buffer
-  float loss_scale = 1;
-  std::vector<Message> inbound;
-  bool again = false;  // a training forward that has been called before: see recompute
-};
-struct ForwardResult {
-  std::vector<Message> outbound;  // by edge of the wiring
-  at::Tensor loss;                // last stage of a training batch: the microbatch's mean or sum
-  at::Tensor metrics;             // there, too: its share of the batch's, if there are any
-  // Activations held for the backward; of a forward that will be called again, what that needs
-  // beside the inbound messages.
-  std::int64_t bytes_kept = 0;
-};
-using Forward = std::function<ForwardResult(ForwardCall)>;
-
-// A pass of `layouts.size()` microbatches through the stage. One training run, or several in a row,
-// are a batch, whose gradients are added up for one update.
-struct Run {
-  std::int64_t id = 0;
-  int wiring = 0;
-  std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
-  // By microbatch, weighs the losses' means; empty if losses are sums.
-  std::vector<std::int64_t> rows;
-  std::int64_t batch = 0;  // updates before it
-  bool begins_batch = true;
-  bool ends_batch = true;
-  int num_averaged = 1;  // the batch's gradient is the mean of as many runs'
-};
-
-// An executed action, for logs and timelines. Times are seconds of the steady clock, which all
-// processes of one machine share. A backward that sends gradients ends when it does, although the
-// last weights' gradients may still be added then. A forward that was called again is a
-// kRecompute.
-struct ExecutedAction {
-  int stage;
-  ActionKind kind;
-  std::int64_t run;  // of an update the batch's last
-  int microbatch;
-  std::int64_t version;  // read by F and B, written by U
-  double start;
-  double end;
-};
-
 struct StageWorkerOptions {
   int stage = 0;
   int num_replicas = 1;
   int num_microbatches = 1;
-  // The number in the batch of the stage's first microbatch: with two pipelines each has a part.
+  // The number in the run of the stage's first microbatch: each of two pipelines has a part.
   int first_microbatch = 0;
   int delay = 0;
   // The first batches that have no delay, whatever `delay` is.
@@ -106,22 +38,22 @@ struct StageWorkerOptions {
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
-  bool recomputes_blocks = false;  // parts of the forward do so by themselves
+  bool recomputes_blocks = false;  // parts of the forward are called again by themselves
   std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
   Forward forward;
   // Gets a run's loss when its last microbatch has been forwarded; must not take long.
-  std::function<void(std::int64_t run, BatchLoss loss)> on_loss;
+  std::function<void(std::int64_t run, RunLoss loss)> on_loss;
 };
 
-// What its executor gives it.
-struct WorkerSurroundings {
+// By which a worker calls its executor.
+struct WorkerCallbacks {
   std::function<void(const ExecutedAction&)> log;
-  std::function<bool()> is_stopped;    // then nobody waits any longer
+  std::function<bool()> is_stopped;    // true: nothing waits any longer
   std::function<void()> begin_thread;  // called in a thread that works beside the executor's
   std::function<void(std::int64_t run)> update_failed;  // called while the exception is handled
 };
 
-// Used by one executor's thread, but for what says otherwise.
+// Used by one executor's thread; methods that other threads may call say so.
 class StageWorker {
  public:
   StageWorker(StageWorkerOptions options, std::shared_ptr<Stage> stage)
@@ -135,16 +67,15 @@ class StageWorker {
   // max(t - delay, n - 1), so that batch n need not wait for the update of the one before.
   std::int64_t version_of_batch(std::int64_t batch) const;
   // Before the thread begins.
-  void set_surroundings(WorkerSurroundings surroundings);
+  void set_callbacks(WorkerCallbacks callbacks);
 
   // From the submitting thread, before the first run that uses it.
-  void set_wiring(int id, Wiring wiring);
-  // From the submitting thread: values of the run's first `num_microbatches` of this stage.
+  void set_wiring(int id, Wiring wiring) { wirings_.set(id, std::move(wiring)); }
+  // From the submitting thread. Announces the values of the stage's first `num_microbatches`.
   void expect_values(const Run& run, int num_microbatches);
   // From any thread.
-  void abort_channels();
-  // When the thread has ended: lets go of the channels and the replicas, and so of their
-  // connections.
+  void abort_channels() const { wirings_.abort(); }
+  // After the thread has ended. Releases the channels and the replicas, and so their connections.
   void drop_connections();
 
   void forward(const Run& run, int microbatch);
@@ -152,7 +83,6 @@ class StageWorker {
   // The two halves of a backward.
   void input_grad(const Run& run, int microbatch);
   void weight_grad(const Run& run, int microbatch);
-  // Of the schedule's U, and of what opt.step() asks for.
   StageUpdates& updates() { return *updates_; }
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
@@ -164,7 +94,7 @@ class StageWorker {
   // From any thread.
   std::int64_t most_bytes_in_flight() const { return most_bytes_in_flight_; }
   int most_in_flight() const { return most_in_flight_; }
-  std::int64_t message_buffer_bytes() const;
+  std::int64_t message_buffer_bytes() const { return wirings_.buffer_bytes(); }
 
  private:
   using NodePtr = decltype(torch::autograd::Edge::function);
@@ -174,7 +104,7 @@ class StageWorker {
     LayoutId layout = 0;
     int wiring = 0;
     std::int64_t version = 0;
-    ForwardCall call;                                         // to be made again
+    ForwardCall call;                                         // which recompute() repeats
     std::vector<NodePtr> sinks;                               // by inbound edge
     std::vector<std::vector<torch::autograd::Edge>> outputs;  // by outbound edge
     std::vector<bool> expects_gradients;                      // by outbound edge
@@ -182,7 +112,7 @@ class StageWorker {
     at::Tensor loss_seed;
     float loss_scale = 1;
     std::unique_ptr<SplitBackward> split;  // between I and W
-    std::vector<HeldGradient> held;        // and the gradients that I gave
+    std::vector<HeldGradient> held;        // the gradients of weights that I computed
     std::int64_t bytes = 0;
   };
   using Backward =
@@ -197,17 +127,17 @@ class StageWorker {
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
   void recompute(std::int64_t run, int microbatch, InFlight& in_flight);
   ForwardResult call_forward(ForwardCall call) const;
-  // In the backward of what was or will be run again, while the result lives.
+  // While the result lives, drawing random numbers is an error if the stage recomputes.
   std::unique_ptr<PrivateGenerator> forbid_drawing() const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t run, int microbatch);
-  // Whether a gradient will come back, or begins here. Where none does and none is waited for by
-  // those before (frozen parameters, and only such before), a microbatch keeps nothing: it is never
-  // in flight and its backward does nothing.
+  // Whether a gradient will come back, or begins here. If not, and if no stage before waits for a
+  // gradient (all parameters up to here are frozen), the microbatch keeps nothing: it is never in
+  // flight and its backward does nothing.
   static bool is_differentiable(const ForwardResult& result);
   bool skips_backward(ActionKind kind, const Run& run, int microbatch);
-  // Receives the gradients of what the microbatch sent, runs `execute` and sends those of what it
-  // received.
+  // Receives the gradients of the values that the microbatch sent, runs `execute` and sends the
+  // gradients of the values that it received.
   void run_backward(ActionKind kind, std::int64_t run, int microbatch, const Backward& execute);
   void begin_gradients(const Run& run, int microbatch);
   void end_flight(std::int64_t run, int microbatch);
@@ -218,13 +148,10 @@ class StageWorker {
 
   const StageWorkerOptions options_;
   const std::shared_ptr<Stage> stage_;
-  WorkerSurroundings around_;
-
-  mutable std::mutex wirings_mutex_;  // of the map; its entries stay as they are
-  std::map<int, Wiring> wirings_;
-
+  WorkerCallbacks callbacks_;
+  Wirings wirings_;
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch
-  BatchLoss loss_;                                              // of the run's microbatches so far
+  RunLoss loss_;                                                // of the run's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;

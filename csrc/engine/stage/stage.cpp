@@ -46,28 +46,28 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     std::vector<at::Tensor> tensors;
     std::vector<std::string> tensor_names;
     for (std::size_t member : members) {
-      places_[member] = {layouts_.size(), tensors.size()};
+      places_[member] = {packings_.size(), tensors.size()};
       tensors.push_back(parameters[member].detach().to(dtype));
       tensor_names.push_back(names[member]);
     }
-    layouts_.push_back(std::make_unique<FlatLayout>(tensors));
-    const FlatLayout& layout = *layouts_.back();
-    const std::int64_t num_flags = GradAccumulator::num_flags(layout, has_flags);
+    packings_.push_back(std::make_unique<FlatPacking>(tensors));
+    const FlatPacking& packing = *packings_.back();
+    const std::int64_t num_flags = GradAccumulator::num_flags(packing, has_flags);
     for (auto& slot : slots_) {
-      slot.push_back(layout.allocate(dtype, can_rotate ? num_flags : 0));
+      slot.push_back(packing.allocate(dtype, can_rotate ? num_flags : 0));
     }
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      layout.view(slots_.front().back(), i).copy_(tensors[i]);
+      packing.view(slots_.front().back(), i).copy_(tensors[i]);
     }
     at::Tensor& master = masters_.emplace_back();
     if (dtype != own) {
       const bool split = precision.split && dtype == at::kBFloat16;
-      master = layout.allocate(split ? at::kShort : own);
+      master = packing.allocate(split ? at::kShort : own);
       for (std::size_t i = 0; i < members.size(); ++i) {
         if (split) {
           set_split_master(members[i], parameters[members[i]]);
         } else {
-          layout.view(master, i).copy_(parameters[members[i]]);
+          packing.view(master, i).copy_(parameters[members[i]]);
         }
       }
     }
@@ -76,10 +76,10 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
       buffers.push_back(slots_[slot].back());
     }
     if (!can_rotate) {
-      buffers.push_back(layout.allocate(GradAccumulator::dtype(dtype), num_flags));
+      buffers.push_back(packing.allocate(GradAccumulator::dtype(dtype), num_flags));
     }
     gradients_.push_back(
-        std::make_unique<GradAccumulator>(layout, std::move(tensor_names), std::move(buffers)));
+        std::make_unique<GradAccumulator>(packing, std::move(tensor_names), std::move(buffers)));
   }
   if (replicas) {
     replicas_ = std::make_unique<ReplicaSum>(std::move(replicas), bucket_bytes, gradients_);
@@ -116,7 +116,7 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
   const bool had_two_gradients =
       std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates);
   const int to = versions_.slot(newest);
-  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+  for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
     GradAccumulator& accumulator = *gradients_[buffer];
     if (has_two_gradients_ && !had_two_gradients) {
       accumulator.add_buffer();
@@ -134,7 +134,7 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
 
 at::Tensor Stage::weight(int slot, std::size_t parameter) const {
   const Place& place = places_.at(parameter);
-  return layouts_[place.buffer]->view(slots_.at(slot)[place.buffer], place.index);
+  return packings_[place.buffer]->view(slots_.at(slot)[place.buffer], place.index);
 }
 
 at::Tensor Stage::master(int slot, std::size_t parameter) const {
@@ -143,7 +143,7 @@ at::Tensor Stage::master(int slot, std::size_t parameter) const {
   if (!flat.defined()) {
     return weight(slot, parameter);
   }
-  const at::Tensor kept = layouts_[place.buffer]->view(flat, place.index);
+  const at::Tensor kept = packings_[place.buffer]->view(flat, place.index);
   if (!has_split_master(parameter)) {
     return kept;
   }
@@ -162,7 +162,7 @@ std::vector<at::Tensor> Stage::master_buffers() const {
 }
 
 void Stage::round_masters(int slot) {
-  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+  for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
     const at::Tensor& master = masters_[buffer];
     if (master.defined() && master.scalar_type() == at::kFloat) {
       slots_.at(slot)[buffer].copy_(master);
@@ -172,7 +172,7 @@ void Stage::round_masters(int slot) {
 
 void Stage::set_split_master(std::size_t parameter, const at::Tensor& value) {
   const Place& place = places_.at(parameter);
-  const at::Tensor remainder = layouts_[place.buffer]->view(masters_[place.buffer], place.index);
+  const at::Tensor remainder = packings_[place.buffer]->view(masters_[place.buffer], place.index);
   split_master(value, weight(versions_.slot(versions_.newest()), parameter), remainder);
 }
 
@@ -284,13 +284,13 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
   stepped_.assign(places_.size(), {});
   for (const OptimizerGroups& groups : optimizers) {
     PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
-    for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+    for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
       Fused fused{.buffer = buffer, .members = {}, .optimizer = nullptr};
       std::vector<ParameterSlice> slices;
       std::vector<std::size_t> parameters;
       for (std::size_t i = 0; i < places_.size(); ++i) {  // in the order of their offsets
         if (places_[i].buffer == buffer && groups.of_parameter[i] >= 0) {
-          const ParameterView& view = layouts_[buffer]->views()[places_[i].index];
+          const ParameterView& view = packings_[buffer]->views()[places_[i].index];
           fused.members.push_back(places_[i].index);
           slices.push_back({view.offset, view.numel, groups.of_parameter[i]});
           parameters.push_back(i);
@@ -328,7 +328,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
   if (to != from && optimizers_.empty()) {
     PD2_ASSERT(!rotates() || places_.empty(),
                "the gradients are where the weights would be copied");
-    for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
+    for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
       slots_[to][buffer].copy_(slots_[from][buffer]);
     }
   } else if (to != from) {
@@ -344,7 +344,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
 
 void Stage::repeat_newest() {
   const int from = update_.from, to = update_.to;
-  for (std::size_t buffer = 0; buffer < layouts_.size() && to != from; ++buffer) {
+  for (std::size_t buffer = 0; buffer < packings_.size() && to != from; ++buffer) {
     slots_[to][buffer].copy_(slots_[from][buffer]);
   }
 }
@@ -357,7 +357,7 @@ at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) 
     return {};
   }
   const Place& place = places_.at(parameter);
-  const ParameterView& view = layouts_[place.buffer]->views()[place.index];
+  const ParameterView& view = packings_[place.buffer]->views()[place.index];
   return flat.as_strided(view.sizes, view.strides,
                          flat.storage_offset() + stepped.by->state_offset(stepped.index));
 }
@@ -387,22 +387,22 @@ void Stage::set_step_count(std::size_t parameter, std::int64_t count) {
 
 StageBytes Stage::bytes() const {
   StageBytes bytes;
-  for (std::size_t buffer = 0; buffer < layouts_.size(); ++buffer) {
-    const FlatLayout& layout = *layouts_[buffer];
-    const auto weight_size = static_cast<std::int64_t>(c10::elementSize(layout.dtype()));
+  for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
+    const FlatPacking& packing = *packings_[buffer];
+    const auto weight_size = static_cast<std::int64_t>(c10::elementSize(packing.dtype()));
     const at::Tensor& flat = gradients_[buffer]->flat(0);
     const auto gradient_size = static_cast<std::int64_t>(flat.element_size());
-    bytes.weights += num_versions_ * layout.parameter_numel() * weight_size;
+    bytes.weights += num_versions_ * packing.parameter_numel() * weight_size;
     if (masters_[buffer].defined()) {
       const auto size = static_cast<std::int64_t>(masters_[buffer].element_size());
-      bytes.masters += layout.parameter_numel() * size;
-      bytes.padding += (layout.numel() - layout.parameter_numel()) * size;
+      bytes.masters += packing.parameter_numel() * size;
+      bytes.padding += (packing.numel() - packing.parameter_numel()) * size;
     }
     const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
-    bytes.gradients += num_gradients * layout.parameter_numel() * gradient_size;
+    bytes.gradients += num_gradients * packing.parameter_numel() * gradient_size;
     bytes.padding +=
-        num_versions_ * (slots_.front()[buffer].numel() - layout.parameter_numel()) * weight_size;
-    bytes.padding += num_gradients * (flat.numel() - layout.parameter_numel()) * gradient_size;
+        num_versions_ * (slots_.front()[buffer].numel() - packing.parameter_numel()) * weight_size;
+    bytes.padding += num_gradients * (flat.numel() - packing.parameter_numel()) * gradient_size;
   }
   for (const Fused& fused : optimizers_) {
     bytes.optimizer_state += fused.optimizer->state_bytes();

@@ -29,7 +29,7 @@ struct StageBytes {
   std::int64_t padding = 0;
 };
 
-// Which parameters a fused optimizer steps: the group of each in step()'s list, -1: not this one's.
+// By parameter: its group in the list given to step(); -1: this optimizer does not step it.
 struct OptimizerGroups {
   OptimizerKind kind;
   std::vector<int> of_parameter;
@@ -37,10 +37,10 @@ struct OptimizerGroups {
 
 // How a stage computes with its parameters.
 struct StagePrecision {
-  // By parameter. Where it differs from the parameter's own, float32, that one is the master: it is
-  // kept once, stepped in place, and every version is a rounding of it. Empty: their own.
+  // By parameter. If it differs from the parameter's own dtype, float32, then the parameter is the
+  // master: kept once, stepped in place, and every version is a rounding of it. Empty: their own.
   std::vector<at::ScalarType> dtypes{};
-  // Masters of bfloat16 weights are kept as what the rounding of the newest version took off.
+  // Masters of bfloat16 weights are kept as what rounding took off the newest version.
   bool split = false;
 };
 
@@ -49,8 +49,8 @@ struct StagePrecision {
 // take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
 // line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
 //
-// Used by the stage's executor thread; by other threads only while that executor is drained. What
-// an update does between begin_update() and publish() may be in a thread of its own, as is said
+// Used by the stage's executor thread; by other threads only while that executor is drained. The
+// calls of an update between begin_update() and publish() may come from another thread, as is said
 // there.
 class Stage {
  public:
@@ -72,13 +72,13 @@ class Stage {
   // Whole buffers of a slot, one per dtype.
   const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
 
-  // What a step changes: the master, or without one the weight in that slot. Of a split master it
-  // is a copy that was put together from the newest version.
+  // The tensor that a step changes: the master, or without one the weight in that slot. A split
+  // master is given as a copy, joined from its remainder and the newest version.
   at::Tensor master(int slot, std::size_t parameter) const;
   bool has_split_master(std::size_t parameter) const;
   // Whole buffers of the masters (or remainders), one for each dtype that has them.
   std::vector<at::Tensor> master_buffers() const;
-  // The masters were changed: the weights of `slot` are rounded anew.
+  // Rounds the weights of `slot` again, after the masters were changed.
   void round_masters(int slot);
   // Sets the newest weight and its remainder.
   void set_split_master(std::size_t parameter, const at::Tensor& value);
@@ -89,24 +89,24 @@ class Stage {
   WeightStore& versions() { return versions_; }
   const WeightStore& versions() const { return versions_; }
 
-  // Other stages hold these parameters, too: with the stage's gradients theirs are added up. `copy`
+  // Other stages hold these parameters, too: all their gradients are added up. `copy`
   // is the stage's number among those of `sum`. Before the first batch.
   void tie(std::shared_ptr<TiedSum> sum, std::size_t copy, std::vector<std::size_t> parameters);
   bool is_tied() const { return !ties_.empty(); }
 
-  // The first gradients of the batch are about to come.
+  // Announces the first gradients of the batch.
   void begin_batch(std::int64_t batch);
-  // Those of any of its microbatches are, the first one's too.
+  // Announces the gradients of any of its microbatches, the first one's too.
   void begin_microbatch(std::int64_t batch, bool is_last);
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
 
-  // Whether there is time for an update: the version that it makes is not what the next forward
-  // reads.
+  // Whether an update need not be done before the next forward, which reads another version than
+  // the one it makes.
   bool has_slack() const { return num_versions_ > 1; }
   // Whether all buffers take turns.
   bool rotates() const { return versions_.num_slots() > num_versions_; }
-  // Whether the next batch's gradients may come meanwhile.
+  // Whether the next batch's gradients may be added up while an update is under way.
   bool overlaps() const { return rotates() || has_two_gradients_; }
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
@@ -116,45 +116,45 @@ class Stage {
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
-  // The batch's gradients are complete: the version that it makes comes next.
+  // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
 
-  // Of the update that has begun. Until publish() another thread may call what follows.
+  // The following belong to the update that has begun; until publish() any thread may call them.
 
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
   void scale_gradients(const at::Tensor& factor);  // [], on any device
-  // The sums over replicas, which have begun, or over copies, which this begins; none without any.
-  // The gradients are theirs from the time all works have completed and finish_reduction() has been
+  // The sums over replicas, which have begun, or over copies, which this begins; empty without any.
+  // The gradients are the sums once all works have completed and finish_reduction() has been
   // called.
   std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
   void finish_reduction();
-  // Whether the host has to wait for the works, not the device: a thread adds them up.
+  // Whether the host, not the device, has to wait for the works: a thread adds them up.
   bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
-  // After that, with the other stages that hold a parameter: waits for all of them.
+  // After that: adds the gradients of the other stages that hold a parameter; waits for them.
   void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
-  // Lets go of the connections to replicas and other stages, which ends their waiting for this one.
+  // Releases the connections to replicas and other stages, which ends their waiting for this one.
   void drop_connections();
 
-  // W(t+1) is begun in the slot which is returned: the fused optimizers' parameters are stepped,
-  // the others copied, which whoever calls this steps.
+  // Begins W(t+1) in the slot that is returned: steps the fused optimizers' parameters and copies
+  // the others, which the caller steps.
   int write_next(std::span<const GroupOptions> groups);
-  // In place of it: W(t+1) is W(t), nothing is stepped.
+  // Instead of write_next(): W(t+1) is W(t), nothing is stepped.
   void repeat_newest();
 
   // Ends the update: its version can be read.
   void publish() { versions_.publish(); }
 
-  // A parameter is in one of them at most.
+  // A parameter is in at most one of them.
   void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
-  // State of one parameter of a fused optimizer, as a view of the flat state; undefined where there
+  // State of one parameter of a fused optimizer, as a view of the flat state; undefined if there
   // is none.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
   std::int64_t step_count(std::size_t parameter) const;
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
   void set_step_count(std::size_t parameter, std::int64_t count);
 
-  // After weights were loaded into the newest slot: the delay starts anew.
+  // After weights were loaded into the newest slot: the delay restarts.
   void restart_delay() { versions_.reset(); }
 
   StageBytes bytes() const;
@@ -162,7 +162,7 @@ class Stage {
  private:
   struct Place {
     std::size_t buffer;  // which dtype's (or pair of dtypes', with a master)
-    std::size_t index;   // position in that buffer's layout
+    std::size_t index;   // position in that buffer's packing
   };
   // Where an update reads and writes: weight slots, and a gradient buffer.
   struct Update {
@@ -174,7 +174,7 @@ class Stage {
   // A fused optimizer's part of one dtype's parameters.
   struct Fused {
     std::size_t buffer;
-    std::vector<std::size_t> members;  // positions in that buffer's layout
+    std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
   };
   // Where a parameter is among the fused optimizers.
@@ -186,9 +186,9 @@ class Stage {
   const int num_versions_;
   bool reads_first_ = true;
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
-  std::vector<std::unique_ptr<FlatLayout>> layouts_;  // by dtype
-  std::vector<Place> places_;                         // by parameter
-  std::vector<std::vector<at::Tensor>> slots_;        // [slot][dtype]
+  std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
+  std::vector<Place> places_;                           // by parameter
+  std::vector<std::vector<at::Tensor>> slots_;          // [slot][dtype]
   std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
   std::vector<Fused> optimizers_;

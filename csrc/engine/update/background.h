@@ -1,4 +1,4 @@
-// One job at a time, in a thread of its own.
+// A thread that does one job at a time.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@
 
 namespace pd2 {
 
-// start(), wait_for() and the destructor are one thread's to call.
+// One thread calls start(), wait_for() and the destructor.
 class Background {
  public:
   // `begin` is called in the thread before this returns.

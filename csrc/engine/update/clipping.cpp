@@ -31,13 +31,13 @@ ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& par
 
 }  // namespace
 
-bool Clipping::apply(Stage& stage, std::int64_t batch,
+bool Clipping::apply(Stage& stage, std::int64_t run,
                      const std::function<bool()>& is_stopped) const {
   if (norm) {
     if (gives_norms) {
-      norm->give(batch, norms_of(stage, parameters, norm->norm_type()), is_stopped);
+      norm->give(run, norms_of(stage, parameters, norm->norm_type()), is_stopped);
     }
-    const at::Tensor total = norm->wait(batch, is_stopped);
+    const at::Tensor total = norm->wait(run, is_stopped);
     if (loss_scale && !std::isfinite(total.item<double>())) {
       return false;
     }

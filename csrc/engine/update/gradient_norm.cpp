@@ -16,34 +16,30 @@
 
 namespace pd2 {
 
-GradientNorm::GradientNorm(std::shared_ptr<Fault> fault, std::int64_t num_parameters,
-                           int num_stages, int num_readers, double norm_type, at::ScalarType dtype,
+GradientNorm::GradientNorm(const GradientNormOptions& options, std::shared_ptr<Fault> fault,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            std::shared_ptr<SharedBoard> shared,
                            std::shared_ptr<LossScale> loss_scale)
-    : fault_(std::move(fault)),
-      num_parameters_(num_parameters),
-      num_stages_(num_stages),
-      num_readers_(num_readers),
-      norm_type_(norm_type),
-      dtype_(dtype),
+    : options_(options),
+      fault_(std::move(fault)),
       group_(std::move(group)),
       shared_(std::move(shared)),
       loss_scale_(std::move(loss_scale)) {
-  PD2_ASSERT(num_stages >= 1 && num_readers >= num_stages, num_stages, " of ", num_readers);
+  PD2_ASSERT(options.num_stages >= 1 && options.num_readers >= options.num_stages,
+             options.num_stages, " of ", options.num_readers);
 }
 
-GradientNorm::Batch& GradientNorm::batch(std::int64_t number) {
-  Batch& batch = batches_[number];
+GradientNorm::Batch& GradientNorm::batch(std::int64_t run) {
+  Batch& batch = batches_[run];
   if (!batch.norms.defined()) {
-    batch.norms = at::zeros({2, num_parameters_}, at::kDouble);
+    batch.norms = at::zeros({2, options_.num_parameters}, at::kDouble);
   }
   return batch;
 }
 
-std::shared_ptr<NormSlot> GradientNorm::expect(std::int64_t batch) {
+std::shared_ptr<NormSlot> GradientNorm::expect(std::int64_t run) {
   const std::lock_guard lock(mutex_);
-  return this->batch(batch).slot = std::make_shared<NormSlot>();
+  return this->batch(run).slot = std::make_shared<NormSlot>();
 }
 
 bool GradientNorm::done(const NormSlot& slot) const {
@@ -60,19 +56,19 @@ bool GradientNorm::wait_for(const NormSlot& slot, std::chrono::milliseconds time
   return there;
 }
 
-void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
+void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
                         const std::function<bool()>& is_stopped) {
   at::Tensor all;
   {
     const std::lock_guard lock(mutex_);
-    Batch& mine = this->batch(batch);
+    Batch& mine = this->batch(run);
     auto values = mine.norms.accessor<double, 2>();
     const double* given = norms.norms.const_data_ptr<double>();
     for (std::size_t i = 0; i < norms.parameters.size(); ++i) {
       values[0][norms.parameters[i]] = given[i];
       values[1][norms.parameters[i]] = 1;
     }
-    if (++mine.stages_given < num_stages_) {
+    if (++mine.stages_given < options_.num_stages) {
       return;
     }
     all = mine.norms;
@@ -84,7 +80,7 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
     if (loss_scale_) {  // before anybody learns the total
       loss_scale_->decide(!std::isfinite(total.item<double>()));
     }
-    Batch& mine = this->batch(batch);
+    Batch& mine = this->batch(run);
     mine.total = total;
     if (mine.slot) {
       mine.slot->value = total.item<double>();
@@ -93,7 +89,7 @@ void GradientNorm::give(std::int64_t batch, const ParameterNorms& norms,
   changed_.notify_all();
 }
 
-// Every parameter is one process's: the others add zeros, which changes no bit.
+// Each parameter's norm comes from one process: the others add zeros, which changes no bit.
 void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_stopped) {
   if (!shared_) {
     if (group_) {
@@ -125,9 +121,9 @@ void GradientNorm::drop_connections() {
   }
 }
 
-at::Tensor GradientNorm::wait(std::int64_t batch, const std::function<bool()>& is_stopped) {
+at::Tensor GradientNorm::wait(std::int64_t run, const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
-  Batch& mine = this->batch(batch);  // stays where it is
+  Batch& mine = this->batch(run);  // stays where it is
   while (!changed_.wait_for(lock, std::chrono::milliseconds(100),
                             [&] { return mine.total.defined(); })) {
     lock.unlock();
@@ -137,8 +133,8 @@ at::Tensor GradientNorm::wait(std::int64_t batch, const std::function<bool()>& i
     lock.lock();
   }
   at::Tensor total = mine.total;
-  if (++mine.times_read == num_readers_) {
-    batches_.erase(batch);
+  if (++mine.times_read == options_.num_readers) {
+    batches_.erase(run);
   }
   return total;
 }
@@ -146,12 +142,13 @@ at::Tensor GradientNorm::wait(std::int64_t batch, const std::function<bool()>& i
 at::Tensor GradientNorm::total_of(const at::Tensor& norms) const {
   const auto values = norms.accessor<double, 2>();
   std::vector<double> present;
-  for (std::int64_t i = 0; i < num_parameters_; ++i) {
+  for (std::int64_t i = 0; i < options_.num_parameters; ++i) {
     if (values[1][i] != 0) {
       present.push_back(values[0][i]);
     }
   }
-  return at::linalg_vector_norm(at::tensor(present, at::kDouble).to(dtype_), norm_type_);
+  return at::linalg_vector_norm(at::tensor(present, at::kDouble).to(options_.dtype),
+                                options_.norm_type);
 }
 
 }  // namespace pd2

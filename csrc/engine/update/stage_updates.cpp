@@ -10,10 +10,10 @@
 
 namespace pd2 {
 
-StageUpdates::StageUpdates(Stage& stage, UpdateSurroundings surroundings)
+StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
     : stage_(stage),
-      around_(std::move(surroundings)),
-      background_(std::make_unique<Background>(around_.begin_thread)) {}
+      callbacks_(std::move(callbacks)),
+      background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
 void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   const Complete gradients{run, batch};
@@ -29,7 +29,8 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
   finish();
   stage_.begin_update(batch);
-  // Without slack nothing is to be done meanwhile, unless other stages have to come to theirs.
+  // Without slack the next forward waits for this update anyway; but if the update itself waits for
+  // other stages, those of this rank must come to theirs meanwhile.
   if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
     this->apply(gradients, apply, loss_scale);
     stage_.publish();
@@ -40,9 +41,9 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
     try {
       this->apply(gradients, apply, loss_scale);
     } catch (const ChannelAborted&) {
-      // Somebody else's failure, or the end.
+      // Another one's failure, or the end.
     } catch (...) {
-      around_.failed(gradients.run);
+      callbacks_.failed(gradients.run);
     }
   });
 }
@@ -59,11 +60,11 @@ void StageUpdates::finish() {
     return;
   }
   do {
-    if (around_.is_stopped()) {
+    if (callbacks_.is_stopped()) {
       throw ChannelAborted();
     }
   } while (!background_->wait_for(std::chrono::milliseconds(100)));
-  if (around_.is_stopped()) {  // it may have failed
+  if (callbacks_.is_stopped()) {  // it may have failed
     throw ChannelAborted();
   }
   is_under_way_ = false;
@@ -71,16 +72,16 @@ void StageUpdates::finish() {
 }
 
 void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
-  around_.record(gradients.run, gradients.batch + 1, [&] {
+  callbacks_.record(gradients.run, gradients.batch + 1, [&] {
     for (const auto& work : stage_.start_reduction()) {
-      wait_for_work(*work, stage_.reduces_on_host(), around_.is_stopped);
+      wait_for_work(*work, stage_.reduces_on_host(), callbacks_.is_stopped);
     }
     stage_.finish_reduction();
-    stage_.sum_ties(gradients.batch, around_.is_stopped);
+    stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
     if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
       stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
     }
-    if (!clipping_ || clipping_->apply(stage_, gradients.run, around_.is_stopped)) {
+    if (!clipping_ || clipping_->apply(stage_, gradients.run, callbacks_.is_stopped)) {
       apply(stage_);
     } else {
       stage_.repeat_newest();

@@ -12,7 +12,7 @@ constexpr std::int64_t kAlignmentBytes = 64;
 
 }  // namespace
 
-FlatLayout::FlatLayout(const std::vector<at::Tensor>& parameters) {
+FlatPacking::FlatPacking(const std::vector<at::Tensor>& parameters) {
   PD2_ASSERT(!parameters.empty(), "a flat buffer needs a parameter");
   options_ = parameters.front().options().requires_grad(false);
   const std::int64_t alignment = kAlignmentBytes / parameters.front().element_size();
@@ -36,11 +36,11 @@ FlatLayout::FlatLayout(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-at::Tensor FlatLayout::allocate(at::ScalarType dtype, std::int64_t extra) const {
+at::Tensor FlatPacking::allocate(at::ScalarType dtype, std::int64_t extra) const {
   return zeros_on_huge_pages(numel_ + extra, options_.dtype(dtype));
 }
 
-at::Tensor FlatLayout::view(const at::Tensor& flat, std::size_t parameter) const {
+at::Tensor FlatPacking::view(const at::Tensor& flat, std::size_t parameter) const {
   const ParameterView& view = views_.at(parameter);
   return flat.as_strided(view.sizes, view.strides, flat.storage_offset() + view.offset);
 }

@@ -20,12 +20,12 @@ struct ParameterView {
 // boundary, as a tensor of its own would: BLAS picks its kernels by alignment, and the pipeline
 // must give the bits that the unsplit model gives. Padding is zero and stays zero under every
 // optimizer.
-class FlatLayout {
+class FlatPacking {
  public:
   // All parameters have one dtype and device. A dense parameter keeps its strides (channels_last).
-  explicit FlatLayout(const std::vector<at::Tensor>& parameters);
+  explicit FlatPacking(const std::vector<at::Tensor>& parameters);
 
-  // A zeroed buffer for this layout; `dtype` may differ from the parameters' (float32 gradients of
+  // A zeroed buffer for this packing; `dtype` may differ from the parameters' (float32 gradients of
   // bfloat16 parameters). `extra` elements are appended, for use outside the parameters.
   at::Tensor allocate(at::ScalarType dtype, std::int64_t extra = 0) const;
   at::Tensor view(const at::Tensor& flat, std::size_t parameter) const;

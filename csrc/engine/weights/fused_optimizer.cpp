@@ -105,10 +105,10 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
   for (std::size_t i = 0; i < states_.size(); ++i) {
     if (states_[i].flat.defined()) buffers.state[i] = states_[i].flat.mutable_data_ptr();
   }
-  const std::vector<Run> runs = merge_into_runs(groups, has_gradient);
+  const std::vector<Segment> segments = merge_into_segments(groups, has_gradient);
   const c10::DeviceGuard guard(w.device());
   const auto run = [&](const auto& weights) {
-    this->run(weights, w.is_cpu(), buffers, runs, groups);
+    this->run(weights, w.is_cpu(), buffers, segments, groups);
   };
   const auto* halves = static_cast<const std::uint16_t*>(buffers.w);
   auto* halves_out = static_cast<std::uint16_t*>(buffers.w_out);
@@ -190,26 +190,26 @@ void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
   }
 }
 
-std::vector<FusedOptimizer::Run> FusedOptimizer::merge_into_runs(
+std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
     std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient) const {
   const auto line = kLineBytes / static_cast<std::int64_t>(options_.dtype().itemsize());
   const bool sgd = kind_ == OptimizerKind::kSgd;
-  std::vector<Run> runs;
+  std::vector<Segment> segments;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     const ParameterSlice& slice = slices_[i];
     if (slice.numel == 0) continue;
-    const Run next{.begin = slice.offset,
-                   .end = slice.offset + slice.numel,
-                   .state = state_offsets_[i],
-                   .group = slice.group,
-                   .step = sgd ? 0 : step_counts_[i] + 1,
-                   .has_gradient = has_gradient[i],
-                   .first_step = sgd && (step_counts_[i] == 0 || !has_momentum_[i])};
+    const Segment next{.begin = slice.offset,
+                       .end = slice.offset + slice.numel,
+                       .state = state_offsets_[i],
+                       .group = slice.group,
+                       .step = sgd ? 0 : step_counts_[i] + 1,
+                       .has_gradient = has_gradient[i],
+                       .first_step = sgd && (step_counts_[i] == 0 || !has_momentum_[i])};
     // Adam would make 0 / (0 + eps) of padding.
     const bool padding_stays_zero =
         sgd || !next.has_gradient || groups[slice.group].adam.eps != 0.0;
-    if (!runs.empty()) {
-      Run& last = runs.back();
+    if (!segments.empty()) {
+      Segment& last = segments.back();
       const std::int64_t gap = next.begin - last.end;
       const bool alike =
           last.has_gradient == next.has_gradient &&
@@ -220,65 +220,67 @@ std::vector<FusedOptimizer::Run> FusedOptimizer::merge_into_runs(
         continue;
       }
     }
-    runs.push_back(next);
+    segments.push_back(next);
   }
-  return runs;
+  return segments;
 }
 
 template <typename Weights>
 void FusedOptimizer::run(const Weights& weights, bool on_cpu, const Buffers& buffers,
-                         std::span<const Run> runs, std::span<const GroupOptions> groups) const {
+                         std::span<const Segment> segments,
+                         std::span<const GroupOptions> groups) const {
   if (on_cpu) {
-    run_on_cpu(weights, buffers, runs, groups);
+    run_on_cpu(weights, buffers, segments, groups);
   } else {
-    run_on_cuda(weights, buffers, runs, groups);
+    run_on_cuda(weights, buffers, segments, groups);
   }
 }
 
 template <typename Weights>
 void FusedOptimizer::run_on_cpu(const Weights& weights, const Buffers& buffers,
-                                std::span<const Run> runs,
+                                std::span<const Segment> segments,
                                 std::span<const GroupOptions> groups) const {
   using T = typename Weights::Scalar;
-  const auto run_piece = [&](const Run& run, std::int64_t begin, std::int64_t end) {
+  const auto run_piece = [&](const Segment& segment, std::int64_t begin, std::int64_t end) {
     const T* g = buffers.g_at<T>(begin);
-    const std::int64_t state = run.state + begin - run.begin;
-    if (!run.has_gradient) {
+    const std::int64_t state = segment.state + begin - segment.begin;
+    if (!segment.has_gradient) {
       if (buffers.w != buffers.w_out) {
         std::memcpy(buffers.w_out_at(begin), buffers.w_at(begin),
                     (end - begin) * buffers.weight_size);
       }
     } else if (kind_ == OptimizerKind::kSgd) {
-      kernels::SgdOptions options = groups[run.group].sgd;
-      options.first_step = run.first_step;
+      kernels::SgdOptions options = groups[segment.group].sgd;
+      options.first_step = segment.first_step;
       kernels::sgd_cpu(weights.at(begin), g, buffers.state_at<T>(0, state), end - begin, options);
     } else {
-      kernels::AdamOptions options = groups[run.group].adam;
-      options.step = run.step;
+      kernels::AdamOptions options = groups[segment.group].adam;
+      options.step = segment.step;
       kernels::adam_cpu(weights.at(begin), g, buffers.state_at<T>(0, state),
                         buffers.state_at<T>(1, state), buffers.state_at<T>(2, state), end - begin,
                         options);
     }
   };
 
-  // Threads share the runs out by cache lines, so that every piece begins on a 64-byte boundary.
+  // Threads share the segments out by cache lines, so that every piece begins on a 64-byte
+  // boundary.
   constexpr std::int64_t kLine =
       kLineBytes / static_cast<std::int64_t>(sizeof(typename Weights::Out));
-  std::vector<std::int64_t> first_line;  // of each run, counting the runs' lines only
+  std::vector<std::int64_t> first_line;  // of each segment, counting the segments' lines only
   std::int64_t num_lines = 0;
-  for (const Run& run : runs) {
+  for (const Segment& segment : segments) {
     first_line.push_back(num_lines);
-    num_lines += ceil_divide(run.end - run.begin, kLine);
+    num_lines += ceil_divide(segment.end - segment.begin, kLine);
   }
   at::parallel_for(
       0, num_lines, kGrainBytes / kLineBytes, [&](std::int64_t line, std::int64_t end_line) {
         auto r = std::upper_bound(first_line.begin(), first_line.end(), line) - first_line.begin();
         for (--r; line < end_line; ++r) {
-          const Run& run = runs[r];
-          const std::int64_t begin = run.begin + (line - first_line[r]) * kLine;
-          const std::int64_t limit = run.begin + (end_line - first_line[r]) * kLine;
-          run_piece(run, begin, std::min(run.end, limit));
-          line = first_line[r] + ceil_divide(run.end - run.begin, kLine);
+          const Segment& segment = segments[r];
+          const std::int64_t begin = segment.begin + (line - first_line[r]) * kLine;
+          const std::int64_t limit = segment.begin + (end_line - first_line[r]) * kLine;
+          run_piece(segment, begin, std::min(segment.end, limit));
+          line = first_line[r] + ceil_divide(segment.end - segment.begin, kLine);
         }
       });
 }
@@ -286,30 +288,30 @@ void FusedOptimizer::run_on_cpu(const Weights& weights, const Buffers& buffers,
 template <typename Weights>
 void FusedOptimizer::run_on_cuda([[maybe_unused]] const Weights& weights,
                                  [[maybe_unused]] const Buffers& buffers,
-                                 [[maybe_unused]] std::span<const Run> runs,
+                                 [[maybe_unused]] std::span<const Segment> segments,
                                  [[maybe_unused]] std::span<const GroupOptions> groups) const {
 #ifdef PD2_WITH_CUDA
   using T = typename Weights::Scalar;
   void* stream = c10::cuda::getCurrentCUDAStream().stream();
-  for (const Run& run : runs) {
-    const std::int64_t n = run.end - run.begin;
-    const T* g = buffers.g_at<T>(run.begin);
-    if (!run.has_gradient) {
+  for (const Segment& segment : segments) {
+    const std::int64_t n = segment.end - segment.begin;
+    const T* g = buffers.g_at<T>(segment.begin);
+    if (!segment.has_gradient) {
       if (buffers.w != buffers.w_out) {
-        kernels::copy_cuda(buffers.w_at(run.begin), buffers.w_out_at(run.begin),
+        kernels::copy_cuda(buffers.w_at(segment.begin), buffers.w_out_at(segment.begin),
                            n * buffers.weight_size, stream);
       }
     } else if (kind_ == OptimizerKind::kSgd) {
-      kernels::SgdOptions options = groups[run.group].sgd;
-      options.first_step = run.first_step;
-      kernels::sgd_cuda(weights.at(run.begin), g, buffers.state_at<T>(0, run.state), n, options,
-                        stream);
+      kernels::SgdOptions options = groups[segment.group].sgd;
+      options.first_step = segment.first_step;
+      kernels::sgd_cuda(weights.at(segment.begin), g, buffers.state_at<T>(0, segment.state), n,
+                        options, stream);
     } else {
-      kernels::AdamOptions options = groups[run.group].adam;
-      options.step = run.step;
-      kernels::adam_cuda(weights.at(run.begin), g, buffers.state_at<T>(0, run.state),
-                         buffers.state_at<T>(1, run.state), buffers.state_at<T>(2, run.state), n,
-                         options, stream);
+      kernels::AdamOptions options = groups[segment.group].adam;
+      options.step = segment.step;
+      kernels::adam_cuda(weights.at(segment.begin), g, buffers.state_at<T>(0, segment.state),
+                         buffers.state_at<T>(1, segment.state),
+                         buffers.state_at<T>(2, segment.state), n, options, stream);
     }
   }
 #else

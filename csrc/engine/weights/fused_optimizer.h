@@ -30,10 +30,10 @@ struct ParameterSlice {
   int group = 0;
 };
 
-// Owns the flat state buffers of its parameters of one stage and dtype (in the weights' layout
-// without what lies between the slices, allocated at first use) and each parameter's step count.
-// Not thread-safe: one thread, the stage's, calls it. The arithmetic is that of torch.optim.SGD,
-// Adam and AdamW with foreach=False.
+// Owns the flat state buffers of its parameters of one stage and dtype (packed as the
+// weights are but without what lies between the slices, allocated at first use) and each
+// parameter's step count. Not thread-safe: one thread, the stage's, calls it. The arithmetic is
+// that of torch.optim.SGD, Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
   // Whether there are kernels for this dtype (float32, float64) and device.
@@ -50,7 +50,7 @@ class FusedOptimizer {
   // outside all slices are neither read nor written, apart from padding. `w_out` may be `w` or
   // `gradient`; the flat buffers may be longer than `flat_example` was. On CUDA the work is
   // enqueued on the current stream. Throws ValueError, before anything is written, if a tensor or
-  // list does not fit the layout.
+  // list does not fit the slices.
   //
   // `master`: the float32 weights of which `w` and `w_out` (bfloat16, float16) are roundings,
   // stepped in place; or int16, what the roundings to bfloat16 took off (kernels/half.h).
@@ -83,8 +83,8 @@ class FusedOptimizer {
   std::int64_t state_padding_bytes() const;
 
  private:
-  // Neighbouring parameters that one kernel call can treat alike, with the padding between them.
-  struct Run {
+  // Neighbouring parameters that one kernel call can step, with the padding between them.
+  struct Segment {
     std::int64_t begin, end;  // elements
     std::int64_t state;       // where the state begins
     int group;
@@ -92,24 +92,24 @@ class FusedOptimizer {
     bool has_gradient;
     bool first_step;  // SGD: there is no momentum yet
   };
-  // Addresses of the flat buffers' first elements; null where there is no such state.
+  // Addresses of the flat buffers' first elements; null if there is no such state.
   struct Buffers;
 
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                        std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
                        const at::Tensor& master) const;
   void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
-  std::vector<Run> merge_into_runs(std::span<const GroupOptions> groups,
-                                   const std::vector<bool>& has_gradient) const;
+  std::vector<Segment> merge_into_segments(std::span<const GroupOptions> groups,
+                                           const std::vector<bool>& has_gradient) const;
   template <typename Weights>
-  void run(const Weights& weights, bool on_cpu, const Buffers& buffers, std::span<const Run> runs,
-           std::span<const GroupOptions> groups) const;
+  void run(const Weights& weights, bool on_cpu, const Buffers& buffers,
+           std::span<const Segment> segments, std::span<const GroupOptions> groups) const;
   template <typename Weights>
-  void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Run> runs,
+  void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Segment> segments,
                   std::span<const GroupOptions> groups) const;
   template <typename Weights>
-  void run_on_cuda(const Weights& weights, const Buffers& buffers, std::span<const Run> runs,
-                   std::span<const GroupOptions> groups) const;
+  void run_on_cuda(const Weights& weights, const Buffers& buffers,
+                   std::span<const Segment> segments, std::span<const GroupOptions> groups) const;
 
   struct State {
     std::string_view name;

@@ -27,9 +27,9 @@ void advise_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] std::uint
 }
 
 // An optimizer's step goes through several buffers at once. Large ones begin at equal distances
-// from large powers of two, and then every line of one takes the place of another one's in caches
-// that tell lines apart by some bits of their addresses: on one processor a step took 1.7 times as
-// long. So they begin at places of their own within every 256 KiB.
+// from large powers of two, and then their lines evict each other from caches that
+// index lines by some bits of their addresses: on one processor a step took 1.7 times as long. So
+// they begin at different places within every 256 KiB.
 constexpr std::uintptr_t kPlaces = 8;
 constexpr std::uintptr_t kBetweenPlaces = 333 * 64;  // 5.2 pages
 constexpr std::uintptr_t kWithin = std::uintptr_t{256} << 10;

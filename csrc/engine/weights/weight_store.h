@@ -15,14 +15,14 @@ namespace pd2 {
 // be, while the oldest one's slot is free for the next batch's:
 //
 //   newest = 4, S = 2:   slot 0: W(4)        slot 1: W(3), dead after batch 4's last backward
-//   newest = 4, S = 3:   slot 1: W(4)        slot 0: W(3), dead likewise, then batch 5's gradients
+//   newest = 4, S = 3:   slot 1: W(4)        slot 0: W(3), dead too, then batch 5's gradients
 //                        slot 2: batch 4's gradients, then W(5)
 //
 // Holds no memory itself. Not thread-safe: the stage's executor thread calls it, other threads only
 // while the executor is drained.
 class WeightStore {
  public:
-  // Version `newest` is there, no other.
+  // Version `newest` exists, no other.
   explicit WeightStore(int num_slots, std::int64_t newest = 0);
 
   int num_slots() const { return static_cast<int>(pins_.size()); }
@@ -37,7 +37,7 @@ class WeightStore {
   void pin(std::int64_t version);
   void unpin(std::int64_t version);
 
-  // The slot for `version`, which is yet to be made. Throws if a reader still holds what is there.
+  // The slot for `version`, which is yet to be made. Throws if a reader still holds its content.
   // With one slot the result is the newest version's own slot: the step happens in place.
   int slot_to_write(std::int64_t version) const;
   // newest() + 1 is about to be written to its slot, which is returned.
@@ -45,7 +45,7 @@ class WeightStore {
   // newest() + 1 is complete and can be read.
   void publish();
 
-  // The newest version's content was replaced (weights were loaded): delay starts anew.
+  // The newest version's content was replaced (weights were loaded): the delay restarts.
   void reset();
 
   // The most versions that were alive (newest, pinned, or being written) at any time.

@@ -71,9 +71,21 @@ def test_other_settings_are_refused(setup_py: ModuleType) -> None:
     with pytest.raises(SystemExit, match="PIPEDREAM2BW_CUDA: 'yes', must be auto, 0 or 1"):
         setup_py.use_cuda("yes", None, None)
     with pytest.raises(SystemExit, match="PIPEDREAM2BW_WERROR: 'on', must be 0 or 1"):
-        setup_py.use_werror({"PIPEDREAM2BW_WERROR": "on"})
-    assert setup_py.use_werror({"PIPEDREAM2BW_WERROR": "1"})
-    assert not setup_py.use_werror({})
+        setup_py.is_on("PIPEDREAM2BW_WERROR", {"PIPEDREAM2BW_WERROR": "on"})
+    assert setup_py.is_on("PIPEDREAM2BW_WERROR", {"PIPEDREAM2BW_WERROR": "1"})
+    assert not setup_py.is_on("PIPEDREAM2BW_WERROR", {})
+
+
+def test_no_test_double_is_in_the_package(setup_py: ModuleType) -> None:
+    package = set(setup_py.sources_of_package(with_cuda=True))
+    assert {path.name for path in set(setup_py.sources_of_delays()) & package} == {"check.cpp"}
+    result = python(
+        "import runpy, sys; sys.argv[1:] = ['-q', 'build_ext']; "
+        "runpy.run_path('setup.py', None, '__main__')",
+        PIPEDREAM2BW_TESTING="1",
+    )
+    assert result.returncode != 0
+    assert "PIPEDREAM2BW_TESTING: 1, but it is for build_ext --inplace alone" in result.stderr
 
 
 def test_cuda_home_decides_which_nvcc_is_taken(setup_py: ModuleType, tmp_path: Path) -> None:

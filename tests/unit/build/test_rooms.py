@@ -30,8 +30,8 @@ MAY_INCLUDE = {
     "engine/update": ("engine/stage",),
     "engine/loss": ("engine", "transport"),
     "engine/run": ("engine/update", "engine/loss", "core/schedule"),
-    "testing": ("engine/channels",),
-    "bindings": ("engine/run", "core/plan", "testing"),
+    "bindings": ("engine/run", "core/plan"),
+    "testing": ("engine/channels", "bindings"),
 }
 """By folder below csrc: the folders that its files may include from, and with them all that those
 may."""

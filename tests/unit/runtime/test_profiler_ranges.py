@@ -18,7 +18,7 @@ NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
-    "R": "recompute",
+    "R": "recomputed forward",
 }
 
 

@@ -14,8 +14,8 @@ namespace {
 class GradAccumulatorTest : public testing::Test {
  protected:
   GradAccumulatorTest()
-      : layout_({at::ones({3}), at::ones({2})}),
-        gradients_(layout_, {"a", "b"}, {buffer(), buffer()}) {
+      : packing_({at::ones({3}), at::ones({2})}),
+        gradients_(packing_, {"a", "b"}, {buffer(), buffer()}) {
     for (std::size_t i = 0; i < 2; ++i) {
       parameters_.push_back(at::ones({i == 0 ? 3 : 2}).requires_grad_());
       gradients_.attach(i, parameters_.back());
@@ -23,10 +23,10 @@ class GradAccumulatorTest : public testing::Test {
   }
 
   at::Tensor buffer() const {
-    return layout_.allocate(at::kFloat, GradAccumulator::num_flags(layout_, true));
+    return packing_.allocate(at::kFloat, GradAccumulator::num_flags(packing_, true));
   }
 
-  FlatLayout layout_;
+  FlatPacking packing_;
   GradAccumulator gradients_;
   std::vector<at::Tensor> parameters_;
 };
@@ -98,16 +98,16 @@ TEST_F(GradAccumulatorTest, AReplicasMissingGradientCountsAsZeroIfAnotherHasOne)
   gradients_.read_flags(0);
   EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{false, true}));
   // What the all-reduce does if another replica has a gradient of the first parameter.
-  gradients_.flat(0).slice(0, layout_.numel(), layout_.numel() + 1).fill_(1);
+  gradients_.flat(0).slice(0, packing_.numel(), packing_.numel() + 1).fill_(1);
   gradients_.read_flags(0);
   EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{true, true}));
 }
 
 TEST(GradAccumulatorDtypeTest, HalfPrecisionGradientsAddUpInFloat32) {
-  const FlatLayout layout({at::ones({4}, at::kBFloat16)});
-  const at::ScalarType dtype = GradAccumulator::dtype(layout.dtype());
+  const FlatPacking packing({at::ones({4}, at::kBFloat16)});
+  const at::ScalarType dtype = GradAccumulator::dtype(packing.dtype());
   EXPECT_EQ(dtype, at::kFloat);
-  GradAccumulator gradients(layout, {"a"}, {layout.allocate(dtype)});
+  GradAccumulator gradients(packing, {"a"}, {packing.allocate(dtype)});
   const at::Tensor parameter = at::ones({4}, at::kBFloat16).requires_grad_();
   gradients.attach(0, parameter);
   gradients.begin_batch(0);
@@ -117,8 +117,8 @@ TEST(GradAccumulatorDtypeTest, HalfPrecisionGradientsAddUpInFloat32) {
 }
 
 TEST(GradAccumulatorDtypeTest, ASparseGradientIsRefusedByName) {
-  const FlatLayout layout({at::ones({4, 2})});
-  GradAccumulator gradients(layout, {"table.weight"}, {layout.allocate(at::kFloat)});
+  const FlatPacking packing({at::ones({4, 2})});
+  GradAccumulator gradients(packing, {"table.weight"}, {packing.allocate(at::kFloat)});
   const at::Tensor table = at::ones({4, 2}).requires_grad_();
   gradients.attach(0, table);
   gradients.begin_batch(0);

@@ -43,13 +43,13 @@ class ReplicaSumTest : public testing::Test {
  protected:
   static constexpr std::int64_t kNumel = 16;
 
-  ReplicaSumTest() : layout_({at::ones({kNumel}), at::ones({kNumel}), at::ones({kNumel})}) {
+  ReplicaSumTest() : packing_({at::ones({kNumel}), at::ones({kNumel}), at::ones({kNumel})}) {
     std::vector<at::Tensor> buffers;
     for (int i = 0; i < 2; ++i) {
-      buffers.push_back(layout_.allocate(at::kFloat, GradAccumulator::num_flags(layout_, true)));
+      buffers.push_back(packing_.allocate(at::kFloat, GradAccumulator::num_flags(packing_, true)));
     }
     gradients_.push_back(std::make_unique<GradAccumulator>(
-        layout_, std::vector<std::string>{"a", "b", "c"}, buffers));
+        packing_, std::vector<std::string>{"a", "b", "c"}, buffers));
   }
 
   ReplicaSum sum(std::int64_t bucket_bytes) {
@@ -67,7 +67,7 @@ class ReplicaSumTest : public testing::Test {
     return gradients_[0]->view(1, parameter).max().item<float>();
   }
 
-  FlatLayout layout_;
+  FlatPacking packing_;
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
   c10::intrusive_ptr<Alike> group_ = c10::make_intrusive<Alike>();
 };

@@ -15,35 +15,35 @@ using std::chrono::milliseconds;
 
 at::Tensor number(double value) { return at::full({}, value, at::kDouble); }
 
-TEST(BatchLoss, MeansOfEqualMicrobatchesAreAveraged) {
-  EXPECT_EQ((BatchLoss{{4, 4}, {number(1), number(4)}}.sum().item<double>()), 2.5);
+TEST(RunLoss, MeansOfEqualMicrobatchesAreAveraged) {
+  EXPECT_EQ((RunLoss{{4, 4}, {number(1), number(4)}}.sum().item<double>()), 2.5);
 }
 
-TEST(BatchLoss, MeansAreWeightedByTheirRows) {
-  EXPECT_EQ((BatchLoss{{3, 1}, {number(1), number(5)}}.sum().item<double>()), 2.0);
+TEST(RunLoss, MeansAreWeightedByTheirRows) {
+  EXPECT_EQ((RunLoss{{3, 1}, {number(1), number(5)}}.sum().item<double>()), 2.0);
 }
 
-TEST(BatchLoss, SumsAreAdded) {
-  EXPECT_EQ((BatchLoss{{}, {number(1), number(4), number(2)}}.sum().item<double>()), 7.0);
+TEST(RunLoss, SumsAreAdded) {
+  EXPECT_EQ((RunLoss{{}, {number(1), number(4), number(2)}}.sum().item<double>()), 7.0);
 }
 
-TEST(BatchLoss, TheSeedHasTheWeightOfItsMicrobatch) {
-  const BatchLoss loss{{3, 1}, {}};
+TEST(RunLoss, TheSeedHasTheWeightOfItsMicrobatch) {
+  const RunLoss loss{{3, 1}, {}};
   EXPECT_EQ(loss.weighted(number(1), 0).item<double>(), 0.75);
   EXPECT_EQ(loss.weighted(number(1), 1).item<double>(), 0.25);
 }
 
-TEST(BatchLoss, TheSecondPipelinesPartGoesOnWhereTheFirstOnesEnds) {
-  const BatchLoss first{{3, 2, 2, 1}, {number(8), number(16)}};
-  const BatchLoss second{{3, 2, 2, 1}, {number(4), number(8)}, 2};
+TEST(RunLoss, TheSecondPipelinesPartGoesOnWhereTheFirstOnesEnds) {
+  const RunLoss first{{3, 2, 2, 1}, {number(8), number(16)}};
+  const RunLoss second{{3, 2, 2, 1}, {number(4), number(8)}, 2};
   EXPECT_EQ(second.weighted(number(8), 1).item<double>(), 1);
   EXPECT_EQ(second.sum(first.sum()).item<double>(), 3 + 4 + 1 + 1);
 }
 
-TEST(BatchLoss, PartsAddUpInMicrobatchOrder) {
+TEST(RunLoss, PartsAddUpInMicrobatchOrder) {
   // 1 would vanish if the second part were added up first.
   const at::Tensor big = at::full({}, 1e8, at::kFloat), one = at::full({}, 1, at::kFloat);
-  const BatchLoss first{{}, {big}}, second{{}, {-big, one}, 1};
+  const RunLoss first{{}, {big}}, second{{}, {-big, one}, 1};
   const at::Tensor first_as_sent = first.sum().to(at::kDouble).reshape({1});
   EXPECT_EQ(second.sum(first_as_sent).item<double>(), 1);
   EXPECT_EQ((first.sum() + second.sum()).item<double>(), 0);
@@ -51,10 +51,10 @@ TEST(BatchLoss, PartsAddUpInMicrobatchOrder) {
 
 struct LossBoardTest : testing::Test {
   std::shared_ptr<Fault> fault = std::make_shared<Fault>();
-  LossBoard board{fault, nullptr, nullptr, {0, 0}, 0, 1};
+  LossBoard board{{.ranks = {0, 0}}, fault, nullptr, nullptr};
 
   void publish(std::int64_t batch, double value) {
-    board.publish(batch, BatchLoss{{1, 1}, {number(value), number(value)}});
+    board.publish(batch, RunLoss{{1, 1}, {number(value), number(value)}});
   }
 };
 
@@ -74,11 +74,11 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
 
 TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2);
+  LossBoard board({.ranks = {0, 0, 0, 0}, .num_pipelines = 2}, fault, nullptr, nullptr);
   const auto first = board.expect(0), second = board.expect(1);
   const auto publish = [&](std::int64_t batch, double value, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);
-    board.publish(batch, BatchLoss{{1, 1}, {number(value)}, from}, pipeline);
+    board.publish(batch, RunLoss{{1, 1}, {number(value)}, from}, pipeline);
   };
   publish(0, 1, 1);
   publish(1, 10, 1);  // a batch ahead of the other
@@ -95,11 +95,12 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
 
 TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board(fault, nullptr, nullptr, {0, 0, 0, 0}, 0, 1, 2, 3);
+  LossBoard board({.ranks = {0, 0, 0, 0}, .num_pipelines = 2, .num_numbers = 3}, fault, nullptr,
+                  nullptr);
   const auto slot = board.expect(0);
   const auto publish = [&](double value, std::vector<double> metrics, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);
-    board.publish(0, BatchLoss{{1, 1}, {number(value)}, from, at::tensor(metrics)}, pipeline);
+    board.publish(0, RunLoss{{1, 1}, {number(value)}, from, at::tensor(metrics)}, pipeline);
   };
   publish(1, {10, 20}, 0);
   publish(2, {1, 2}, 1);
@@ -116,7 +117,7 @@ TEST_F(LossBoardTest, AFailureEndsTheWait) {
 
 TEST_F(LossBoardTest, AnUndefinedLossNamesStageAndBatch) {
   const auto slot = board.expect(5);
-  board.publish(5, BatchLoss{{1}, {at::Tensor()}});
+  board.publish(5, RunLoss{{1}, {at::Tensor()}});
   EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
   EXPECT_EQ(fault->cause().find("stage 1, batch 5, loss: "), 0u) << fault->cause();
 }

@@ -36,7 +36,7 @@ class ScalarPipeline {
     for (auto& sum : sums) {
       sum = schedule.num_pipelines > 1 ? std::make_shared<CopySum>() : nullptr;
     }
-    std::vector<std::vector<std::unique_ptr<StageWorker>>> workers(schedule.ranks.size());
+    std::vector<std::vector<StageSetup>> setups(schedule.ranks.size());
     std::vector<std::shared_ptr<LocalChannel>> down, up;
     for (int i = 0; i + 1 < schedule.num_stages; ++i) {
       down.push_back(std::make_shared<LocalChannel>(at::kCPU));
@@ -53,18 +53,33 @@ class ScalarPipeline {
         slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
         stage->attach(0, slots.back());
       }
-      StageWorkerOptions options;
-      options.stage = i;
-      options.num_microbatches = schedule.num_microbatches;
-      options.delay = schedule.delay[i];
-      options.warmup_batches = warmup_batches;
-      options.first_microbatch = schedule.number_in_batch(i, 0);
-      options.forward = [this, slots, i](ForwardCall call) { return forward(slots, i, call); };
-      options.on_loss = [this](std::int64_t run, BatchLoss loss) {
+      setups[schedule.placement[i]].push_back(
+          {.index = i, .stage = stage, .forward = [this, slots, i](ForwardCall call) {
+             return forward(slots, i, call);
+           }});
+      stages.push_back(stage);
+    }
+    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+      ExecutorSetup setup;
+      setup.schedule = schedule;
+      setup.rank = static_cast<int>(rank);
+      setup.warmup_batches = warmup_batches;
+      setup.stages = std::move(setups[rank]);
+      setup.on_loss = [this](std::int64_t run, RunLoss loss, int) {
         const std::lock_guard lock(losses_mutex_);
         losses[run] += loss.sum().item<double>();
       };
-      auto worker = std::make_unique<StageWorker>(std::move(options), stage);
+      setup.describe = [](std::exception_ptr error) -> std::string {
+        try {
+          std::rethrow_exception(error);
+        } catch (const std::exception& known) {
+          return known.what();
+        }
+      };
+      executors.push_back(std::make_unique<Executor>(std::move(setup), fault_));
+      executors.back()->record(true);
+    }
+    for (int i = 0; i < schedule.num_stages; ++i) {
       Wiring wiring;
       if (!schedule.is_first(i)) {
         wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
@@ -72,28 +87,7 @@ class ScalarPipeline {
       if (!schedule.is_last(i)) {
         wiring.outbound.push_back({i + 1, down[i], up[i]});
       }
-      worker->set_wiring(0, std::move(wiring));
-      workers[schedule.placement[i]].push_back(std::move(worker));
-      stages.push_back(stage);
-    }
-    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-      ExecutorOptions options;
-      options.rank = static_cast<int>(rank);
-      options.num_microbatches = schedule.num_microbatches;
-      options.num_pipelines = schedule.num_pipelines;
-      options.depth = d;
-      options.warmup_batches = warmup_batches;
-      options.actions = schedule.ranks[rank];
-      options.describe = [](std::exception_ptr error) -> std::string {
-        try {
-          std::rethrow_exception(error);
-        } catch (const std::exception& known) {
-          return known.what();
-        }
-      };
-      executors.push_back(
-          std::make_unique<Executor>(std::move(options), std::move(workers[rank]), fault_));
-      executors.back()->record(true);
+      executors[schedule.placement[i]]->worker(i).set_wiring(0, std::move(wiring));
     }
   }
 
@@ -107,13 +101,13 @@ class ScalarPipeline {
     const std::vector<LayoutId> layouts(schedule_.total_microbatches(), 0);
     tickets_.emplace_back();
     for (auto& executor : executors) {
-      tickets_.back().push_back(executor->submit_batch({.id = run,
-                                                        .layouts = layouts,
-                                                        .rows = {},
-                                                        .batch = run / runs_per_batch_,
-                                                        .begins_batch = run % runs_per_batch_ == 0,
-                                                        .ends_batch = ends_batch(run),
-                                                        .num_averaged = runs_per_batch_}));
+      tickets_.back().push_back(executor->submit_run({.id = run,
+                                                      .layouts = layouts,
+                                                      .rows = {},
+                                                      .batch = run / runs_per_batch_,
+                                                      .begins_batch = run % runs_per_batch_ == 0,
+                                                      .ends_batch = ends_batch(run),
+                                                      .num_averaged = runs_per_batch_}));
     }
   }
   bool ends_batch(std::int64_t run) const { return (run + 1) % runs_per_batch_ == 0; }

@@ -31,9 +31,9 @@ class SplitBackwardTest : public testing::Test {
 
   // Everything that a backward gives: the input's gradient, then the weights'; undefined for none.
   std::vector<at::Tensor> gradients(const Function& function, const at::Tensor& input, bool split) {
-    FlatLayout layout(weights_);
-    GradAccumulator accumulator(layout, std::vector<std::string>(weights_.size(), "w"),
-                                {layout.allocate(layout.dtype())});
+    FlatPacking packing(weights_);
+    GradAccumulator accumulator(packing, std::vector<std::string>(weights_.size(), "w"),
+                                {packing.allocate(packing.dtype())});
     for (std::size_t i = 0; i < weights_.size(); ++i) {
       accumulator.attach(i, weights_[i]);
     }
@@ -215,8 +215,8 @@ TEST_F(SplitBackwardTest, AnOutputMayBeAWeightItself) {
 
 TEST_F(SplitBackwardTest, OnlyWhatTheWeightHalfNeedsStaysInMemory) {
   weights_ = {at::randn({3, 4}).requires_grad_()};
-  FlatLayout layout(weights_);
-  GradAccumulator accumulator(layout, {"w"}, {layout.allocate(layout.dtype())});
+  FlatPacking packing(weights_);
+  GradAccumulator accumulator(packing, {"w"}, {packing.allocate(packing.dtype())});
   accumulator.attach(0, weights_[0]);
   accumulator.begin_batch(0);
   std::weak_ptr<int> saved_by_product, saved_by_linear;

@@ -14,63 +14,63 @@
 namespace pd2 {
 namespace {
 
-TEST(FlatLayoutTest, EveryParameterBeginsOnACacheLineAndKeepsItsShape) {
+TEST(FlatPackingTest, EveryParameterBeginsOnACacheLineAndKeepsItsShape) {
   const std::vector<at::Tensor> parameters{at::ones({3, 5}), at::ones({7}), at::ones({16}),
                                            at::ones({})};
-  const FlatLayout layout(parameters);
-  const at::Tensor flat = layout.allocate(at::kFloat);
-  EXPECT_EQ(layout.parameter_numel(), 15 + 7 + 16 + 1);
+  const FlatPacking packing(parameters);
+  const at::Tensor flat = packing.allocate(at::kFloat);
+  EXPECT_EQ(packing.parameter_numel(), 15 + 7 + 16 + 1);
   EXPECT_EQ(flat.numel(), 16 + 16 + 16 + 16);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor view = layout.view(flat, i);
+    const at::Tensor view = packing.view(flat, i);
     EXPECT_EQ(view.sizes(), parameters[i].sizes());
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.const_data_ptr()) % 64, 0u);
   }
 }
 
-TEST(FlatLayoutTest, ViewsShareTheBufferAndDoNotOverlap) {
-  const FlatLayout layout({at::ones({3}), at::ones({3})});
-  at::Tensor flat = layout.allocate(at::kFloat);
-  layout.view(flat, 0).fill_(1);
-  layout.view(flat, 1).fill_(2);
+TEST(FlatPackingTest, ViewsShareTheBufferAndDoNotOverlap) {
+  const FlatPacking packing({at::ones({3}), at::ones({3})});
+  at::Tensor flat = packing.allocate(at::kFloat);
+  packing.view(flat, 0).fill_(1);
+  packing.view(flat, 1).fill_(2);
   EXPECT_EQ(flat.sum().item<float>(), 9);  // the padding stays zero
-  EXPECT_EQ(layout.view(flat, 0).sum().item<float>(), 3);
+  EXPECT_EQ(packing.view(flat, 0).sum().item<float>(), 3);
 }
 
-TEST(FlatLayoutTest, LargeBuffersBeginAtPlacesOfTheirOwn) {
-  const FlatLayout layout({at::ones({3}), at::ones({1 << 20})});
+TEST(FlatPackingTest, LargeBuffersBeginAtPlacesOfTheirOwn) {
+  const FlatPacking packing({at::ones({3}), at::ones({1 << 20})});
   std::set<std::uintptr_t> places;
   std::vector<at::Tensor> buffers;
   for (int i = 0; i < 8; ++i) {
-    const at::Tensor& flat = buffers.emplace_back(layout.allocate(at::kFloat));
+    const at::Tensor& flat = buffers.emplace_back(packing.allocate(at::kFloat));
     places.insert(reinterpret_cast<std::uintptr_t>(flat.const_data_ptr()) % (256 << 10));
     EXPECT_EQ(*places.begin() % 64, 0u);
     EXPECT_EQ(flat.count_nonzero().item<std::int64_t>(), 0);
-    layout.view(flat, 0).fill_(1);
-    layout.view(flat, 1).fill_(2);
+    packing.view(flat, 0).fill_(1);
+    packing.view(flat, 1).fill_(2);
     EXPECT_EQ(flat.narrow(0, 0, 3).sum().item<float>(), 3);
     EXPECT_EQ(flat.narrow(0, 16, 1 << 20).sum().item<float>(), 2 << 20);
   }
   EXPECT_EQ(places.size(), 8u);
 }
 
-TEST(FlatLayoutTest, DenseStridesAreKept) {
+TEST(FlatPackingTest, DenseStridesAreKept) {
   const at::Tensor channels_last =
       at::ones({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast);
-  const FlatLayout layout({channels_last});
-  EXPECT_EQ(layout.view(layout.allocate(at::kFloat), 0).strides(), channels_last.strides());
+  const FlatPacking packing({channels_last});
+  EXPECT_EQ(packing.view(packing.allocate(at::kFloat), 0).strides(), channels_last.strides());
 }
 
-TEST(FlatLayoutTest, AnExpandedParameterGetsMemoryForEveryElement) {
+TEST(FlatPackingTest, AnExpandedParameterGetsMemoryForEveryElement) {
   const at::Tensor expanded = at::ones({1}).expand({4, 4});
-  const FlatLayout layout({expanded});
-  at::Tensor view = layout.view(layout.allocate(at::kFloat), 0);
+  const FlatPacking packing({expanded});
+  at::Tensor view = packing.view(packing.allocate(at::kFloat), 0);
   view.copy_(at::arange(16).reshape({4, 4}));
   EXPECT_EQ(view.sum().item<float>(), 120);
 }
 
-TEST(FlatLayoutTest, MixedDtypesAreRefused) {
-  EXPECT_THROW(FlatLayout({at::ones({2}), at::ones({2}, at::kDouble)}), ValueError);
+TEST(FlatPackingTest, MixedDtypesAreRefused) {
+  EXPECT_THROW(FlatPacking({at::ones({2}), at::ones({2}, at::kDouble)}), ValueError);
 }
 
 }  // namespace

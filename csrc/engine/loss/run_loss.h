@@ -1,4 +1,4 @@
-// A batch's loss from its microbatches' losses.
+// A run's loss from its microbatches' losses.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +9,17 @@
 
 namespace pd2 {
 
-// The mean over the batch's rows of what are means over the microbatches' rows, or the sum of sums.
-// With two pipelines each has a part of the microbatches.
-struct BatchLoss {
-  std::vector<std::int64_t> rows;  // by microbatch of the batch; empty if losses are sums
+// The mean over the run's rows, from means over its microbatches' rows, or the sum of their sums.
+// Each of two pipelines has a part of the microbatches.
+struct RunLoss {
+  std::vector<std::int64_t> rows;  // by microbatch of the run; empty if losses are sums
   std::vector<at::Tensor> losses;  // by microbatch, those forwarded so far
-  std::size_t first = 0;           // the number in the batch of the first of them
-  // Numbers beside the loss (metrics), already weighed and added up to here; undefined: none.
+  std::size_t first = 0;           // the number in the run of the first of them
+  // The metrics, already weighted and added up over these microbatches; undefined: none.
   at::Tensor metrics{};
 
-  // `value` with the weight of the `microbatch`-th of them: what autograd would do forwards and
-  // backwards.
+  // `value` with the weight of the `microbatch`-th of them, computed as autograd would, forwards
+  // and backwards.
   at::Tensor weighted(const at::Tensor& value, std::size_t microbatch) const;
   // Added in microbatch order to `before`, the sum of the microbatches before the first.
   at::Tensor sum(at::Tensor before = {}) const;

@@ -1,4 +1,4 @@
-#include "engine/loss/batch_loss.h"
+#include "engine/loss/run_loss.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -8,7 +8,7 @@
 
 namespace pd2 {
 
-at::Tensor BatchLoss::weighted(const at::Tensor& value, std::size_t microbatch) const {
+at::Tensor RunLoss::weighted(const at::Tensor& value, std::size_t microbatch) const {
   if (rows.empty()) {
     return value;
   }
@@ -19,7 +19,7 @@ at::Tensor BatchLoss::weighted(const at::Tensor& value, std::size_t microbatch) 
   return value * (static_cast<double>(rows.at(first + microbatch)) / all);
 }
 
-at::Tensor BatchLoss::sum(at::Tensor before) const {
+at::Tensor RunLoss::sum(at::Tensor before) const {
   at::Tensor sum = std::move(before);
   for (std::size_t microbatch = 0; microbatch < losses.size(); ++microbatch) {
     const at::Tensor loss = weighted(losses[microbatch], microbatch);
@@ -28,7 +28,7 @@ at::Tensor BatchLoss::sum(at::Tensor before) const {
   return sum;
 }
 
-at::Tensor BatchLoss::numbers(const at::Tensor& before) const {
+at::Tensor RunLoss::numbers(const at::Tensor& before) const {
   const auto doubles = [](const at::Tensor& tensor) {
     return tensor.to(at::kCPU, at::kDouble).reshape({-1}).contiguous();
   };

@@ -1,0 +1,74 @@
+// Loss scales, norms of gradients and clipping, as Python sees them.
+#include "engine/update/clipping.h"
+
+#include "bindings/bindings.h"
+#include "bindings/groups.h"
+#include "bindings/interruptible_wait.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+void bind_loss_scale(py::module_& module) {
+  py::class_<LossScale, std::shared_ptr<LossScale>>(module, "LossScale")
+      .def(py::init([](double init_scale, double growth_factor, double backoff_factor,
+                       std::int64_t growth_interval, std::int64_t version) {
+             return std::make_shared<LossScale>(
+                 LossScaleOptions{init_scale, growth_factor, backoff_factor, growth_interval},
+                 version);
+           }),
+           py::kw_only(), py::arg("init_scale"), py::arg("growth_factor"),
+           py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("version"))
+      .def("of_version", &LossScale::of_version, py::arg("version"))
+      .def_property_readonly("growth_tracker", &LossScale::growth_tracker)
+      .def("set", &LossScale::set, py::arg("version"), py::arg("scale"), py::arg("growth_tracker"));
+}
+
+void bind_norm(py::module_& module) {
+  py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
+  py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
+      .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
+                       int num_readers, double norm_type, bool is_double, const std::string& group,
+                       std::shared_ptr<SharedBoard> shared, std::shared_ptr<LossScale> loss_scale) {
+             const GradientNormOptions options{num_parameters, num_stages, num_readers, norm_type,
+                                               is_double ? at::kDouble : at::kFloat};
+             return std::make_shared<GradientNorm>(options, std::move(fault), resolve_group(group),
+                                                   std::move(shared), std::move(loss_scale));
+           }),
+           py::kw_only(), py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
+           py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
+           py::arg("shared").none(true), py::arg("loss_scale").none(true))
+      .def("expect", &GradientNorm::expect, py::arg("run"))
+      .def("done", &GradientNorm::done, py::arg("slot"))
+      .def(
+          "wait",
+          [](const GradientNorm& self, const NormSlot& slot) {
+            wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
+            return *slot.value;  // which does not change any more
+          },
+          py::arg("slot"));
+}
+
+}  // namespace
+
+void bind_clipping(py::module_& module) {
+  bind_loss_scale(module);
+  bind_norm(module);
+  py::class_<Clipping>(module, "Clipping")
+      .def(py::init([](std::shared_ptr<GradientNorm> norm, double max_norm,
+                       std::vector<std::int64_t> parameters, bool gives_norms,
+                       std::optional<double> max_value, std::shared_ptr<LossScale> loss_scale) {
+             return Clipping{std::move(norm), max_norm,  std::move(parameters),
+                             gives_norms,     max_value, std::move(loss_scale)};
+           }),
+           py::kw_only(), py::arg("norm").none(true), py::arg("max_norm"), py::arg("parameters"),
+           py::arg("gives_norms"), py::arg("max_value"), py::arg("loss_scale").none(true));
+}
+
+}  // namespace pd2

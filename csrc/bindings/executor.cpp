@@ -1,0 +1,192 @@
+// Executors, what is submitted to them and what they record, as Python sees them.
+#include "engine/run/executor.h"
+
+#include "bindings/bindings.h"
+#include "bindings/forward.h"
+#include "bindings/interruptible_wait.h"
+#include "bindings/lifetime.h"
+#include "engine/loss/loss_board.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
+
+void bind_structs(py::module_& module) {
+  py::class_<StageSetup>(module, "StageSetup")
+      .def(py::init([](int index, std::shared_ptr<Stage> stage, py::function forward,
+                       bool recompute, bool recomputes_blocks) {
+             return StageSetup{index, std::move(stage), forward_in_python(std::move(forward)),
+                               recompute, recomputes_blocks};
+           }),
+           py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
+           py::arg("recompute"), py::arg("recomputes_blocks"));
+  py::class_<InboundEdge>(module, "InboundEdge")
+      .def(py::init([](int producer, std::shared_ptr<Receiver> values,
+                       std::shared_ptr<Sender> gradients) {
+             return InboundEdge{producer, std::move(values), std::move(gradients)};
+           }),
+           py::kw_only(), py::arg("producer"), py::arg("values").none(false),
+           py::arg("gradients").none(false));
+  py::class_<OutboundEdge>(module, "OutboundEdge")
+      .def(py::init([](int consumer, std::shared_ptr<Sender> values,
+                       std::shared_ptr<Receiver> gradients) {
+             return OutboundEdge{consumer, std::move(values), std::move(gradients)};
+           }),
+           py::kw_only(), py::arg("consumer"), py::arg("values").none(false),
+           py::arg("gradients").none(false));
+  py::class_<Run>(module, "Run")
+      .def(py::init([](std::int64_t id, int wiring, std::vector<LayoutId> layouts,
+                       std::vector<std::int64_t> rows, std::int64_t batch, bool begins_batch,
+                       bool ends_batch, int num_averaged) {
+             return Run{id,    wiring,       std::move(layouts), std::move(rows),
+                        batch, begins_batch, ends_batch,         num_averaged};
+           }),
+           py::kw_only(), py::arg("id"), py::arg("wiring"), py::arg("layouts"),
+           py::arg("rows") = std::vector<std::int64_t>(), py::arg("batch") = 0,
+           py::arg("begins_batch") = true, py::arg("ends_batch") = true,
+           py::arg("num_averaged") = 1);
+  py::class_<ExecutedAction>(module, "ExecutedAction")
+      .def_readonly("stage", &ExecutedAction::stage)
+      .def_property_readonly(
+          "kind",
+          [](const ExecutedAction& self) { return std::string(1, static_cast<char>(self.kind)); })
+      .def_readonly("run", &ExecutedAction::run)
+      .def_readonly("microbatch", &ExecutedAction::microbatch)
+      .def_readonly("version", &ExecutedAction::version)
+      .def_readonly("start", &ExecutedAction::start)
+      .def_readonly("end", &ExecutedAction::end);
+}
+
+std::shared_ptr<Executor> make_executor(ExecutorSetup setup, std::shared_ptr<Fault> fault,
+                                        const std::shared_ptr<LossBoard>& losses) {
+  setup.on_loss = [losses](std::int64_t run, RunLoss loss, int pipeline) {
+    losses->publish(run, std::move(loss), pipeline);
+  };
+  setup.describe = describe_exception;
+  // Python's state of the thread is made once, not for every microbatch.
+  setup.run_thread = [](const std::function<void()>& loop) {
+    const py::gil_scoped_acquire gil;
+    const py::gil_scoped_release no_gil;
+    loop();
+  };
+  const py::gil_scoped_release no_gil;
+  return {new Executor(std::move(setup), std::move(fault)), delete_without_gil<Executor>};
+}
+
+// Makes the stage's next version: by the fused optimizers, then by `step`.
+std::function<void(Stage&)> update_of(std::vector<GroupOptions> groups,
+                                      std::optional<py::function> step) {
+  const auto held = step ? shared_python(std::move(*step)) : nullptr;
+  return [groups = std::move(groups), held](Stage& stage) {
+    const int slot = stage.write_next(groups);
+    if (held) {
+      const py::gil_scoped_acquire gil;
+      (*held)(slot);
+    }
+  };
+}
+
+void bind_making(ExecutorClass& executor) {
+  executor
+      .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
+                       int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
+                       std::vector<StageSetup> stages, std::shared_ptr<Fault> fault,
+                       const std::shared_ptr<LossBoard>& losses) {
+             ExecutorSetup setup;
+             setup.schedule = schedule;
+             setup.rank = rank;
+             setup.replica = replica;
+             setup.num_replicas = num_replicas;
+             setup.num_threads = num_threads;
+             setup.seed = seed;
+             setup.warmup_batches = warmup_batches;
+             setup.stages = std::move(stages);
+             return make_executor(std::move(setup), std::move(fault), losses);
+           }),
+           py::kw_only(), py::arg("schedule"), py::arg("rank"), py::arg("replica"),
+           py::arg("num_replicas"), py::arg("num_threads"), py::arg("seed"),
+           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("losses"))
+      .def(
+          "set_wiring",
+          [](Executor& self, int stage, int id, std::vector<InboundEdge> inbound,
+             std::vector<OutboundEdge> outbound) {
+            self.worker(stage).set_wiring(id, {std::move(inbound), std::move(outbound)});
+          },
+          py::kw_only(), py::arg("stage"), py::arg("id"), py::arg("inbound"), py::arg("outbound"))
+      .def(
+          "set_clipping",
+          [](Executor& self, int stage, std::optional<Clipping> clipping) {
+            self.worker(stage).updates().set_clipping(std::move(clipping));
+          },
+          py::arg("stage"), py::arg("clipping").none(true))
+      .def("drop_connections", &Executor::drop_connections,
+           py::call_guard<py::gil_scoped_release>())
+      .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_submitting(ExecutorClass& executor) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  executor.def("submit_run", &Executor::submit_run, py::arg("run"), no_gil)
+      .def("submit_evaluation", &Executor::submit_evaluation, py::arg("run"), no_gil)
+      .def("submit_drain", &Executor::submit_drain, no_gil)
+      .def(
+          "submit_update",
+          [](Executor& self, int stage, std::int64_t run, std::vector<GroupOptions> groups,
+             std::optional<py::function> step) {
+            return self.submit_update(stage, run, update_of(std::move(groups), std::move(step)));
+          },
+          py::kw_only(), py::arg("stage"), py::arg("run"), py::arg("groups"),
+          py::arg("step").none(true))
+      .def(
+          "wait",
+          [](Executor& self, Executor::Ticket ticket) {
+            wait_interruptibly([&](auto timeout) { return self.wait_for(ticket, timeout); });
+          },
+          py::arg("ticket"))
+      .def_property_readonly("last_ticket", &Executor::last_ticket);
+}
+
+void bind_reports(ExecutorClass& executor) {
+  executor.def("record", &Executor::record, py::arg("on"), py::call_guard<py::gil_scoped_release>())
+      .def("take_record", &Executor::take_record)
+      .def(
+          "version_of_batch",
+          [](const Executor& self, int stage, std::int64_t batch) {
+            return self.worker(stage).version_of_batch(batch);
+          },
+          py::arg("stage"), py::arg("batch"))
+      .def(
+          "most_bytes_in_flight",
+          [](const Executor& self, int stage) { return self.worker(stage).most_bytes_in_flight(); },
+          py::arg("stage"))
+      .def(
+          "most_in_flight",
+          [](const Executor& self, int stage) { return self.worker(stage).most_in_flight(); },
+          py::arg("stage"))
+      .def(
+          "message_buffer_bytes",
+          [](const Executor& self, int stage) { return self.worker(stage).message_buffer_bytes(); },
+          py::arg("stage"));
+}
+
+}  // namespace
+
+void bind_executor(py::module_& module) {
+  bind_forward(module);
+  bind_structs(module);
+  ExecutorClass executor(module, "Executor");
+  bind_making(executor);
+  bind_submitting(executor);
+  bind_reports(executor);
+}
+
+}  // namespace pd2

@@ -1,0 +1,109 @@
+#include "bindings/forward.h"
+
+#include "bindings/lifetime.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+// Named tuples, which are made and read in a fraction of the time of classes of pybind11: every
+// microbatch makes some. They live as long as the process.
+py::handle message_type, call_type;
+
+py::object named_tuple(py::module_& module, const char* name, const py::tuple& fields,
+                       const py::tuple& defaults) {
+  py::object type = py::module_::import("collections")
+                        .attr("namedtuple")(name, fields, py::arg("defaults") = defaults,
+                                            py::arg("module") = module.attr("__name__"));
+  module.attr(name) = type;
+  return type;
+}
+
+py::list to_python(std::vector<Message>& messages) {
+  py::list list;
+  for (Message& message : messages) {
+    list.append(message_type(py::bytes(message.structure), std::move(message.tensors)));
+  }
+  return list;
+}
+
+// Structure and tensors, in the order of bind_forward().
+Message message_of(const py::tuple& fields) {
+  Message message;
+  message.structure = fields[0].cast<std::string>();
+  message.tensors = fields[1].cast<std::vector<at::Tensor>>();
+  return message;
+}
+
+// Outbound, loss, bytes_kept and metrics, in the order of bind_forward().
+ForwardResult result_of(const py::tuple& fields) {
+  ForwardResult result;
+  for (const py::handle message : fields[0]) {
+    result.outbound.push_back(message_of(py::cast<py::tuple>(message)));
+  }
+  if (!fields[1].is_none()) {
+    result.loss = fields[1].cast<at::Tensor>();
+  }
+  result.bytes_kept = fields[2].cast<std::int64_t>();
+  if (!fields[3].is_none()) {
+    result.metrics = fields[3].cast<at::Tensor>();
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_forward(py::module_& module) {
+  message_type =
+      named_tuple(module, "Message", py::make_tuple("structure", "tensors"), py::tuple()).release();
+  call_type =
+      named_tuple(module, "ForwardCall",
+                  py::make_tuple("run", "microbatch", "slot", "inbound", "again", "loss_scale"),
+                  py::tuple())
+          .release();
+  named_tuple(module, "ForwardResult", py::make_tuple("outbound", "loss", "bytes_kept", "metrics"),
+              py::make_tuple(py::tuple(), py::none(), 0, py::none()));
+}
+
+Forward forward_in_python(py::function function) {
+  return [held = shared_python(std::move(function))](ForwardCall call) {
+    const py::gil_scoped_acquire gil;
+    const py::tuple result =
+        (*held)(call_type(call.run, call.microbatch, call.slot, to_python(call.inbound), call.again,
+                          call.loss_scale));
+    call.inbound.clear();  // while Python's lock is held, which freeing tensors may need
+    return result_of(result);
+  };
+}
+
+std::string describe_exception(const std::exception_ptr& error) {
+  const py::gil_scoped_acquire gil;
+  const auto format = [](const py::error_already_set& error) {
+    // An exception out of C++ does not know its traceback itself.
+    const py::object trace = error.trace() ? error.trace() : py::none();
+    const py::object lines = py::module_::import("traceback")
+                                 .attr("format_exception")(error.type(), error.value(), trace);
+    return py::str("").attr("join")(lines).cast<std::string>();
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& python) {
+    return "\n" + format(python);
+  } catch (python_error& python) {  // a Python autograd function's, out of the autograd engine
+    python.restore();
+    return "\n" + format(py::error_already_set());
+  } catch (const std::exception& other) {
+    return other.what();
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
+}  // namespace pd2

@@ -1,0 +1,111 @@
+// A stage's trainable state, as Python sees it.
+#include "engine/stage/stage.h"
+
+#include "bindings/bindings.h"
+#include "bindings/groups.h"
+#include "bindings/parse_optimizer.h"
+#include "engine/fault.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+using StageClass = py::class_<Stage, std::shared_ptr<Stage>>;
+
+void bind_making(StageClass& stage) {
+  stage
+      .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
+                       int num_versions, const std::string& replica_group,
+                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
+                       std::vector<at::ScalarType> dtypes, bool split_master) {
+             return std::make_shared<Stage>(parameters, std::move(names), num_versions,
+                                            resolve_group(replica_group), bucket_bytes,
+                                            CopySumEnd{std::move(copy_sum), copy},
+                                            StagePrecision{std::move(dtypes), split_master});
+           }),
+           py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
+           py::arg("replica_group") = "", py::arg("bucket_bytes") = 0,
+           py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
+           py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false)
+      .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
+      .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
+      .def(
+          "arrange",
+          [](Stage& self, bool reads_first, bool waits, const std::shared_ptr<Fault>& fault) {
+            self.arrange(reads_first, waits, [&fault] { return fault->raised(); });
+          },
+          py::arg("reads_first"), py::arg("waits"), py::arg("fault"),
+          py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_weights(StageClass& stage) {
+  const auto newest = [](const Stage& self) { return self.versions().newest(); };
+  stage.def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
+      .def("slot_buffers", &Stage::slot_buffers, py::arg("slot"))
+      .def_property_readonly("newest_version", newest)
+      .def_property_readonly(
+          "newest_slot", [newest](const Stage& self) { return self.versions().slot(newest(self)); })
+      .def_property_readonly("num_versions", &Stage::num_versions)
+      .def_property_readonly("num_slots", &Stage::num_slots)
+      .def_property_readonly("most_live_versions",
+                             [](const Stage& self) { return self.versions().most_live_versions(); })
+      .def("restart_delay", &Stage::restart_delay)
+      .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
+      .def("has_split_master", &Stage::has_split_master, py::arg("parameter"))
+      .def("master_buffers", &Stage::master_buffers)
+      .def("round_masters", &Stage::round_masters, py::arg("slot"))
+      .def("set_split_master", &Stage::set_split_master, py::arg("parameter"), py::arg("value"))
+      .def("gradient", &Stage::gradient, py::arg("parameter"))
+      .def("has_gradient", &Stage::has_gradient, py::arg("parameter"));
+}
+
+void bind_optimizer_state(StageClass& stage) {
+  stage
+      .def(
+          "set_optimizers",
+          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind) {
+            std::vector<OptimizerGroups> optimizers;
+            for (const auto& [kind, of_parameter] : groups_by_kind) {
+              optimizers.push_back({parse_optimizer(kind), of_parameter});
+            }
+            self.set_optimizers(optimizers);
+          },
+          py::arg("groups_by_kind"))
+      .def("optimizer_state", &Stage::optimizer_state, py::arg("name"), py::arg("parameter"))
+      .def("set_optimizer_state", &Stage::set_optimizer_state, py::arg("name"),
+           py::arg("parameter"), py::arg("value"))
+      .def("step_count", &Stage::step_count, py::arg("parameter"))
+      .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"));
+}
+
+}  // namespace
+
+void bind_stage(py::module_& module) {
+  py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
+  py::class_<TiedSum, std::shared_ptr<TiedSum>>(module, "TiedSum")
+      .def(py::init([](std::vector<int> processes, const std::string& group) {
+             return std::make_shared<TiedSum>(std::move(processes), resolve_group(group));
+           }),
+           py::arg("processes"), py::arg("group"));
+  py::class_<StageBytes>(module, "StageBytes")
+      .def_readonly("weights", &StageBytes::weights)
+      .def_readonly("masters", &StageBytes::masters)
+      .def_readonly("gradients", &StageBytes::gradients)
+      .def_readonly("optimizer_state", &StageBytes::optimizer_state)
+      .def_readonly("padding", &StageBytes::padding);
+  StageClass stage(module, "Stage");
+  bind_making(stage);
+  bind_weights(stage);
+  bind_optimizer_state(stage);
+  stage.def("bytes", &Stage::bytes);
+}
+
+}  // namespace pd2
