@@ -156,7 +156,7 @@ def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
 
 
 class _Restriction:
-    """The same optimizer with some of a stage's parameters only; state is shared by parameter."""
+    """An optimizer restricted to some of a stage's parameters; state is shared by parameter."""
 
     def __init__(self, stage: StageWeights, positions: Sequence[int]) -> None:
         self._pairs = [(stage.originals[i], stage.handles[i]) for i in positions]

@@ -52,7 +52,7 @@ class LazyNumber(abc.ABC):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Returns whether the number can be read without waiting."""
 
     @abc.abstractmethod
     def item(self) -> float:
