@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import StageError
+
 class Schedule:
     @property
     def name(self) -> str: ...
@@ -505,6 +507,7 @@ class ProcessGroupSender(Sender):
         *,
         group: str,
         peer: int,
+        peer_rank: int,
         device: torch.device,
         max_unawaited: int,
         ring: SharedRing | None,
@@ -516,16 +519,21 @@ class ProcessGroupReceiver(Receiver):
         *,
         group: str,
         peer: int,
+        peer_rank: int,
         device: torch.device,
         posted_ahead: int,
         ring: SharedRing | None,
     ) -> None: ...
 
 class Fault:
-    def __init__(self) -> None: ...
-    def raise_(self, cause: str) -> None: ...
+    def __init__(self, *, rank: int = 0) -> None: ...
+    def raise_(self, error: StageError) -> None: ...
     @property
-    def cause(self) -> str | None: ...
+    def raised(self) -> bool: ...
+    @property
+    def error(self) -> StageError | None: ...
+    @property
+    def kept(self) -> int: ...
 
 class LossSlot: ...
 
@@ -627,6 +635,7 @@ class Executor:
         stages: Sequence[StageSetup],
         fault: Fault,
         losses: LossBoard,
+        keep_error: Callable[[BaseException], int],
     ) -> None: ...
     def set_wiring(
         self,

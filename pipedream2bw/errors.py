@@ -5,7 +5,10 @@ The engine and the core throw the same kinds; csrc/bindings/errors.cpp makes the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any, NamedTuple, TypeVar
+
+_Raised = TypeVar("_Raised", bound=Exception)
 
 
 class _WithDataError(Exception):
@@ -71,3 +74,100 @@ class DoesNotFit(_WithDataError, ValueError):  # noqa: N818
     def __init__(self, message: str, *, limit: float) -> None:
         super().__init__(message)
         self.limit = limit
+
+
+class StageError(_WithDataError, RuntimeError):
+    """A failure ended a running pipeline; every rank raises the first one, then and later.
+
+    The rank that failed chains the exception itself as ``__cause__``; the others chain a
+    :class:`RemoteTraceback`. What is not known, or does not apply, is None.
+
+    Attributes:
+        rank: the process that failed, among all.
+        stage: the model's stage.
+        replica: whose stage it is.
+        batch: the number of the train_step; None in an evaluation.
+        microbatch: its number in the batch.
+        action: "forward", "backward", "input gradient", "weight gradient", "update", "loss", or
+            the operation that all ranks began together, such as "train_step".
+        cause: the first failure, its type and message.
+    """
+
+    rank: int | None
+    stage: int | None
+    replica: int | None
+    batch: int | None
+    microbatch: int | None
+    action: str | None
+    cause: str | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        replica: int | None = None,
+        batch: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+        cause: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+        self.replica = replica
+        self.batch = batch
+        self.microbatch = microbatch
+        self.action = action
+        self.cause = cause
+
+
+class PeerLost(StageError):  # noqa: N818
+    """A rank is gone: its process ended, it left the pipeline, or its connection broke.
+
+    Attributes:
+        rank: the one that is gone; the other attributes say what waited for it.
+    """
+
+
+class PeerTimeout(StageError):  # noqa: N818
+    """A rank did not answer within ``timeout`` seconds.
+
+    Attributes:
+        rank: the one that is silent; the other attributes say what waited for it.
+    """
+
+
+class WrongLossError(StageError, ValueError):
+    """The last stage's ``loss_fn``, or a metric, gave something else than one number."""
+
+
+class WrongLossTypeError(StageError, TypeError):
+    """The last stage's ``loss_fn``, or a metric, gave neither a tensor nor a number."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818
+    """The formatted traceback of an exception that this process does not have."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{str(self.args[0]).strip()}\n"""'
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback that an error chains as a :class:`RemoteTraceback`, "" if it chains none."""
+    cause = error.__cause__
+    return str(cause.args[0]) if isinstance(cause, RemoteTraceback) else ""
+
+
+def type_of(error: StageError) -> str:
+    """The name of an error's class; of a class that others made, of ours that it is."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+
+
+def reworded(error: _Raised, text: str) -> _Raised:
+    """Returns a copy of an error with another text: its data and what it chains stay."""
+    other = copy.copy(error)
+    other.args = (text,)
+    other.__cause__ = error.__cause__
+    return other

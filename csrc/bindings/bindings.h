@@ -14,6 +14,7 @@ void bind_stage(py::module_& module);
 void bind_transport(py::module_& module);
 void bind_channels(py::module_& module);
 void bind_random(py::module_& module);
+void bind_fault(py::module_& module);
 void bind_losses(py::module_& module);
 void bind_clipping(py::module_& module);
 void bind_executor(py::module_& module);

@@ -43,22 +43,24 @@ void bind_channels(py::module_& module) {
       .def(py::init<c10::Device>(), py::arg("destination"));
   py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
                                                                               "ProcessGroupSender")
-      .def(py::init([](const std::string& group, int peer, c10::Device device,
-                       std::size_t max_unawaited, std::shared_ptr<SharedRing> ring) {
-             return std::make_shared<ProcessGroupSender>(resolve_group(group), peer, device,
-                                                         max_unawaited, std::move(ring));
-           }),
-           py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("device"),
-           py::arg("max_unawaited"), py::arg("ring"));
+      .def(
+          py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
+                      std::size_t max_unawaited, std::shared_ptr<SharedRing> ring) {
+            return std::make_shared<ProcessGroupSender>(Peer{resolve_group(group), peer, peer_rank},
+                                                        device, max_unawaited, std::move(ring));
+          }),
+          py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"), py::arg("device"),
+          py::arg("max_unawaited"), py::arg("ring"));
   py::class_<ProcessGroupReceiver, Receiver, std::shared_ptr<ProcessGroupReceiver>>(
       module, "ProcessGroupReceiver")
-      .def(py::init([](const std::string& group, int peer, c10::Device device,
-                       std::size_t posted_ahead, std::shared_ptr<SharedRing> ring) {
-             return std::make_shared<ProcessGroupReceiver>(resolve_group(group), peer, device,
-                                                           posted_ahead, std::move(ring));
-           }),
-           py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("device"),
-           py::arg("posted_ahead"), py::arg("ring"));
+      .def(
+          py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
+                      std::size_t posted_ahead, std::shared_ptr<SharedRing> ring) {
+            return std::make_shared<ProcessGroupReceiver>(
+                Peer{resolve_group(group), peer, peer_rank}, device, posted_ahead, std::move(ring));
+          }),
+          py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"), py::arg("device"),
+          py::arg("posted_ahead"), py::arg("ring"));
 }
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 #include "engine/run/executor.h"
 
 #include "bindings/bindings.h"
+#include "bindings/fault.h"
 #include "bindings/forward.h"
 #include "bindings/interruptible_wait.h"
 #include "bindings/lifetime.h"
@@ -67,11 +68,16 @@ void bind_structs(py::module_& module) {
 }
 
 std::shared_ptr<Executor> make_executor(ExecutorSetup setup, std::shared_ptr<Fault> fault,
-                                        const std::shared_ptr<LossBoard>& losses) {
+                                        const std::shared_ptr<LossBoard>& losses,
+                                        py::function keep_error) {
   setup.on_loss = [losses](std::int64_t run, RunLoss loss, int pipeline) {
     losses->publish(run, std::move(loss), pipeline);
   };
-  setup.describe = describe_exception;
+  setup.describe = [keep = shared_python(std::move(keep_error))](const std::exception_ptr& error,
+                                                                 int here) {
+    return describe_exception(
+        error, here, [&](const py::object& python) { return (*keep)(python).cast<int>(); });
+  };
   // Python's state of the thread is made once, not for every microbatch.
   setup.run_thread = [](const std::function<void()>& loop) {
     const py::gil_scoped_acquire gil;
@@ -100,7 +106,7 @@ void bind_making(ExecutorClass& executor) {
       .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
                        int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
                        std::vector<StageSetup> stages, std::shared_ptr<Fault> fault,
-                       const std::shared_ptr<LossBoard>& losses) {
+                       const std::shared_ptr<LossBoard>& losses, py::function keep_error) {
              ExecutorSetup setup;
              setup.schedule = schedule;
              setup.rank = rank;
@@ -110,11 +116,13 @@ void bind_making(ExecutorClass& executor) {
              setup.seed = seed;
              setup.warmup_batches = warmup_batches;
              setup.stages = std::move(stages);
-             return make_executor(std::move(setup), std::move(fault), losses);
+             return make_executor(std::move(setup), std::move(fault), losses,
+                                  std::move(keep_error));
            }),
            py::kw_only(), py::arg("schedule"), py::arg("rank"), py::arg("replica"),
            py::arg("num_replicas"), py::arg("num_threads"), py::arg("seed"),
-           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("losses"))
+           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("losses"),
+           py::arg("keep_error"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id, std::vector<InboundEdge> inbound,

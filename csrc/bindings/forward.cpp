@@ -3,7 +3,6 @@
 #include "bindings/lifetime.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
 #include <string>
@@ -81,29 +80,6 @@ Forward forward_in_python(py::function function) {
     call.inbound.clear();  // while Python's lock is held, which freeing tensors may need
     return result_of(result);
   };
-}
-
-std::string describe_exception(const std::exception_ptr& error) {
-  const py::gil_scoped_acquire gil;
-  const auto format = [](const py::error_already_set& error) {
-    // An exception out of C++ does not know its traceback itself.
-    const py::object trace = error.trace() ? error.trace() : py::none();
-    const py::object lines = py::module_::import("traceback")
-                                 .attr("format_exception")(error.type(), error.value(), trace);
-    return py::str("").attr("join")(lines).cast<std::string>();
-  };
-  try {
-    std::rethrow_exception(error);
-  } catch (py::error_already_set& python) {
-    return "\n" + format(python);
-  } catch (python_error& python) {  // a Python autograd function's, out of the autograd engine
-    python.restore();
-    return "\n" + format(py::error_already_set());
-  } catch (const std::exception& other) {
-    return other.what();
-  } catch (...) {
-    return "unknown exception";
-  }
 }
 
 }  // namespace pd2

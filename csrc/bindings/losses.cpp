@@ -1,4 +1,4 @@
-// Losses, and the failure that ends waiting for them, as Python sees them.
+// Losses, as Python sees them.
 #include "bindings/bindings.h"
 #include "bindings/groups.h"
 #include "bindings/interruptible_wait.h"
@@ -15,12 +15,6 @@
 namespace pd2 {
 
 void bind_losses(py::module_& module) {
-  py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
-      .def(py::init<>())
-      .def("raise_", &Fault::raise, py::arg("cause"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("cause", [](const Fault& self) -> py::object {
-        return self.raised() ? py::cast(self.cause()) : py::none();
-      });
   py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,

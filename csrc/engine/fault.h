@@ -2,31 +2,64 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace pd2 {
 
 // How failures name a stage.
 std::string stage_name(int stage, int replica, int num_replicas);
 
-// Thrown to those who wait for a pipeline that has failed; Python sees RuntimeError.
+// What failed where: the data of pipedream2bw.errors.StageError.
+struct Failure {
+  std::string type = "StageError";  // the name of a class of pipedream2bw/errors.py
+  std::string text{};               // place and cause, for people
+  std::optional<int> rank{};        // that failed; of a peer that was lost: that one
+  std::optional<int> stage{}, replica{};
+  std::optional<std::int64_t> batch{};
+  std::optional<int> microbatch{};  // in the batch
+  std::string action{};             // empty: none
+  std::string cause{};              // the exception, with its type if it is Python's
+  std::string traceback{};          // the whole of it, for logs; empty: none
+  // The number by which this process's Python keeps the exception; negative: it does not.
+  int kept = -1;
+};
+
+// Type, cause, traceback and rank of an exception of C++: `here` unless it tells another rank.
+Failure failure_of(const std::exception_ptr& error, int here);
+
+// Thrown to those who wait for a pipeline that has failed; Python sees StageError.
 class PipelineError : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit PipelineError(Failure failure)
+      : std::runtime_error(failure.text), failure_(std::move(failure)) {}
+
+  const Failure& failure() const { return failure_; }
+
+ private:
+  Failure failure_;
 };
 
 // Shared by all executors of one process. Thread-safe.
 class Fault {
  public:
-  // The first call's text is kept and the registered callbacks run (they end blocked channels);
+  // `rank`: this process among the pipeline's.
+  explicit Fault(int rank = 0) : rank_(rank) {}
+
+  int rank() const { return rank_; }
+  // The first call's failure is kept and the registered callbacks run (they end blocked channels);
   // later calls, mostly consequences of the first, are ignored.
-  void raise(const std::string& cause);
+  void raise(Failure failure);
   bool raised() const;
-  std::string cause() const;
+  // The first failure, if there is one.
+  std::optional<Failure> failure() const;
   // Runs `end_waiting` when the fault is raised, at once if it has been; until forgotten by
   // `owner`.
   void on_raise(const void* owner, std::function<void()> end_waiting);
@@ -34,9 +67,10 @@ class Fault {
   void rethrow_if_raised() const;
 
  private:
+  const int rank_;
   mutable std::mutex mutex_;
   std::atomic<bool> raised_ = false;  // read under other locks, so not under mutex_
-  std::string cause_;
+  Failure failure_;
   std::map<const void*, std::function<void()>> callbacks_;
 };
 

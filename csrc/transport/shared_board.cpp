@@ -119,8 +119,9 @@ void SharedBoard::send(double value, std::span<const int> ranks) {
       if (left_) {
         return;
       }
-      throw std::runtime_error("timeout: rank " + std::to_string(rank) + " received nothing for " +
-                               std::to_string(timeout_.count()) + " seconds");
+      throw PeerTimeout("timeout: rank " + std::to_string(rank) + " received nothing for " +
+                            std::to_string(timeout_.count()) + " seconds",
+                        rank);
     }
   }
   mine.numbers[number % kRoom] = value;
@@ -136,8 +137,8 @@ std::optional<double> SharedBoard::receive(int rank) {
     if (left_) {
       return std::nullopt;
     }
-    throw std::runtime_error("timeout: nothing came for " + std::to_string(timeout_.count()) +
-                             " seconds");
+    throw PeerTimeout("timeout: nothing came for " + std::to_string(timeout_.count()) + " seconds",
+                      rank);
   }
   const double value = sender.numbers[number % kRoom];
   count.store(number + 1);
@@ -174,29 +175,29 @@ bool SharedBoard::wait_while(const std::atomic<std::uint32_t>& word, std::uint32
     if (word.load() != value) {
       return true;
     }
-    if (const std::optional<std::string> missing = find_missing(awaited)) {
+    if (const std::optional<PeerLost> missing = find_missing(awaited)) {
       // Looked at again: what a rank did last counts.
       if (word.load() != value) {
         return true;
       }
-      throw std::runtime_error(*missing);
+      throw *missing;
     }
   }
   return false;
 }
 
-std::optional<std::string> SharedBoard::find_missing(std::span<const int> ranks) {
+std::optional<PeerLost> SharedBoard::find_missing(std::span<const int> ranks) {
   const std::lock_guard lock(watched_mutex_);
   for (const int rank : ranks) {
     const int process = member(rank).process.load();
     if (process == kHasLeft) {
-      return "rank " + std::to_string(rank) + " has left the pipeline";
+      return PeerLost("rank " + std::to_string(rank) + " has left the pipeline", rank);
     }
     if (!watched_[rank]) {
       watched_[rank] = std::make_unique<WatchedProcess>(process);
     }
     if (watched_[rank]->has_ended()) {
-      return "the process of rank " + std::to_string(rank) + " has ended";
+      return PeerLost("the process of rank " + std::to_string(rank) + " has ended", rank);
     }
   }
   return std::nullopt;

@@ -1,6 +1,7 @@
 // An exchange between all processes of a pipeline, in memory that all of them map.
 #pragma once
 
+#include "transport/peer_error.h"
 #include "transport/shared_memory.h"
 
 #include <array>
@@ -23,7 +24,7 @@ namespace pd2 {
 // for may need the core.
 //
 // One thread of each process exchanges, one sends and receives. Waiting for a process that has
-// ended or left throws std::runtime_error within a tenth of a second.
+// ended or left throws PeerLost within a tenth of a second.
 class SharedBoard {
  public:
   // A sender waits while the slowest reader still has this many numbers to receive.
@@ -32,7 +33,7 @@ class SharedBoard {
   using Timeout = std::chrono::duration<double>;
 
   // Rank 0's, for `num_ranks` ranks and rows of `row_size`. Null if there is no such memory.
-  // Sending and receiving throw after `timeout`.
+  // Sending and receiving throw PeerTimeout after `timeout`.
   static std::unique_ptr<SharedBoard> create(int num_ranks, int row_size, Timeout timeout);
   // Another rank's; null if rank 0's memory cannot be reached. No rank uses its board before all
   // have theirs.
@@ -74,7 +75,7 @@ class SharedBoard {
   bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                   std::span<const int> awaited, Timeout timeout);
   // Describes the first of `ranks` that has ended or left.
-  std::optional<std::string> find_missing(std::span<const int> ranks);
+  std::optional<PeerLost> find_missing(std::span<const int> ranks);
 
   const std::unique_ptr<SharedMemory> memory_;
   Shared* const shared_;

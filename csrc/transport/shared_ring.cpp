@@ -1,9 +1,10 @@
 #include "transport/shared_ring.h"
 
+#include "transport/peer_error.h"
+
 #include <chrono>
 #include <cstdint>
 #include <new>
-#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -110,10 +111,10 @@ bool SharedRing::wait_while(const std::atomic<std::uint32_t>& word, std::uint32_
     sleeping.store(0);
     if (word.load() == value) {
       if (peer_has_ended() && word.load() == value) {  // looked at again: it may have been the last
-        throw std::runtime_error("the process at the other end of a channel has ended");
+        throw PeerLost("the process at the other end of a channel has ended");
       }
       if (std::chrono::steady_clock::now() - start > timeout_) {
-        throw std::runtime_error(
+        throw PeerTimeout(
             "timeout: nothing came from the process at the other end of a "
             "channel for " +
             std::to_string(timeout_.count()) + " seconds");

@@ -18,8 +18,7 @@ namespace pd2 {
 // awake. A waiting end looks for a while before it sleeps, since waking up takes tens of
 // microseconds (on virtual machines a hundred and more), longer than balanced stages wait.
 //
-// An end that waits for a process that has ended throws std::runtime_error within a tenth of a
-// second.
+// An end that waits for a process that has ended throws PeerLost within a tenth of a second.
 class SharedRing {
  public:
   static constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;

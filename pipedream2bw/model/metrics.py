@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors import WrongLossError, WrongLossTypeError
+
 Metric = Callable[[Any, Any], torch.Tensor | float]
 
 
@@ -40,7 +42,7 @@ def measure(
     """Computes a microbatch's part of the batch's metrics; ``share`` is its share of the rows.
 
     Raises:
-        TypeError, ValueError: a metric is no number.
+        WrongLossError, WrongLossTypeError: a metric is no number.
     """
     if not metrics:
         return None
@@ -49,7 +51,7 @@ def measure(
         value: Any = function(output, target)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
-                raise ValueError(
+                raise WrongLossError(
                     f"metrics[{name!r}] returned shape {list(value.shape)} and dtype "
                     f"{value.dtype}: it must return one real number, the mean over the microbatch"
                 )
@@ -57,7 +59,7 @@ def measure(
         elif isinstance(value, numbers.Real):
             values.append(torch.tensor(float(value), dtype=torch.double, device=device))
         else:
-            raise TypeError(
+            raise WrongLossTypeError(
                 f"metrics[{name!r}] returned {type(value).__name__}, it must return a number or a "
                 "tensor of one"
             )
@@ -65,11 +67,11 @@ def measure(
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """Raises TypeError or ValueError unless ``loss`` is one floating-point number in a tensor."""
+    """Raises WrongLossError or WrongLossTypeError unless it is one floating-point number."""
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
+        raise WrongLossTypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
     if loss.numel() != 1 or not loss.is_floating_point():
-        raise ValueError(
+        raise WrongLossError(
             f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
             "one floating-point number, the mean (or sum) over the microbatch"
         )

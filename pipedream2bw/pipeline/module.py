@@ -301,7 +301,7 @@ class PipelineModule(SessionModule):
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
                 rows, other arguments than the example's, a missing ``opt.step()``, some ranks under
                 :meth:`no_sync` and others not.
-            RuntimeError: the pipeline has failed; names stage, microbatch, action and cause.
+            StageError: the pipeline has failed; its attributes say where and why.
         """
         slot = self.session.train_step(Call(args, kwargs, target), is_train=self.training)
         return Loss(self.session, slot)
@@ -330,6 +330,9 @@ class PipelineModule(SessionModule):
 
         Every rank calls it. Changes timing, never numbers. An update whose ``opt.step()`` has not
         been called yet waits for it.
+
+        Raises:
+            StageError: the pipeline has failed.
         """
         self.session.flush_for(Operation.flush)
 

@@ -149,6 +149,7 @@ class _Link:
         self._sender = _C.ProcessGroupSender(
             group=group.group_name,
             peer=dist.get_group_rank(group, to[1]),
+            peer_rank=to[1],
             device=device,
             max_unawaited=_UNDER_WAY,
             ring=to[2],
@@ -156,6 +157,7 @@ class _Link:
         self._receiver = _C.ProcessGroupReceiver(
             group=group.group_name,
             peer=dist.get_group_rank(group, back[0]),
+            peer_rank=back[0],
             device=device,
             posted_ahead=2,
             ring=back[2],

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from .. import _C
+from .. import _C, errors
+from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from .failure_document import from_document, to_document
 from .grid import join_world
 
 
@@ -73,7 +75,7 @@ class ControlPlane:
     The ranks exchange what they know through ``board``, memory that all of them share, or over
     ``group`` where they cannot share any.
 
-    A rank that fails tells the process group's store the cause, and all ranks look there: so a
+    A rank that fails tells the process group's store its failure, and all ranks look there: so a
     failure ends every rank's waiting, whatever it waits for.
 
     Args:
@@ -91,7 +93,7 @@ class ControlPlane:
     def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
         self.fault = fault
         self.timeout = timeout
-        self._cause_key = f"pipedream2bw/{name}/cause"
+        self._failure_key = f"pipedream2bw/{name}/failure"
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
         self._store: Store | None = None
@@ -104,7 +106,7 @@ class ControlPlane:
             self._store = dist.distributed_c10d._get_default_store()
             self._watcher = threading.Thread(
                 target=_watch,
-                args=(self._store, self._cause_key, fault, self._closed),
+                args=(self._store, self._failure_key, fault, self._closed),
                 name=f"{name} watches for failures",
                 daemon=True,
             )
@@ -121,7 +123,7 @@ class ControlPlane:
 
         Raises:
             Exception: what ``local`` raised here; on the other ranks the same with the rank named.
-            RuntimeError: ranks called different operations.
+            StageError: ranks called different operations, or one is gone or silent.
         """
         error: Exception | None = None
         announcement = Announcement()
@@ -202,9 +204,16 @@ class ControlPlane:
         dist.gather_object(value, gathered, group=self.group, group_dst=0)
         return gathered or []
 
-    def report_cause(self, cause: str) -> str:
-        """Tells the others why this rank failed; returns the first cause that any rank told."""
-        return cause if self._store is None else _tell(self._store, self._cause_key, cause)
+    def report(self, failure: StageError) -> StageError:
+        """Tells the others why this rank failed; returns the first failure that any rank told.
+
+        That is ``failure`` itself if no other rank was faster.
+        """
+        if self._store is None:
+            return failure
+        mine = to_document(failure)
+        first = _tell(self._store, self._failure_key, mine)
+        return failure if first == mine else from_document(first)
 
     def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
         """Every rank's row, on every rank."""
@@ -232,24 +241,33 @@ class ControlPlane:
 
         So Ctrl-C and a failure of this process end the waiting.
         """
-        deadline = time.monotonic() + self.timeout
-        why = ""
-        while not why:
+        start = time.monotonic()
+        error: RuntimeError | None = None
+        while error is None:
             try:
                 found = look()
                 if found is not None:
                     return found
-            except RuntimeError as error:
-                why = str(error)
-            if self.fault.cause is not None:
-                raise RuntimeError(self.fault.cause)
-            if time.monotonic() > deadline:
-                why = why or f"timeout after {self.timeout} s"
-        cause = (
-            f"{self.place}: a rank was lost while all ranks began {operation.name} {number}: {why}"
+            except RuntimeError as raised:
+                error = raised
+            failure = self.fault.error
+            if failure is not None:
+                raise failure
+            if error is None and time.monotonic() - start > self.timeout:
+                error = PeerTimeout(f"timeout after {self.timeout} s")
+        # torch.distributed tells a timeout, which may come a little before ours, by its text alone.
+        is_late = time.monotonic() - start > 0.9 * self.timeout
+        kind = PeerTimeout if is_late and not isinstance(error, PeerLost) else PeerLost
+        failure = kind(
+            f"{self.place}: a rank was lost while all ranks began {operation.name} {number}: "
+            f"{error}",
+            rank=error.rank if isinstance(error, StageError) else None,
+            batch=number if operation == Operation.train_step else None,
+            action=operation.name,
+            cause=str(error),
         )
-        self.fault.raise_(cause)
-        raise RuntimeError(cause)
+        self.fault.raise_(failure)
+        raise failure
 
     def _check_same_operation(self, table: list[list[int]]) -> None:
         called = [(Operation(row[0]).name, row[1]) for row in table]
@@ -258,8 +276,9 @@ class ControlPlane:
                 f"rank {rank}: {name} {number}" for rank, (name, number) in enumerate(called)
             )
             cause = f"all ranks must make the same calls in the same order: {listed}"
-            self.fault.raise_(cause)
-            raise RuntimeError(cause)
+            failure = StageError(cause, cause=cause)
+            self.fault.raise_(failure)
+            raise failure
 
     def _raise_together(self, error: Exception | None) -> None:
         everyone: list[Any] = [None] * self.size
@@ -297,7 +316,9 @@ def join(name: str, device_type: str, timeout: object) -> ControlPlane:
     """
     is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
-    return ControlPlane(join_world(device_type), seconds, _C.Fault(), name)
+    world = join_world(device_type)
+    fault = _C.Fault(rank=dist.get_rank() if world > 1 else 0)
+    return ControlPlane(world, seconds, fault, name)
 
 
 def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:
@@ -342,37 +363,38 @@ def _where_they_differ(values: list[Any]) -> list[Any]:
     return values
 
 
-def _tell(store: Store, key: str, cause: str) -> str:
-    """Keeps the first cause that any rank tells, and returns it."""
+def _tell(store: Store, key: str, document: str) -> str:
+    """Keeps the first failure that any rank tells, and returns it."""
     with contextlib.suppress(Exception):  # the store may have died with its host
-        told: bytes = store.compare_set(key, "", cause)
+        told: bytes = store.compare_set(key, "", document)
         return told.decode()
-    return cause
+    return document
 
 
 def _watch(store: Store, key: str, fault: _C.Fault, closed: threading.Event) -> None:
     """Passes failures on between this process and the others."""
     with contextlib.suppress(Exception):  # the store may have died with its host
         while not closed.wait(_LOOK_SECONDS):
-            if fault.cause is not None:
-                _tell(store, key, fault.cause)
+            failure = fault.error
+            if failure is not None:
+                _tell(store, key, to_document(failure))
                 return
             if store.check([key]):
-                fault.raise_(store.get(key).decode())
+                fault.raise_(from_document(store.get(key).decode()))
                 return
 
 
-def _describe(error: Exception | None) -> tuple[str, str] | None:
-    if error is None:
-        return None
+def _describe(error: Exception | None) -> Exception | None:
+    """The error as other ranks raise it: all of ours, of others the type that everybody has."""
+    if error is None or type(error).__module__ == errors.__name__:
+        return error
     kind = next((known for known in _ERRORS if isinstance(error, known)), RuntimeError)
-    return kind.__name__, str(error) or type(error).__name__
+    return kind(str(error) or type(error).__name__)
 
 
-def _raise_first(mine: Exception | None, everyone: list[tuple[str, str] | None]) -> None:
+def _raise_first(mine: Exception | None, everyone: list[Exception | None]) -> None:
     if mine is not None:
         raise mine
     for rank, told in enumerate(everyone):
         if told is not None:
-            kind = next(known for known in _ERRORS if known.__name__ == told[0])
-            raise kind(f"rank {rank}: {told[1]}")
+            raise reworded(told, f"rank {rank}: {told}")

@@ -82,6 +82,7 @@ class Channels:
                 _C.ProcessGroupSender(
                     group=group.group_name,
                     peer=dist.get_group_rank(group, peers[1]),
+                    peer_rank=peers[1],
                     device=self._devices[source],
                     max_unawaited=most_under_way,
                     ring=ring,
@@ -91,6 +92,7 @@ class Channels:
         return None, _C.ProcessGroupReceiver(
             group=group.group_name,
             peer=dist.get_group_rank(group, peers[0]),
+            peer_rank=peers[0],
             device=self._devices[destination],
             posted_ahead=2,
             ring=ring,

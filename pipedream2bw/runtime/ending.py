@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import re
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from ..errors import PeerLost, RemoteTraceback, StageError, reworded
 from .local_stages import LocalStages
+
+
+class Place(NamedTuple):
+    """Where a process is: in front of what other ranks read, and as a StageError's attributes."""
+
+    text: str
+    data: dict[str, Any]
 
 
 class Ending:
     """Whether this process's part of a pipeline is open, and what has ended it."""
 
-    def __init__(self, stages: LocalStages, place: Callable[[], str]) -> None:
-        """``place`` says who and where this is, in front of a cause that other ranks get."""
-        self.closed_because: str | None = None
+    def __init__(self, stages: LocalStages, place: Callable[[], Place]) -> None:
+        """Takes what to end; ``place`` is asked when this process ends the pipeline."""
+        self._ended_by: RuntimeError | None = None
         self._stages = stages
         self._control = stages.control
         self._place = place
@@ -27,13 +35,18 @@ class Ending:
     @property
     def is_open(self) -> bool:
         """Whether nothing has ended it."""
-        return self.closed_because is None
+        return self._ended_by is None
 
     def check_open(self) -> None:
-        """Raises RuntimeError, naming the first cause, if the pipeline was closed or has failed."""
-        if self.closed_because is not None:
-            raise RuntimeError(f"the pipeline is closed: {self.closed_because}")
-        if self._control.fault.cause is not None:
+        """Raises if the pipeline was closed or has failed.
+
+        Raises:
+            StageError: the first failure.
+            RuntimeError: it was closed.
+        """
+        if self._ended_by is not None:
+            raise reworded(self._ended_by, f"the pipeline is closed: {self._ended_by}")
+        if self._control.fault.raised:
             self._fail()
 
     @contextlib.contextmanager
@@ -41,14 +54,11 @@ class Ending:
         """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
         try:
             yield
-        except (ValueError, TypeError):
-            if self._control.fault.cause is not None:
-                self._fail()
-            raise
         except BaseException as error:
-            if self._control.fault.cause is not None:
+            if self._control.fault.raised:
                 self._fail()
-            self.abort(f"{type(error).__name__} {error}".strip())
+            if not isinstance(error, (ValueError, TypeError)):
+                self.abort(f"{type(error).__name__} {error}".strip(), error=error)
             raise
 
     def finish_submitted(self) -> None:
@@ -56,16 +66,30 @@ class Ending:
         self._stages.finish_submitted()
         self._stages.losses.finish(self._control.timeout)
 
-    def abort(self, reason: str) -> None:
-        """Ends this process's part at once; ranks that wait for it learn the reason."""
-        reason = f"{self._place()}{reason}"
-        self._control.report_cause(reason)
-        self._control.fault.raise_(reason)
-        self.end(reason)
+    def abort(
+        self,
+        reason: str,
+        *,
+        kind: type[StageError] = StageError,
+        error: BaseException | None = None,
+    ) -> None:
+        """Ends this process's part at once; ranks that wait for it learn the reason.
 
-    def end(self, reason: str) -> None:
+        Args:
+            kind: of error that they raise.
+            error: whose traceback they chain.
+        """
+        place = self._place()
+        failure = kind(f"{place.text}{reason}", cause=reason, **place.data)
+        if error is not None:
+            failure.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
+        self._control.report(failure)
+        self._control.fault.raise_(failure)
+        self.end(failure)
+
+    def end(self, reason: RuntimeError) -> None:
         """Ends threads and connections."""
-        self.closed_because = reason
+        self._ended_by = reason
         for stage in self._stages:
             stage.runner.forget()
         self._stages.end()
@@ -74,25 +98,28 @@ class Ending:
 
     def at_exit(self) -> None:
         """Work that others wait for is finished first."""
-        if self.closed_because is not None:
+        if self._ended_by is not None:
             return
         error = getattr(sys, "last_value", None)
         reason = "the program ended"
         if error is not None:
             reason += f" with {type(error).__name__}: {error}"
-        elif self._control.fault.cause is None:
+        elif not self._control.fault.raised:
             with contextlib.suppress(Exception):
                 self.finish_submitted()
         with contextlib.suppress(Exception):
-            self.abort(reason)
+            self.abort(reason, kind=PeerLost, error=error)
 
     def _fail(self) -> NoReturn:
-        """Raises the first cause of the fault on all ranks, and ends this one's part."""
-        mine = self._control.fault.cause or "unknown cause"
-        original = self._stages.first_error()
-        cause = self._control.report_cause(mine)
-        self.end(cause)
-        raise failure(cause) from original
+        """Raises the first failure of all ranks, and ends this one's part."""
+        mine = self._control.fault.error
+        assert mine is not None
+        original = self._stages.take_error()
+        first = self._control.report(mine)
+        self.end(first)
+        # Another object than the one that is kept, which would keep what its traceback refers to.
+        raised = reworded(first, str(first))
+        raise raised from (original if first is mine and original else first.__cause__)
 
 
 _all: weakref.WeakSet[Ending] = weakref.WeakSet()
@@ -103,20 +130,3 @@ def _end_all() -> None:
     """Threads end before the interpreter does."""
     for ending in list(_all):
         ending.at_exit()
-
-
-class WrongLossError(RuntimeError, ValueError):
-    """The last stage's ``loss_fn``, or a metric, gave something else than one number."""
-
-
-class WrongLossTypeError(RuntimeError, TypeError):
-    """The last stage's ``loss_fn``, or a metric, gave neither a tensor nor a number."""
-
-
-def failure(cause: str) -> RuntimeError:
-    """The error of every rank; ``cause`` is the first failure's text, the same on all."""
-    last_line = cause.rstrip().rpartition("\n")[2]
-    found = re.match(r"(ValueError|TypeError): (loss_fn|metrics\[.*\]) returned ", last_line)
-    if found is None:
-        return RuntimeError(cause)
-    return (WrongLossError if found[1] == "ValueError" else WrongLossTypeError)(cause)

@@ -92,7 +92,7 @@ class Loss(LazyNumber):
         """The loss.
 
         Raises:
-            RuntimeError: the pipeline failed before the loss existed; names the first cause.
+            StageError: the pipeline failed before the loss existed; names the first cause.
         """
         return self._all()[0]
 

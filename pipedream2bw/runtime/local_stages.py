@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from .. import _C
+from ..errors import StageError
 from ..model.hooks import LateHooks
 from ..model.storages import return_freed_memory
 from ..ranks.agreement import ControlPlane
@@ -38,6 +39,34 @@ class LocalStage:
     runner: StageRunner
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
+
+
+class _KeptErrors:
+    """Exceptions that the stages' Python code raised; the engine knows their positions.
+
+    Their tracebacks may refer to the pipeline: held by the engine they would keep it alive.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[BaseException] = []
+
+    def keep(self, error: BaseException) -> int:
+        self._errors.append(error)
+        return len(self._errors) - 1
+
+    def keep_while_alive(self) -> Callable[[BaseException], int]:
+        """:meth:`keep` for the engine; it gives -1 once this object is gone."""
+        method = weakref.WeakMethod(self.keep)
+
+        def keep(error: BaseException) -> int:
+            alive = method()
+            return -1 if alive is None else alive(error)
+
+        return keep
+
+    def take(self) -> list[BaseException]:
+        errors, self._errors = self._errors, []
+        return errors
 
 
 class LocalStages:
@@ -72,6 +101,7 @@ class LocalStages:
         self.control = control
         self.options = options
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
+        self._errors = _KeptErrors()
         devices = _device_of_each(schedule, options.devices)
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
         self._channels = Channels(grid, devices, in_flight, control.timeout)
@@ -167,6 +197,7 @@ class LocalStages:
                 ],
                 fault=self.control.fault,
                 losses=self.losses,
+                keep_error=self._errors.keep_while_alive(),
             )
             made = {
                 i: LocalStage(
@@ -311,10 +342,10 @@ class LocalStages:
         for executor, ticket in zip(self._executors, tickets, strict=True):
             executor.wait(ticket)
 
-    def first_error(self) -> BaseException | None:
-        """The exception that the model's own code raised, if it did."""
-        errors = (stage.runner.error for stage in self._stages)
-        return next((error for error in errors if error is not None), None)
+    def take_error(self) -> BaseException | None:
+        """The Python exception that the fault is about, if it was raised here; forgets them all."""
+        kept = self.control.fault.kept
+        return self._errors.take()[kept] if kept >= 0 else None
 
 
 def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -343,7 +374,8 @@ def _end_engine(
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
         # Ends waiting for a loss that will never exist.
-        steps.callback(control.fault.raise_, "the pipeline was closed")
+        reason = "the pipeline was closed"
+        steps.callback(control.fault.raise_, StageError(reason, cause=reason))
         # The engine drops the groups after Python has, and so frees them without Python's
         # lock, which their threads may need to end.
         for executor in executors:

@@ -129,7 +129,6 @@ class StageRunner:
         self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
         self._runs: dict[int, RunInputs] = {}
         self.thread: list[int] = []  # the executor's, once it is known
-        self.error: BaseException | None = None
 
     def begin(self, run: int, inputs: RunInputs) -> None:
         """Takes what a run needs, before it is submitted to the engine."""
@@ -143,28 +142,22 @@ class StageRunner:
         """Runs one microbatch."""
         if not self.thread:
             self.thread.append(threading.get_ident())
-        try:
-            if call.again:
-                return self._forward_again(call)
-            inputs = self._runs[call.run]
-            if not inputs.training:
-                given = _Given.of(inputs, call.microbatch)
-                with self._precision.computing(self._device.type):
-                    outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
-                if self._is_last:
-                    inputs.outputs.append(outputs[0])
-                    return _C.ForwardResult()
-                return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
-            if call.microbatch == len(inputs.sizes) - 1:
-                del self._runs[call.run]
-            weight = inputs.loss_weights[call.microbatch]
-            inputs.loss_weights[call.microbatch] = dataclasses.replace(
-                weight, scale=call.loss_scale
-            )
-            return self._train(inputs, call)
-        except BaseException as error:
-            self.error = error
-            raise
+        if call.again:
+            return self._forward_again(call)
+        inputs = self._runs[call.run]
+        if not inputs.training:
+            given = _Given.of(inputs, call.microbatch)
+            with self._precision.computing(self._device.type):
+                outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
+            if self._is_last:
+                inputs.outputs.append(outputs[0])
+                return _C.ForwardResult()
+            return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
+        if call.microbatch == len(inputs.sizes) - 1:
+            del self._runs[call.run]
+        weight = inputs.loss_weights[call.microbatch]
+        inputs.loss_weights[call.microbatch] = dataclasses.replace(weight, scale=call.loss_scale)
+        return self._train(inputs, call)
 
     def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
         given = _Given.of(inputs, call.microbatch)

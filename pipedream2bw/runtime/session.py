@@ -17,7 +17,7 @@ from ..ranks.agreement import Announcement, Operation
 from ..ranks.mesh import mesh_of
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
-from .ending import Ending
+from .ending import Ending, Place
 from .intake import Call, Given, Intake, Microbatches
 from .local_model import LocalModel
 from .local_stages import LocalStages
@@ -237,7 +237,7 @@ class Session:
             result = self.control.together(lambda: self.local_model.load(opened(), strict))
             has_failed = False
         finally:  # some may have loaded a part before they found an error
-            if self.control.fault.cause is None:
+            if not self.control.fault.raised:
                 self.stages.restart_delay(replicas_too=has_failed)
         return result
 
@@ -287,7 +287,7 @@ class Session:
         with self.ending.failing_closes():
             self.ending.finish_submitted()
             self.control.agree(Operation.close, self.num_train_steps, Announcement)
-        self.ending.end("close() was called")
+        self.ending.end(RuntimeError("close() was called"))
 
 
 def open_sessions() -> list[Session]:
@@ -295,12 +295,18 @@ def open_sessions() -> list[Session]:
     return [session for session in _all if session.ending.is_open]
 
 
-def _place(session: weakref.ref[Session]) -> str:
-    """The text in front of a cause that other ranks get: who and where this is."""
+def _place(session: weakref.ref[Session]) -> Place:
+    """Says where this process is, for the errors of other ranks."""
     alive = session()
-    if alive is None or not alive.grid.in_processes:
-        return ""
-    return f"{alive.control.place}, batch {alive.num_train_steps}: "
+    if alive is None:
+        return Place("", {})
+    grid, batch = alive.grid, alive.num_train_steps
+    stages = {stage % grid.depth for stage in grid.stages}
+    data = {"rank": grid.rank, "replica": grid.replica, "batch": batch}
+    if len(stages) == 1:
+        data["stage"] = stages.pop()
+    text = f"{alive.control.place}, batch {batch}: " if grid.in_processes else ""
+    return Place(text, data)
 
 
 _all: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.runtime.ending import WrongLossError, WrongLossTypeError
+from pipedream2bw.errors import WrongLossError, WrongLossTypeError
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
 
@@ -215,7 +215,7 @@ LOSSES: Expected = {
     "of one replica": ("WrongLossError", ["stage 0 of replica 1", "returned shape [2]", "one"]),
     "no tensor": ("WrongLossTypeError", ["loss_fn returned NoneType, it must return a tensor"]),
     "metrics": ("WrongLossError", ["metrics['error'] returned shape [2]", "one real number"]),
-    "metrics, later": ("RuntimeError", ["the pipeline is closed", "returned shape [2]"]),
+    "metrics, later": ("WrongLossError", ["the pipeline is closed", "returned shape [2]"]),
 }
 
 
@@ -258,7 +258,7 @@ def test_different_calls_are_named_on_every_rank(runs: list[RankResult]) -> None
     for result in runs:
         for name, outcomes in result.value[2].items():
             for kind, text in outcomes:
-                assert kind == "RuntimeError", (name, result.rank, text)
+                assert kind == "StageError", (name, result.rank, text)
                 assert "the same calls in the same order" in text
                 for rank, called in enumerate(name.split("|")):
                     assert f"rank {rank}: {called}" in text

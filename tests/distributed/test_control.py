@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pipedream2bw import _C
+from pipedream2bw.errors import ScheduleError, StageError
 from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
 from tests.runs.launch import RankResult, run_ranks
@@ -87,7 +88,8 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     fault = _C.Fault()
     control = make("fault", fault)
     if rank == 0:
-        threading.Timer(0.5, fault.raise_, ("a stage failed",)).start()
+        failure = StageError("a stage failed", stage=3)
+        threading.Timer(0.5, fault.raise_, (failure,)).start()
         seen["fault"] = attempt(lambda: control.agree(Operation.flush, 0, Announcement))
     torch.distributed.barrier()
     control.close()
@@ -111,7 +113,20 @@ def make_together(rank: int, control: ControlPlane) -> dict[str, Any]:
             raise ValueError("on purpose")
 
     sizes = {"size": 5 + (rank == 1)}
+
+    def refuse_a_schedule() -> None:
+        if rank == 1:
+            raise ScheduleError("no", rule="numbering", cell=(2, "steady", 3))
+
+    def with_data() -> tuple[str, Any]:
+        try:
+            control.together(refuse_a_schedule)
+        except ScheduleError as error:
+            return str(error), (error.rule, error.cell)
+        return "", None
+
     return {
+        "with data": with_data(),
         "own": control.together(lambda: rank, same={"size": 5}),
         "of the first": control.from_first(lambda: f"rank {rank}"),
         "one refuses": attempt(lambda: control.together(lambda: refuse(2))),
@@ -194,6 +209,8 @@ def test_what_ranks_make_together_all_of_them_have_or_none(results: Results) -> 
         for name, where in (("one refuses", 2), ("the first refuses", 0)):
             place = "" if result.rank == where else f"rank {where}: "
             assert seen[name][:2] == ("ValueError", f"{place}on purpose")
+        place = "" if result.rank == 1 else "rank 1: "
+        assert seen["with data"] == (f"{place}no", ("numbering", (2, "steady", 3)))
         for name in ("known settings", "found settings"):
             kind, text, _ = seen[name]
             assert kind == "ValueError"
@@ -206,7 +223,7 @@ def test_what_ranks_make_together_all_of_them_have_or_none(results: Results) -> 
 def test_ranks_that_call_different_operations_all_learn_it(results: Results) -> None:
     for result in results[1]:
         kind, text, _ = result.value["different"]
-        assert kind == "RuntimeError"
+        assert kind == "StageError"
         assert "rank 0: flush 501, rank 1: close 501, rank 2: close 501" in text
 
 
@@ -222,14 +239,14 @@ def test_an_interrupt_and_a_failure_here_end_waiting_for_other_ranks(results: Re
     assert kind == "KeyboardInterrupt"
     assert seconds < SOON
     kind, text, seconds = seen["fault"]
-    assert (kind, text) == ("RuntimeError", "a stage failed")
+    assert (kind, text) == ("StageError", "a stage failed")
     assert seconds < SOON
 
 
 @pytest.mark.slow
 def test_waiting_for_a_rank_that_never_comes_ends_after_the_timeout(results: Results) -> None:
     kind, text, seconds = results[1][0].value["timeout"]
-    assert kind == "RuntimeError"
+    assert kind == "PeerTimeout"
     assert "here: a rank was lost while all ranks began flush 7: timeout after 1.0 s" in text
     assert seconds < SOON
 
@@ -239,7 +256,7 @@ def test_waiting_for_a_rank_that_has_closed_ends(results: Results) -> None:
     transport, ranks = results
     for result in ranks[::2]:
         kind, text, seconds = result.value["gone"]
-        assert kind == "RuntimeError"
+        assert kind == "PeerLost"
         assert "a rank was lost while all ranks began flush 8: " in text
         assert seconds < SOON
     if transport == SHARED_MEMORY:
@@ -254,7 +271,7 @@ def test_a_lost_rank_is_noticed_by_all_that_wait_for_it(transport: str) -> None:
     assert [result.exit_code for result in results] == [0, 7, 0]
     for result in (results[0], results[2]):
         kind, text, seconds = result.value
-        assert kind == "RuntimeError"
+        assert kind == "PeerLost"
         assert f"rank {result.rank}: a rank was lost while all ranks began train_step 1: " in text
         assert seconds < SOON
 

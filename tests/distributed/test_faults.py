@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,11 @@ def sleep(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def hang(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(6)
+    return x
+
+
 class Fault:
     """One pipeline that trains until ``fail`` ends it, on ``stage`` of ``replica``."""
 
@@ -87,6 +93,7 @@ class Fault:
         target: torch.Tensor = Y,
         before: Callable[[], Any] = lambda: None,
         pause: float = 0.0,
+        timeout: float = 300.0,
     ) -> None:
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(num_stages)]
@@ -98,7 +105,7 @@ class Fault:
             num_microbatches=3,
             width=width,
             example_args=(X[:1],),
-            timeout=300.0,
+            timeout=timeout,
         )
         self.target = target
         self.before = before
@@ -114,11 +121,15 @@ class Fault:
         except BaseException as error:
             seen["kind"], seen["text"] = type(error).__name__, str(error)
             seen["cause"] = type(error.__cause__).__name__
+            seen["shown"] = "".join(traceback.format_exception(error))
+            seen["data"] = dict(vars(error))
         seen["seconds"] = time.monotonic() - start
         try:
             self.pipe.flush()
         except RuntimeError as error:
             seen["again"] = str(error)
+            seen["again as before"] = type(error).__name__, dict(vars(error))
+            seen["again shown"] = "".join(traceback.format_exception(error))
         self.pipe.close()
         return seen
 
@@ -172,6 +183,10 @@ def killed_in_the_middle(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return {"killed": Fault(rank, 3, 1, kill, stage=1).outcome()}
 
 
+def hanging(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {"hanging": Fault(rank, 3, 1, hang, stage=1, timeout=2.0).outcome()}
+
+
 def vanished(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return {"vanished": Fault(rank, 2, 1, vanish, stage=0).outcome()}
 
@@ -179,9 +194,10 @@ def vanished(rank: int, world: int) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- what they must have seen
 
 
-def assert_cause(seen: dict[str, Any], *words: str) -> None:
-    """The call that failed and the next one raise RuntimeError with these words, soon."""
-    assert seen["kind"] == "RuntimeError", seen
+def assert_cause(seen: dict[str, Any], *words: str, kind: str = "StageError") -> None:
+    """The call that failed and the next one raise the same error, with these words, soon."""
+    assert seen["kind"] == kind, seen
+    assert seen["again as before"] == (kind, seen["data"]), seen
     for word in words:
         assert word in seen["text"], (word, seen)
         assert word in seen["again"], (word, seen)
@@ -199,10 +215,12 @@ def test_an_error_in_a_backward_is_known_to_all(of_two_stages: list[dict[str, An
     for seen in of_two_stages:
         assert_cause(
             seen["backward"],
-            "stage 0, batch 1, microbatch 1, backward: ",
-            "ZeroDivisionError: on purpose",
-            "Traceback",
+            "stage 0, batch 1, microbatch 1, backward: ZeroDivisionError: on purpose",
         )
+        assert_data(seen["backward"], stage=0, batch=1, microbatch=1, action="backward")
+        assert "in backward" in seen["backward"]["shown"]
+    causes = [seen["backward"]["cause"] for seen in of_two_stages]
+    assert causes == ["ZeroDivisionError", "RemoteTraceback"]
 
 
 @pytest.mark.slow
@@ -210,8 +228,7 @@ def test_a_target_of_the_wrong_shape_is_known_to_all(of_two_stages: list[dict[st
     for seen in of_two_stages:
         assert_cause(
             seen["target"],
-            "stage 1, batch 0, microbatch 0, forward: ",
-            "Traceback",
+            "stage 1, batch 0, microbatch 0, forward: RuntimeError: ",
             "must match the size of tensor b (3)",
         )
 
@@ -227,7 +244,7 @@ def test_an_interrupt_of_all_ranks_ends_all(of_two_stages: list[dict[str, Any]])
     for seen in of_two_stages:
         interrupted = seen["interrupt all"]
         # Whom the other's end reaches first sees that.
-        assert interrupted["kind"] in ("KeyboardInterrupt", "RuntimeError"), seen
+        assert interrupted["kind"] in ("KeyboardInterrupt", "StageError"), seen
         assert "KeyboardInterrupt" in interrupted["again"], seen
         assert interrupted["seconds"] < SOON
 
@@ -237,6 +254,10 @@ def test_an_interrupt_of_one_rank_ends_all(of_two_stages: list[dict[str, Any]]) 
     other, interrupted = (seen["interrupt one"] for seen in of_two_stages)
     assert interrupted["kind"] == "KeyboardInterrupt", interrupted
     assert_cause(other, "rank 1 (stage 1), batch ", "KeyboardInterrupt")
+    told = other["data"]
+    assert (told["rank"], told["stage"], told["cause"]) == (1, 1, "KeyboardInterrupt")
+    assert told["batch"] is not None
+    assert other["cause"] == "RemoteTraceback"
 
 
 @pytest.mark.slow
@@ -256,11 +277,19 @@ def test_an_error_in_a_forward_is_known_to_all() -> None:
             assert_cause(
                 seen,
                 f"stage {stage}, batch {stage}, microbatch 1, forward: ",
-                "Traceback",
-                "in raise_error",
                 "ZeroDivisionError: on purpose",
             )
-            assert seen["cause"] == ("ZeroDivisionError" if rank == stage else "NoneType")
+            assert_data(seen, stage=stage, batch=stage, microbatch=1, action="forward")
+            assert seen["cause"] == ("ZeroDivisionError" if rank == stage else "RemoteTraceback")
+            for shown in (seen["shown"], seen["again shown"]):
+                assert "in raise_error" in shown
+                assert 'raise ZeroDivisionError("on purpose")' in shown
+
+
+def assert_data(seen: dict[str, Any], *, stage: int, **data: Any) -> None:
+    """The error's attributes, of a first replica whose stages are its ranks."""
+    want = {"rank": stage, "stage": stage, "replica": 0, "cause": "ZeroDivisionError: on purpose"}
+    assert seen["data"] == want | data, seen
 
 
 def assert_lost(results: list[RankResult], fault: str, rank: int, exit_code: int) -> None:
@@ -270,7 +299,9 @@ def assert_lost(results: list[RankResult], fault: str, rank: int, exit_code: int
         else:
             assert result.exit_code == 0, str(result)
             seen = result.value[fault]
-            assert_cause(seen, "stage ")
+            assert_cause(seen, "stage ", kind="PeerLost")
+            assert seen["data"]["rank"] in (rank, None), seen
+            assert seen["data"]["action"] is not None
             assert any(
                 place in seen["text"]
                 for place in ("forward", "backward", "update", "loss", "train_step")
@@ -286,6 +317,8 @@ def test_an_error_in_one_replica_is_known_to_all_and_a_killed_one_ends_all() -> 
             "stage 1 of replica 1, batch 2, microbatch 1, forward: ",
             "ZeroDivisionError: on purpose",
         )
+        failed = result.value["forward"]["data"]
+        assert (failed["rank"], failed["stage"], failed["replica"]) == (3, 1, 1)
         assert_cause(
             result.value["backward"],
             "stage 0 of replica 0, batch 2, microbatch 1, backward: ",
@@ -301,6 +334,16 @@ def test_a_killed_stage_ends_all_others(transport: str) -> None:
         over, 3, args=(transport, killed_in_the_middle), timeout=150, expect_failure=True
     )
     assert_lost(results, "killed", 1, -signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stage_that_hangs_is_a_timeout_of_all(transport: str) -> None:
+    for result in run_ranks(over, 3, args=(transport, hanging), timeout=150):
+        seen = result.value["hanging"]
+        assert_cause(seen, kind="PeerTimeout")
+        assert seen["data"]["stage"] is not None, seen
+        assert seen["data"]["cause"]
 
 
 @pytest.mark.slow

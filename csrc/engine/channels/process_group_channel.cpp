@@ -1,6 +1,7 @@
 #include "engine/channels/process_group_channel.h"
 
 #include "core/check.h"
+#include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -101,11 +102,10 @@ MessageHeader MessageHeader::unpack(const at::Tensor& packed) {
   return header;
 }
 
-ProcessGroupSender::ProcessGroupSender(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer,
-                                       c10::Device device, std::size_t max_unawaited,
+ProcessGroupSender::ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
                                        std::shared_ptr<SharedRing> ring)
-    : group_(std::move(group)),
-      peer_(peer),
+    : peer_(std::move(peer)),
+      timeout_(timeout_of(peer_.group.get())),
       device_(device),
       max_unawaited_(max_unawaited),
       ring_(std::move(ring)) {}
@@ -115,7 +115,8 @@ void ProcessGroupSender::post(std::vector<Work>& works, at::Tensor flat) {
     return;
   }
   std::vector<at::Tensor> tensors{std::move(flat)};
-  works.push_back(group_->send(tensors, peer_, tag_));
+  works.push_back(with_peer(timeout_, peer_.rank,
+                            [&] { return peer_.group->send(tensors, peer_.number, tag_); }));
   tag_ = (tag_ + 1) % kTags;
 }
 
@@ -137,7 +138,10 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
       message.tensors.size(), " tensors, where one of ", header.entries.size(),
       " tensors with other constants was sent for the same input shapes");
   const std::size_t ring_bytes = bytes_through(ring_.get(), header);
-  std::byte* to = ring_bytes > 0 ? ring_->begin_write(ring_bytes) : nullptr;
+  std::byte* to = nullptr;
+  if (ring_bytes > 0) {
+    to = with_peer(timeout_, peer_.rank, [&] { return ring_->begin_write(ring_bytes); });
+  }
   if (ring_bytes > 0 && to == nullptr) {
     throw ChannelAborted();
   }
@@ -193,7 +197,7 @@ void ProcessGroupSender::await_oldest(std::vector<Work> newest) {
     }
   }
   for (const Work& work : oldest) {
-    work->wait();
+    with_peer(timeout_, peer_.rank, [&] { work->wait(); });
   }
   const std::lock_guard lock(mutex_);
   if (aborted_) {
@@ -221,18 +225,18 @@ void ProcessGroupSender::abort() {
   }
 }
 
-ProcessGroupReceiver::ProcessGroupReceiver(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer,
-                                           c10::Device device, std::size_t posted_ahead,
+ProcessGroupReceiver::ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
                                            std::shared_ptr<SharedRing> ring)
-    : group_(std::move(group)),
-      peer_(peer),
+    : peer_(std::move(peer)),
+      timeout_(timeout_of(peer_.group.get())),
       device_(device),
       posted_ahead_(posted_ahead),
       ring_(std::move(ring)) {}
 
 ProcessGroupReceiver::Work ProcessGroupReceiver::post(at::Tensor flat) {
   std::vector<at::Tensor> tensors{std::move(flat)};
-  Work work = group_->recv(tensors, peer_, tag_);
+  Work work = with_peer(timeout_, peer_.rank,
+                        [&] { return peer_.group->recv(tensors, peer_.number, tag_); });
   tag_ = (tag_ + 1) % kTags;
   return work;
 }
@@ -277,7 +281,7 @@ void ProcessGroupReceiver::wait(const Work& work) {
     }
     waiting_.push_back(work);
   }
-  const bool completed = work->wait();
+  const bool completed = with_peer(timeout_, peer_.rank, [&] { return work->wait(); });
   const std::lock_guard lock(mutex_);
   waiting_.clear();
   if (aborted_ || !completed) {
@@ -332,7 +336,8 @@ Message ProcessGroupReceiver::receive() {
     wait(work);
   }
   if (next.ring_bytes > 0) {
-    const std::byte* from = ring_->begin_read(next.ring_bytes);
+    const std::byte* from =
+        with_peer(timeout_, peer_.rank, [&] { return ring_->begin_read(next.ring_bytes); });
     if (from == nullptr) {
       throw ChannelAborted();
     }

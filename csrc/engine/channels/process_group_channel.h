@@ -36,6 +36,13 @@ struct MessageHeader {
   static MessageHeader unpack(const at::Tensor& packed);
 };
 
+// The other end of a channel.
+struct Peer {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  int number = 0;  // in the group
+  int rank = 0;    // among all processes, which errors name
+};
+
 // One group per edge and direction, so a forward message never waits behind a backward one. The
 // first message of a layout is preceded by its header; the tensors follow in storage order, keeping
 // their strides, because the next stage's kernels (and so their bits) may depend on them.
@@ -44,8 +51,8 @@ struct MessageHeader {
 class ProcessGroupSender : public Sender {
  public:
   // At most `max_unawaited` messages are on their way before send() waits for the oldest.
-  ProcessGroupSender(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer, c10::Device device,
-                     std::size_t max_unawaited, std::shared_ptr<SharedRing> ring);
+  ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
+                     std::shared_ptr<SharedRing> ring);
   void send(LayoutId layout, Message message) override;
   void abort() override;
   std::int64_t buffer_bytes() const override;
@@ -55,8 +62,8 @@ class ProcessGroupSender : public Sender {
   void post(std::vector<Work>& works, at::Tensor flat);
   void await_oldest(std::vector<Work> newest);
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const int peer_;
+  const Peer peer_;
+  const double timeout_;  // seconds
   const c10::Device device_;
   const std::size_t max_unawaited_;
   const std::shared_ptr<SharedRing> ring_;
@@ -70,8 +77,8 @@ class ProcessGroupSender : public Sender {
 class ProcessGroupReceiver : public Receiver {
  public:
   // `posted_ahead`: how many messages may have a buffer waiting for them.
-  ProcessGroupReceiver(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer, c10::Device device,
-                       std::size_t posted_ahead, std::shared_ptr<SharedRing> ring);
+  ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
+                       std::shared_ptr<SharedRing> ring);
   void expect(LayoutId layout) override;
   Message receive() override;
   void abort() override;
@@ -89,8 +96,8 @@ class ProcessGroupReceiver : public Receiver {
   MessageHeader receive_header();
   void wait(const Work& work);
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const int peer_;
+  const Peer peer_;
+  const double timeout_;  // seconds
   const c10::Device device_;
   const std::size_t posted_ahead_;
   const std::shared_ptr<SharedRing> ring_;

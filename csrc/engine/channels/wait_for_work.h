@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/channels/channel.h"
+#include "engine/with_peer.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -11,30 +12,38 @@
 
 namespace pd2 {
 
-// Looks now and then whether the pipeline has failed meanwhile, and throws ChannelAborted if so.
-// For works of the host, which stay as they are when a wait for them has run out of time.
-inline void wait_for_work(c10d::Work& work, const std::function<bool()>& is_stopped) {
-  while (true) {
-    // Asked before: a work that completes between a slice's end and the question has not failed.
-    const bool was_completed = work.isCompleted();
-    try {
-      work.wait(std::chrono::milliseconds(100));
-      return;
-    } catch (const std::exception&) {
-      if (was_completed) {
-        throw;
-      }
-      if (is_stopped()) {
-        throw ChannelAborted();
+// Looks now and then whether the pipeline has failed meanwhile, and throws ChannelAborted if so; a
+// PeerError if the work fails, whose group has this timeout. For works of the host, which stay as
+// they are when a wait for them has run out of time.
+inline void wait_for_work(c10d::Work& work, double timeout,
+                          const std::function<bool()>& is_stopped) {
+  const bool is_done = with_peer(timeout, std::nullopt, [&] {
+    while (true) {
+      // Asked before: a work that completes between a slice's end and the question has not failed.
+      const bool was_completed = work.isCompleted();
+      try {
+        work.wait(std::chrono::milliseconds(100));
+        return true;
+      } catch (const std::exception&) {
+        if (was_completed) {
+          throw;
+        }
+        if (is_stopped()) {
+          return false;
+        }
       }
     }
+  });
+  if (!is_done) {
+    throw ChannelAborted();
   }
 }
 
 // For works of the host or of a device. Device work is only enqueued: its stream waits.
-inline void wait_for_work(c10d::Work& work, bool on_host, const std::function<bool()>& is_stopped) {
+inline void wait_for_work(c10d::Work& work, double timeout, bool on_host,
+                          const std::function<bool()>& is_stopped) {
   if (on_host) {
-    wait_for_work(work, is_stopped);
+    wait_for_work(work, timeout, is_stopped);
   } else {
     work.wait();
   }

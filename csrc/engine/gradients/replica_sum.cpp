@@ -10,7 +10,7 @@ namespace pd2 {
 
 ReplicaSum::ReplicaSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::int64_t bucket_bytes,
                        const std::vector<std::unique_ptr<GradAccumulator>>& gradients)
-    : group_(std::move(group)), gradients_(gradients) {
+    : group_(std::move(group)), timeout_(timeout_of(group_.get())), gradients_(gradients) {
   for (std::size_t dtype = 0; dtype < gradients.size(); ++dtype) {
     add_buckets(dtype, bucket_bytes);
   }
@@ -109,7 +109,7 @@ void ReplicaSum::settle(const std::function<bool()>& is_stopped) {
   }
   finish(under_way_, buffer_);
   for (const auto& work : std::exchange(under_way_.works, {})) {
-    wait_for_work(*work, !gradients_.front()->flat(buffer_).is_cuda(), is_stopped);
+    wait_for_work(*work, timeout_, !gradients_.front()->flat(buffer_).is_cuda(), is_stopped);
   }
   for (const auto& gradients : gradients_) {
     gradients->read_flags(buffer_);

@@ -40,6 +40,7 @@ class ReplicaSum {
   // Every replica calls it. Throws ChannelAborted when stopped.
   void settle(const std::function<bool()>& is_stopped);
 
+  double timeout() const { return timeout_; }  // of the group, in seconds
   void drop_connections() { group_.reset(); }
 
  private:
@@ -61,6 +62,7 @@ class ReplicaSum {
   c10::intrusive_ptr<c10d::Work> begin(const Bucket& bucket, std::size_t buffer) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const double timeout_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;
   std::vector<Bucket> buckets_;
   std::vector<std::vector<Times>> times_;  // by dtype and parameter; none without early buckets

@@ -150,7 +150,7 @@ void TiedSum::gather(std::vector<at::Tensor>& rows, const std::function<bool()>&
     gathered.front().push_back(at::empty_like(given.front()));
   }
   const auto work = group_->allgather(gathered, given);
-  wait_for_work(*work, !given.front().is_cuda(), is_stopped);
+  wait_for_work(*work, timeout_of(group_.get()), !given.front().is_cuda(), is_stopped);
   const std::int64_t size = here.front().numel();
   for (std::size_t copy = 0; copy < rows.size(); ++copy) {
     if (processes_[copy] != rank()) {

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "engine/this_thread.h"
+#include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
 
@@ -20,14 +21,15 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
     : fault_(std::move(fault)),
       group_(std::move(group)),
       shared_(std::move(shared)),
+      last_stage_(static_cast<int>(options.ranks.size()) / options.num_pipelines - 1),
+      replica_(options.replica),
+      num_replicas_(options.num_replicas),
       num_numbers_(options.num_numbers),
       published_(options.num_pipelines) {
   const std::vector<int>& ranks = options.ranks;
-  const int depth = static_cast<int>(ranks.size()) / options.num_pipelines;
   for (int pipeline = 0; pipeline < options.num_pipelines; ++pipeline) {
-    last_stages_.push_back(ranks[(pipeline + 1) * depth - 1]);
+    last_stages_.push_back(ranks[(pipeline + 1) * (last_stage_ + 1) - 1]);
   }
-  last_stage_ = stage_name(depth - 1, options.replica, options.num_replicas);
   std::set<int> readers(ranks.begin(), ranks.end());
   readers.erase(last_stages_.back());
   readers_.assign(readers.begin(), readers.end());
@@ -126,8 +128,8 @@ void LossBoard::send_losses() {
       }
       changed_.notify_all();
       send(sum, readers_);
-    } catch (const std::exception& error) {
-      fail(next->run, std::string("sending it failed: ") + error.what());
+    } catch (...) {
+      fail(next->run, "sending it failed");
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -149,9 +151,8 @@ void LossBoard::receive_losses() {
       if (!receive(value, sender)) {
         return;
       }
-    } catch (const std::exception& error) {
-      fail(next->run,
-           "receiving it from rank " + std::to_string(sender) + " failed: " + error.what());
+    } catch (...) {
+      fail(next->run, "receiving it from rank " + std::to_string(sender) + " failed");
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -174,13 +175,7 @@ void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {
     return;
   }
   std::vector<at::Tensor> tensors{numbers};
-  transfer([&] {
-    std::vector<Work> works;
-    for (int rank : ranks) {
-      works.push_back(group_->send(tensors, rank, kTag));
-    }
-    return works;
-  });
+  transfer(ranks, [&](int rank) { return group_->send(tensors, rank, kTag); });
 }
 
 bool LossBoard::receive(const at::Tensor& numbers, int rank) {
@@ -195,23 +190,27 @@ bool LossBoard::receive(const at::Tensor& numbers, int rank) {
     return true;
   }
   std::vector<at::Tensor> tensors{numbers};
-  transfer([&] { return std::vector<Work>{group_->recv(tensors, rank, kTag)}; });
+  transfer({rank}, [&](int sender) { return group_->recv(tensors, sender, kTag); });
   const std::lock_guard lock(mutex_);
   return !closed_;
 }
 
 template <typename Post>
-void LossBoard::transfer(Post post) {
+void LossBoard::transfer(const std::vector<int>& ranks, Post post) {
+  const double timeout = timeout_of(group_.get());
   std::vector<Work> works;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) {
       return;
     }
-    works = under_way_ = post();
+    for (const int rank : ranks) {
+      works.push_back(with_peer(timeout, rank, [&] { return post(rank); }));
+    }
+    under_way_ = works;
   }
-  for (const Work& work : works) {
-    work->wait();
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    with_peer(timeout, ranks[i], [&] { works[i]->wait(); });
   }
   const std::lock_guard lock(mutex_);
   under_way_.clear();
@@ -225,7 +224,14 @@ void LossBoard::fail(std::int64_t run, const std::string& what) {
       return;
     }
   }
-  fault_->raise(last_stage_ + ", batch " + std::to_string(run) + ", loss: " + what);
+  Failure failure = failure_of(std::current_exception(), fault_->rank());
+  failure.stage = last_stage_;
+  failure.replica = replica_;
+  failure.batch = run;
+  failure.action = "loss";
+  failure.text = detail::concat(stage_name(last_stage_, replica_, num_replicas_), ", batch ", run,
+                                ", loss: ", what, ": ", failure.cause);
+  fault_->raise(std::move(failure));
   changed_.notify_all();
 }
 

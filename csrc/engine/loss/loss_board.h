@@ -97,16 +97,19 @@ class LossBoard {
   void send(const at::Tensor& numbers, const std::vector<int>& ranks);
   // False if the board was closed meanwhile.
   bool receive(const at::Tensor& numbers, int rank);
-  // Posts transfers over the group and waits for them; close() can end the wait.
+  // Posts a transfer over the group with each of the ranks and waits for them; close() can end the
+  // wait.
   template <typename Post>
-  void transfer(Post post);
+  void transfer(const std::vector<int>& ranks, Post post);
+  // With the exception that is being handled; `what` failed.
   void fail(std::int64_t run, const std::string& what);
 
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<SharedBoard> shared_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
-  std::string last_stage_;
+  const int last_stage_;          // of the model
+  const int replica_, num_replicas_;
   const int num_numbers_;
   std::vector<int> readers_;  // the replica's other ranks
 

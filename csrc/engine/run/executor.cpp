@@ -168,7 +168,17 @@ void Executor::begin_thread() const {
 }
 
 void Executor::fail(const Doing& doing) {
-  fault_->raise(where(doing) + ": " + setup_.describe(std::current_exception()));
+  const Schedule& schedule = setup_.schedule;
+  Failure failure = setup_.describe(std::current_exception(), fault_->rank());
+  failure.text = where(doing) + ": " + failure.cause;
+  failure.stage = doing.stage % schedule.depth();
+  failure.replica = setup_.replica;
+  if (!doing.evaluating) {
+    failure.batch = doing.run;
+  }
+  failure.microbatch = schedule.number_in_batch(doing.stage, doing.microbatch);
+  failure.action = name_of(doing.kind);
+  fault_->raise(std::move(failure));
 }
 
 void Executor::loop() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/schedule/schedule.h"
+#include "engine/fault.h"
 #include "engine/loss/run_loss.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
@@ -39,8 +40,8 @@ struct ExecutorSetup {
   std::function<void(std::int64_t run, RunLoss loss, int pipeline)> on_loss;
   // Calls `loop` in the executor's thread, with what forwards need in a thread; null: nothing.
   std::function<void(const std::function<void()>& loop)> run_thread;
-  // The text of an exception that came out of a forward or a backward (it may be a Python one).
-  std::function<std::string(std::exception_ptr)> describe;
+  // failure_of() for exceptions that come out of a forward or a backward, also Python ones.
+  std::function<Failure(const std::exception_ptr& error, int here)> describe = failure_of;
 };
 
 // The workers of `setup.stages`, which this moves out of the setup.

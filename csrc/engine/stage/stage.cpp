@@ -1,6 +1,7 @@
 #include "engine/stage/stage.h"
 
 #include "core/check.h"
+#include "engine/channels/wait_for_work.h"
 #include "engine/weights/master_weights.h"
 
 #include <c10/core/ScalarType.h>
@@ -228,20 +229,19 @@ void Stage::hold_gradients(std::vector<HeldGradient>* where) {
   }
 }
 
-std::vector<c10::intrusive_ptr<c10d::Work>> Stage::start_reduction() {
-  if (replicas_) {
-    return std::exchange(update_.sum.works, {});
-  }
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+void Stage::reduce(const std::function<bool()>& is_stopped) {
+  auto works = std::exchange(update_.sum.works, {});
   for (std::size_t buffer = 0; buffer < gradients_.size() && copies_.sum; ++buffer) {
     gradients_[buffer]->fill_missing(update_.gradients);
     works.push_back(
         copies_.sum->add(copies_.copy, buffer, gradients_[buffer]->flat(update_.gradients)));
   }
-  return works;
-}
-
-void Stage::finish_reduction() {
+  // A thread of the host adds copies up, also those of a device.
+  const bool on_host = !on_cuda() || copies_.sum;
+  const double timeout = replicas_ ? replicas_->timeout() : timeout_of(nullptr);
+  for (const auto& work : works) {
+    wait_for_work(*work, timeout, on_host, is_stopped);
+  }
   if ((replicas_ && !update_.sum.is_settled) || copies_.sum) {
     for (auto& gradient : gradients_) {
       gradient->read_flags(update_.gradients);

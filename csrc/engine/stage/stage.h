@@ -124,13 +124,9 @@ class Stage {
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
   void scale_gradients(const at::Tensor& factor);  // [], on any device
-  // The sums over replicas, which have begun, or over copies, which this begins; empty without any.
-  // The gradients are the sums once all works have completed and finish_reduction() has been
-  // called.
-  std::vector<c10::intrusive_ptr<c10d::Work>> start_reduction();
-  void finish_reduction();
-  // Whether the host, not the device, has to wait for the works: a thread adds them up.
-  bool reduces_on_host() const { return !on_cuda() || copies_.sum != nullptr; }
+  // Makes the gradients the sums over replicas, which have begun, or over copies, which this
+  // begins; waits for them. Throws ChannelAborted when stopped.
+  void reduce(const std::function<bool()>& is_stopped);
   // After that: adds the gradients of the other stages that hold a parameter; waits for them.
   void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
   // Releases the connections to replicas and other stages, which ends their waiting for this one.

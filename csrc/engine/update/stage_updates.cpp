@@ -1,7 +1,6 @@
 #include "engine/update/stage_updates.h"
 
 #include "engine/channels/channel.h"
-#include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/scalar_tensor.h>
 
@@ -73,10 +72,7 @@ void StageUpdates::finish() {
 
 void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
   callbacks_.record(gradients.run, gradients.batch + 1, [&] {
-    for (const auto& work : stage_.start_reduction()) {
-      wait_for_work(*work, stage_.reduces_on_host(), callbacks_.is_stopped);
-    }
-    stage_.finish_reduction();
+    stage_.reduce(callbacks_.is_stopped);
     stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
     if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
       stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));

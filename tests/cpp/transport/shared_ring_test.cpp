@@ -1,5 +1,7 @@
 #include "transport/shared_ring.h"
 
+#include "transport/peer_error.h"
+
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -112,11 +114,11 @@ TEST_F(SharedRingTest, WaitingEndsAfterTheTimeout) {
   writer_ = SharedRing::create(kSlots, 200ms);
   reader_ = SharedRing::open(writer_->address(), 200ms);
   ASSERT_TRUE(reader_);
-  EXPECT_THROW(read(*reader_, 1), std::runtime_error);
+  EXPECT_THROW(read(*reader_, 1), PeerTimeout);
   for (std::uint32_t i = 0; i < kSlots; ++i) {
     ASSERT_TRUE(write(*writer_, "x"));
   }
-  EXPECT_THROW(write(*writer_, "x"), std::runtime_error);
+  EXPECT_THROW(write(*writer_, "x"), PeerTimeout);
 }
 
 TEST_F(SharedRingTest, AbortEndsWaitingOfBothEnds) {
@@ -163,7 +165,7 @@ TEST_F(SharedRingTest, AnEndedProcessIsNoticed) {
   for (std::uint32_t i = 0; i < kSlots; ++i) {
     ASSERT_TRUE(write(*writer_, "x"));
   }
-  EXPECT_THROW(write(*writer_, "x"), std::runtime_error);
+  EXPECT_THROW(write(*writer_, "x"), PeerLost);
   waitpid(child, nullptr, 0);
   close(ready[0]);
   close(ready[1]);
@@ -188,7 +190,7 @@ TEST_F(SharedRingTest, AWriterInAnotherProcessThatEndsIsNoticed) {
   ASSERT_TRUE(ring);
   kill(child, SIGKILL);
   EXPECT_EQ(read(*ring, 10), "last words");
-  EXPECT_THROW(read(*ring, 1), std::runtime_error);
+  EXPECT_THROW(read(*ring, 1), PeerLost);
   waitpid(child, nullptr, 0);
   close(addresses[0]);
   close(addresses[1]);

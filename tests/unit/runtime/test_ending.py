@@ -133,6 +133,22 @@ def that_failed() -> Any:
     return pipe
 
 
+def that_failed_while_nobody_looked() -> Any:
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        trainer.pipe  # the traceback's frame refers to the pipeline  # noqa: B018
+        raise ZeroDivisionError
+
+    class Trainer:
+        pipe: Any
+
+    trainer = Trainer()
+    trainer.pipe = build(failing)
+    trainer.pipe.train_step(X, target=Y)
+    while not trainer.pipe.session.control.fault.raised:
+        time.sleep(0.01)
+    return trainer.pipe
+
+
 @needs_proc
 @pytest.mark.parametrize(
     "make",
@@ -144,6 +160,7 @@ def that_failed() -> Any:
         known_to_its_loss_function,
         known_to_its_model,
         that_failed,
+        that_failed_while_nobody_looked,
     ],
     ids=lambda make: make.__name__,
 )
@@ -288,6 +305,7 @@ def test_the_interpreter_exits_silently(script: str) -> None:
             "pipe.train_step(X, target=Y[:, :3]); pipe.flush()",
             1,
             # Broadcasting [2, 4] and [2, 3] fails in the loss function.
+            "pipedream2bw.errors.StageError: stage 1, batch 0, microbatch 0, forward: "
             "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
             "non-singleton dimension 1",
         ),

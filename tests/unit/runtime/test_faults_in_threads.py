@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -84,32 +85,66 @@ def calls_of(pipe: pd2.PipelineModule) -> list[Callable[[], Any]]:
     ]
 
 
+def assert_data(error: pd2.errors.StageError, **data: Any) -> None:
+    """All attributes are these, and what was not named is that of one process and replica."""
+    want = {"rank": 0, "replica": 0} | data
+    assert {name: getattr(error, name) for name in pd2.errors.StageError.__annotations__} == want
+
+
+def shown(error: BaseException) -> str:
+    """What Python prints of an error."""
+    return "".join(traceback.format_exception(error))
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_error_in_a_forward_names_stage_microbatch_action_and_cause(
     schedule: str, stage: int
 ) -> None:
     pipe = build(failing_stages(3, stage, batch=2), schedule=schedule)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
-    text = str(raised.value)
-    assert f"stage {stage}, batch 2, microbatch 1, forward: " in text
-    assert "Traceback" in text
-    assert "in forward" in text
-    assert "raise self.error" in text
-    assert "ZeroDivisionError: on purpose" in text
+    cause = "ZeroDivisionError: on purpose"
+    assert str(raised.value) == f"stage {stage}, batch 2, microbatch 1, forward: {cause}"
+    assert_data(raised.value, stage=stage, batch=2, microbatch=1, action="forward", cause=cause)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert "in forward" in shown(raised.value)
+    assert "raise self.error" in shown(raised.value)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_error_in_a_backward_names_stage_microbatch_action_and_cause(stage: int) -> None:
     pipe = build(failing_stages(2, stage, batch=1, in_backward=True))
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
-    text = str(raised.value)
-    assert f"stage {stage}, batch 1, microbatch 1, backward: " in text
-    assert "Traceback" in text
-    assert "ZeroDivisionError: on purpose" in text
+    cause = "ZeroDivisionError: on purpose"
+    assert str(raised.value) == f"stage {stage}, batch 1, microbatch 1, backward: {cause}"
+    assert_data(raised.value, stage=stage, batch=1, microbatch=1, action="backward", cause=cause)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert "raise ctx.error" in shown(raised.value)
+
+
+def test_an_error_of_the_engines_own_names_the_action_and_has_a_traceback_if_torch_gives_one() -> (
+    None
+):
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradient: Any) -> Any:
+            return torch.zeros(7)
+
+    class WrongGradient(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Odd.apply(super().forward(x))  # type: ignore[no-any-return,no-untyped-call]
+
+    pipe = build([WrongGradient(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(pd2.errors.StageError, match="invalid gradient") as raised:
+        train(pipe)
+    assert (raised.value.stage, raised.value.action) == (0, "backward")
+    assert "invalid gradient" in (raised.value.cause or "")
 
 
 def test_a_target_of_the_wrong_shape_shows_the_loss_functions_error() -> None:
@@ -119,8 +154,9 @@ def test_a_target_of_the_wrong_shape_shows_the_loss_functions_error() -> None:
         return mse_loss(output, target)
 
     pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)], strict_loss)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(pd2.errors.StageError) as raised:
         float(pipe.train_step(X, target=torch.randn(6, 3)))
+    assert isinstance(raised.value.__cause__, ValueError)
     assert "stage 1, batch 0, microbatch 0, forward: " in str(raised.value)
     assert "ValueError: output [2, 4], target [2, 3]" in str(raised.value)
 
@@ -132,17 +168,72 @@ def test_an_error_of_an_optimizer_names_the_update() -> None:
 
     pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
     optimizer = pd2.PipelineOptimizer(Failing(pipe.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"(?s)stage \d, batch 0.*update: .*in step"):
+    with pytest.raises(pd2.errors.StageError, match=r"stage \d, batch 0.*update: ") as raised:
         for _ in range(3):
             pipe.train_step(X, target=Y)
             optimizer.step()
         pipe.flush()
+    assert_data(
+        raised.value,
+        stage=raised.value.stage,
+        batch=0,
+        microbatch=2,
+        action="update",
+        cause="ZeroDivisionError: in step",
+    )
+    assert raised.value.stage in (0, 1)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_an_error_in_an_evaluation_names_it() -> None:
     pipe = build([nn.Linear(4, 4), FailingAt(1, ZeroDivisionError("on purpose"))])
-    with pytest.raises(RuntimeError, match=r"stage 1, evaluation, microbatch 1, forward: "):
+    match = r"stage 1, evaluation, microbatch 1, forward: "
+    with pytest.raises(pd2.errors.StageError, match=match) as raised:
         pipe.eval()(X)
+    cause = "ZeroDivisionError: on purpose"
+    assert_data(raised.value, stage=1, batch=None, microbatch=1, action="forward", cause=cause)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "base"),
+    [
+        (torch.ones(2), pd2.errors.WrongLossError, ValueError),
+        (3.0, pd2.errors.WrongLossTypeError, TypeError),
+    ],
+)
+@pytest.mark.parametrize("where", ["loss_fn", "metrics"])
+def test_a_loss_that_is_no_number_is_a_wrong_loss_by_type(
+    returned: object, kind: type[pd2.errors.StageError], base: type[Exception], where: str
+) -> None:
+    returned = [] if where == "metrics" and kind.__name__.endswith("TypeError") else returned
+    metrics = {"it": lambda output, target: returned}
+    loss_fn = mse_loss if where == "metrics" else metrics["it"]
+    pipe = build(
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
+        loss_fn,
+        metrics=metrics if where == "metrics" else None,
+    )
+    for _ in range(2):
+        with pytest.raises(base, match="returned") as raised:
+            float(pipe.train_step(X, target=Y))
+        assert type(raised.value) is kind
+        assert_data(
+            raised.value,
+            stage=1,
+            batch=0,
+            microbatch=0,
+            action="forward",
+            cause=raised.value.cause,
+        )
+
+
+def test_texts_alone_make_no_type() -> None:
+    def look_alike(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("loss_fn returned shape [2] and dtype torch.float32")
+
+    with pytest.raises(pd2.errors.StageError) as raised:
+        float(build([nn.Linear(4, 4), nn.Linear(4, 4)], look_alike).train_step(X, target=Y))
+    assert type(raised.value) is pd2.errors.StageError
 
 
 def test_after_an_error_every_call_raises_the_first_cause() -> None:
@@ -151,8 +242,11 @@ def test_after_an_error_every_call_raises_the_first_cause() -> None:
     loss = pipe.train_step(X, target=Y)
     mine: list[Callable[[], Any]] = [loss.item, optimizer.step, optimizer.state_dict]
     for call in [*mine, *calls_of(pipe)]:
-        with pytest.raises(RuntimeError, match=r"stage 1, batch 0, microbatch 1, forward: "):
+        match = r"stage 1, batch 0, microbatch 1, forward: "
+        with pytest.raises(pd2.errors.StageError, match=match) as raised:
             call()
+        assert (raised.value.stage, raised.value.action) == (1, "forward")
+        assert "raise self.error" in shown(raised.value)
     pipe.close()  # ends nothing any more, and is no error
 
 

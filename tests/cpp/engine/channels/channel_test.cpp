@@ -199,10 +199,10 @@ class ProcessGroupChannelTest : public testing::TestWithParam<bool> {
       ASSERT_TRUE(reading);
     }
     auto mailbox = std::make_shared<Mailbox>();
-    sender_ = std::make_unique<ProcessGroupSender>(c10::make_intrusive<MailboxGroup>(0, mailbox), 1,
-                                                   at::kCPU, 4, writing);
+    sender_ = std::make_unique<ProcessGroupSender>(
+        Peer{c10::make_intrusive<MailboxGroup>(0, mailbox), 1, 1}, at::kCPU, 4, writing);
     receiver_ = std::make_unique<ProcessGroupReceiver>(
-        c10::make_intrusive<MailboxGroup>(1, mailbox), 0, at::kCPU, 2, reading);
+        Peer{c10::make_intrusive<MailboxGroup>(1, mailbox), 0, 0}, at::kCPU, 2, reading);
   }
 
   // Sends on another thread: a send may wait for its receive.

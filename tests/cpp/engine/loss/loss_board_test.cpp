@@ -110,7 +110,7 @@ TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
 
 TEST_F(LossBoardTest, AFailureEndsTheWait) {
   const auto slot = board.expect(0);
-  fault->raise("on purpose");
+  fault->raise({.text = "on purpose"});
   EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
   EXPECT_THROW(board.finish_for(milliseconds(10000)), PipelineError);
 }
@@ -119,7 +119,12 @@ TEST_F(LossBoardTest, AnUndefinedLossNamesStageAndBatch) {
   const auto slot = board.expect(5);
   board.publish(5, RunLoss{{1}, {at::Tensor()}});
   EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
-  EXPECT_EQ(fault->cause().find("stage 1, batch 5, loss: "), 0u) << fault->cause();
+  const Failure failure = fault->failure().value();
+  EXPECT_EQ(failure.text.find("stage 1, batch 5, loss: sending it failed: "), 0u) << failure.text;
+  EXPECT_EQ(failure.type, "StageError");
+  EXPECT_EQ(failure.stage, 1);
+  EXPECT_EQ(failure.batch, 5);
+  EXPECT_EQ(failure.action, "loss");
 }
 
 TEST_F(LossBoardTest, WhatWasPublishedOutlivesTheThread) {

@@ -69,13 +69,6 @@ class ScalarPipeline {
         const std::lock_guard lock(losses_mutex_);
         losses[run] += loss.sum().item<double>();
       };
-      setup.describe = [](std::exception_ptr error) -> std::string {
-        try {
-          std::rethrow_exception(error);
-        } catch (const std::exception& known) {
-          return known.what();
-        }
-      };
       executors.push_back(std::make_unique<Executor>(std::move(setup), fault_));
       executors.back()->record(true);
     }

@@ -1,0 +1,137 @@
+#include "bindings/fault.h"
+
+#include "bindings/bindings.h"
+#include "transport/peer_error.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+py::module_ errors() { return py::module_::import("pipedream2bw.errors"); }
+
+template <typename T>
+py::object value_or_none(const std::optional<T>& value) {
+  return value ? py::cast(*value) : py::none();
+}
+
+// As StageError of its type, with the traceback chained.
+py::object error_of(const Failure& failure) {
+  const py::object error = errors().attr(failure.type.c_str())(
+      failure.text, py::arg("rank") = value_or_none(failure.rank),
+      py::arg("stage") = value_or_none(failure.stage),
+      py::arg("replica") = value_or_none(failure.replica),
+      py::arg("batch") = value_or_none(failure.batch),
+      py::arg("microbatch") = value_or_none(failure.microbatch),
+      py::arg("action") = failure.action.empty() ? py::none() : py::object(py::str(failure.action)),
+      py::arg("cause") = failure.cause);
+  if (!failure.traceback.empty()) {
+    error.attr("__cause__") = errors().attr("RemoteTraceback")(failure.traceback);
+  }
+  return error;
+}
+
+Failure failure_from(const py::object& error) {
+  Failure failure;
+  failure.type = errors().attr("type_of")(error).cast<std::string>();
+  failure.text = py::str(error).cast<std::string>();
+  failure.traceback = errors().attr("traceback_of")(error).cast<std::string>();
+  failure.rank = error.attr("rank").cast<std::optional<int>>();
+  failure.stage = error.attr("stage").cast<std::optional<int>>();
+  failure.replica = error.attr("replica").cast<std::optional<int>>();
+  failure.batch = error.attr("batch").cast<std::optional<std::int64_t>>();
+  failure.microbatch = error.attr("microbatch").cast<std::optional<int>>();
+  failure.action = error.attr("action").cast<std::optional<std::string>>().value_or("");
+  failure.cause = error.attr("cause").cast<std::optional<std::string>>().value_or(failure.text);
+  return failure;
+}
+
+void describe_python(const py::error_already_set& error, Failure& failure, const KeepError& keep) {
+  const py::object value = error.value();
+  if (error.trace()) {  // which an exception out of C++ does not know itself
+    PyException_SetTraceback(value.ptr(), error.trace().ptr());
+  }
+  const py::module_ traceback = py::module_::import("traceback");
+  const auto text_of = [](const py::object& lines) {
+    return py::str("").attr("join")(lines).cast<std::string>();
+  };
+  const py::object cause = traceback.attr("format_exception_only")(value);
+  failure.cause = py::str(text_of(cause)).attr("strip")().cast<std::string>();
+  failure.traceback = text_of(traceback.attr("format_exception")(value));
+  if (py::isinstance(value, errors().attr("StageError"))) {
+    failure.type = errors().attr("type_of")(value).cast<std::string>();
+  }
+  failure.kept = keep(value);
+}
+
+void raise_peer_error(const char* type, const PeerError& error) {
+  const py::object kind = errors().attr(type);
+  PyErr_SetObject(kind.ptr(), kind(error.what(), py::arg("rank") = value_or_none(error.rank()),
+                                   py::arg("cause") = error.what())
+                                  .ptr());
+}
+
+void translate_failure(std::exception_ptr raised) {
+  try {
+    if (raised) {
+      std::rethrow_exception(raised);
+    }
+  } catch (const PipelineError& error) {
+    const py::object value = error_of(error.failure());
+    PyErr_SetObject(py::type::of(value).ptr(), value.ptr());
+  } catch (const PeerTimeout& error) {
+    raise_peer_error("PeerTimeout", error);
+  } catch (const PeerLost& error) {
+    raise_peer_error("PeerLost", error);
+  }
+}
+
+}  // namespace
+
+Failure describe_exception(const std::exception_ptr& error, int here, const KeepError& keep) {
+  const py::gil_scoped_acquire gil;
+  Failure failure;
+  failure.rank = here;
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& python) {
+    describe_python(python, failure, keep);
+  } catch (python_error& python) {  // a Python autograd function's, out of the autograd engine
+    python.restore();
+    describe_python(py::error_already_set(), failure, keep);
+  } catch (...) {
+    return failure_of(error, here);
+  }
+  return failure;
+}
+
+void bind_fault(py::module_& module) {
+  py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
+      .def(py::init<int>(), py::kw_only(), py::arg("rank") = 0)
+      .def(
+          "raise_",
+          [](Fault& self, const py::object& error) {
+            Failure failure = failure_from(error);
+            const py::gil_scoped_release no_gil;
+            self.raise(std::move(failure));
+          },
+          py::arg("error"))
+      .def_property_readonly("raised", &Fault::raised)
+      .def_property_readonly("error",
+                             [](const Fault& self) -> py::object {
+                               const auto failure = self.failure();
+                               return failure ? error_of(*failure) : py::none();
+                             })
+      .def_property_readonly("kept", [](const Fault& self) {
+        const auto failure = self.failure();
+        return failure ? failure->kept : -1;
+      });
+  py::register_local_exception_translator(&translate_failure);
+}
+
+}  // namespace pd2

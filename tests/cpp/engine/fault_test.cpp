@@ -1,0 +1,100 @@
+#include "engine/fault.h"
+
+#include "engine/with_peer.h"
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <exception>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace pd2 {
+namespace {
+
+constexpr double kForever = std::numeric_limits<double>::infinity();
+constexpr int kHere = 5;
+
+template <typename Throw>
+Failure failure_when(Throw throws) {
+  try {
+    throws();
+  } catch (...) {
+    return failure_of(std::current_exception(), kHere);
+  }
+  return {};
+}
+
+// What a transfer with rank 3 fails with, which takes `seconds`.
+Failure failed_transfer(double timeout, double seconds, std::optional<int> rank = 3) {
+  return failure_when([&] {
+    with_peer(timeout, rank, [&] {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      throw std::runtime_error("broken");
+    });
+  });
+}
+
+TEST(FailureOf, TellsThisProcessWhereNothingElseIsKnown) {
+  const Failure failure = failure_when([] { throw std::runtime_error("broken"); });
+  EXPECT_EQ(failure.type, "StageError");
+  EXPECT_EQ(failure.rank, kHere);
+  EXPECT_EQ(failure.cause, "broken");
+  EXPECT_EQ(failure.traceback, "");
+  EXPECT_EQ(failure_when([] { throw 7; }).cause, "unknown exception");
+}
+
+TEST(FailureOf, KeepsTheBacktraceOfTorchsErrorsOutOfTheCause) {
+  const Failure failure = failure_when([] { TORCH_CHECK(false, "no shape"); });
+  EXPECT_EQ(failure.cause, "no shape");
+  EXPECT_EQ(failure.traceback.find("no shape"), 0u);
+}
+
+TEST(WithPeer, ReturnsWhatTheTransferDoes) {
+  EXPECT_EQ(with_peer(kForever, 3, [] { return 7; }), 7);
+}
+
+TEST(WithPeer, TakesAFailureAfterTheTimeoutForATimeout) {
+  EXPECT_EQ(failed_transfer(0.05, 0.06).type, "PeerTimeout");
+  EXPECT_EQ(failed_transfer(60, 0).type, "PeerLost");
+  EXPECT_EQ(failed_transfer(kForever, 0).type, "PeerLost");
+}
+
+TEST(WithPeer, NamesThePeerIfItIsKnown) {
+  EXPECT_EQ(failed_transfer(60, 0).rank, 3);
+  EXPECT_EQ(failed_transfer(60, 0).cause, "rank 3: broken");
+  EXPECT_EQ(failed_transfer(60, 0, std::nullopt).rank, std::nullopt);
+  EXPECT_EQ(failed_transfer(60, 0, std::nullopt).cause, "broken");
+}
+
+TEST(WithPeer, KeepsTheTypeThatATransportTells) {
+  const auto type_of = [](auto error) {
+    return failure_when([&] { with_peer(kForever, 3, [&] { throw error; }); }).type;
+  };
+  EXPECT_EQ(type_of(PeerTimeout("silent")), "PeerTimeout");
+  EXPECT_EQ(type_of(PeerLost("gone")), "PeerLost");
+}
+
+TEST(FaultTest, KeepsTheFirstFailureAndThrowsItToAllThatWait) {
+  Fault fault(kHere);
+  EXPECT_FALSE(fault.failure());
+  fault.rethrow_if_raised();
+  fault.raise({.text = "first", .stage = 2, .microbatch = 1});
+  fault.raise({.text = "second"});
+  try {
+    fault.rethrow_if_raised();
+    FAIL();
+  } catch (const PipelineError& error) {
+    EXPECT_STREQ(error.what(), "first");
+    EXPECT_EQ(error.failure().stage, 2);
+    EXPECT_EQ(error.failure().microbatch, 1);
+    EXPECT_EQ(error.failure().batch, std::nullopt);
+  }
+}
+
+}  // namespace
+}  // namespace pd2
