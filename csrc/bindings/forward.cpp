@@ -13,8 +13,18 @@ namespace pd2 {
 namespace {
 
 // Named tuples, which are made and read in a fraction of the time of classes of pybind11: every
-// microbatch makes some. They live as long as the process.
+// microbatch makes some. The types live as long as the process.
 py::handle message_type, call_type;
+
+// type(*fields), but without calling the function in Python that this is.
+py::object make(py::handle type, const py::tuple& fields) {
+  PyObject* made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(type.ptr()),
+                                       py::make_tuple(fields).ptr(), nullptr);
+  if (made == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(made);
+}
 
 py::object named_tuple(py::module_& module, const char* name, const py::tuple& fields,
                        const py::tuple& defaults) {
@@ -28,7 +38,8 @@ py::object named_tuple(py::module_& module, const char* name, const py::tuple& f
 py::list to_python(std::vector<Message>& messages) {
   py::list list;
   for (Message& message : messages) {
-    list.append(message_type(py::bytes(message.structure), std::move(message.tensors)));
+    list.append(make(message_type,
+                     py::make_tuple(py::bytes(message.structure), std::move(message.tensors))));
   }
   return list;
 }
@@ -74,9 +85,9 @@ void bind_forward(py::module_& module) {
 Forward forward_in_python(py::function function) {
   return [held = shared_python(std::move(function))](ForwardCall call) {
     const py::gil_scoped_acquire gil;
-    const py::tuple result =
-        (*held)(call_type(call.run, call.microbatch, call.slot, to_python(call.inbound), call.again,
-                          call.loss_scale));
+    const py::tuple result = (*held)(
+        make(call_type, py::make_tuple(call.run, call.microbatch, call.slot,
+                                       to_python(call.inbound), call.again, call.loss_scale)));
     call.inbound.clear();  // while Python's lock is held, which freeing tensors may need
     return result_of(result);
   };

@@ -38,14 +38,12 @@ def check_metrics(metrics: object) -> dict[str, Metric]:
 @torch.no_grad()
 def measure(
     metrics: Mapping[str, Metric], output: Any, target: Any, share: float, device: torch.device
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Computes a microbatch's part of the batch's metrics; ``share`` is its share of the rows.
 
     Raises:
         WrongLossError, WrongLossTypeError: a metric is no number.
     """
-    if not metrics:
-        return None
     values = []
     for name, function in metrics.items():
         value: Any = function(output, target)

@@ -156,7 +156,9 @@ class StageRunner:
         if call.microbatch == len(inputs.sizes) - 1:
             del self._runs[call.run]
         weight = inputs.loss_weights[call.microbatch]
-        inputs.loss_weights[call.microbatch] = dataclasses.replace(weight, scale=call.loss_scale)
+        if call.loss_scale != weight.scale:
+            weight = dataclasses.replace(weight, scale=call.loss_scale)
+            inputs.loss_weights[call.microbatch] = weight
         return self._train(inputs, call)
 
     def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
@@ -195,10 +197,10 @@ class StageRunner:
         share = inputs.sizes[call.microbatch] / inputs.total_rows
         metrics = (
             measure(self._metrics, output, given.target, share, self._device)
-            if self._is_last
+            if self._is_last and self._metrics
             else None
         )
-        return _C.ForwardResult(outbound=messages, loss=loss, bytes_kept=kept, metrics=metrics)
+        return _C.ForwardResult(messages, loss, kept, metrics)
 
     @contextlib.contextmanager
     def _frozen_stay(self) -> Iterator[None]:
@@ -265,7 +267,7 @@ class StageRunner:
 def pack(values: list[Any]) -> _C.Message:
     """A message for values that are tensors or pytrees of tensors and constants."""
     if all(isinstance(value, torch.Tensor) for value in values):
-        return _C.Message(structure=b"", tensors=values)
+        return _C.Message(b"", values)
     tensors: list[torch.Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -275,7 +277,7 @@ def pack(values: list[Any]) -> _C.Message:
         return _IsTensor
 
     structure = pickle.dumps(pytree.tree_map(take, values))
-    return _C.Message(structure=structure, tensors=tensors)
+    return _C.Message(structure, tensors)
 
 
 def unpack(structure: bytes, tensors: Sequence[torch.Tensor]) -> list[Any]:
