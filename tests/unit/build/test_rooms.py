@@ -110,8 +110,31 @@ def code_lines(function: ast.FunctionDef) -> int:
     return 1 + body[-1].end_lineno - body[0].lineno if body else 0
 
 
+def cxx_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """The functions of a file, with their lines.
+
+    As clang-format sets them: a definition begins and ends in the first column, or in the third in
+    a class, and nothing between does.
+    """
+    begins = {0: 0, 2: 0}
+    for number, line in enumerate(path.read_text("utf-8").split("\n")):
+        indent = len(line) - len(line.lstrip())
+        if (
+            re.match(r"\s*(//|#|\}  //|(public|private|protected):|$)", line)
+            or indent not in begins
+        ):
+            continue
+        if line.strip() not in ("}", "};"):
+            begins[indent] = number
+        elif not (indent == 0 and line == "};"):  # which ends a type
+            yield f"{path.relative_to(ROOT)}:{begins[indent] + 1}", number - begins[indent] - 1
+
+
 def test_no_function_is_longer_than_one_can_read() -> None:
     sizes = {name: code_lines(node) for path in PYTHON for name, node in functions(path)}
+    in_cxx = [function for path in CXX for function in cxx_functions(path)]
+    assert len(in_cxx) > len(CXX)  # they were found
+    sizes.update(in_cxx)
     assert {name for name, size in sizes.items() if size > MOST_LINES_OF_A_FUNCTION} == set()
 
 
