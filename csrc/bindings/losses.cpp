@@ -28,8 +28,10 @@ void bind_losses(py::module_& module) {
            py::kw_only(), py::arg("fault"), py::arg("group"), py::arg("shared"), py::arg("ranks"),
            py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"),
            py::arg("num_numbers"))
-      .def("expect", &LossBoard::expect, py::arg("run"))
-      .def("done", &LossBoard::done, py::arg("slot"))
+      // Without Python's lock: the board posts its sends under its own, and a process group may
+      // need Python's for that, if only to free an earlier call's tensors.
+      .def("expect", &LossBoard::expect, py::arg("run"), py::call_guard<py::gil_scoped_release>())
+      .def("done", &LossBoard::done, py::arg("slot"), py::call_guard<py::gil_scoped_release>())
       .def(
           "wait",
           [](const LossBoard& self, const LossSlot& slot) {

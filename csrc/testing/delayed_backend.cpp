@@ -3,6 +3,8 @@
 #include "core/check.h"
 #include "engine/this_thread.h"
 
+#include <pybind11/pybind11.h>
+
 #include <utility>
 
 namespace pd2 {
@@ -136,6 +138,7 @@ DelayedBackend::WorkPtr DelayedBackend::recv(Tensors& tensors, int source, int t
 }
 
 DelayedBackend::WorkPtr DelayedBackend::later(std::function<WorkPtr()> begin) {
+  { const pybind11::gil_scoped_acquire needed; }  // as by a backend in Python
   c10::intrusive_ptr<Delayed> work;
   std::vector<c10::intrusive_ptr<Delayed>> begun;  // goes without the lock
   {

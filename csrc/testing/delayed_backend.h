@@ -18,7 +18,8 @@ namespace pd2 {
 
 // Begins every collective of a process group after a delay drawn evenly between two bounds, in the
 // order of the calls. Until then nothing reads the tensors, nothing is written to them and the work
-// is not completed. This exposes a tensor that is used too early or freed too soon.
+// is not completed. This exposes a tensor that is used too early or freed too soon, and, as every
+// call waits for Python's lock, who keeps that lock from a thread that makes one.
 class DelayedBackend : public c10d::Backend {
  public:
   using Seconds = std::chrono::duration<double>;
