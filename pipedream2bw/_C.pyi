@@ -5,42 +5,31 @@ Classes that are dataclasses here are C++ structs, with attributes and keywords 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from .errors import StageError
 
 class Schedule:
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_pipelines(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def total_microbatches(self) -> int: ...
-    @property
-    def delay(self) -> list[int]: ...
-    @property
-    def placement(self) -> list[int]: ...
-    @property
-    def num_versions(self) -> list[int]: ...
+    name: Final[str]
+    num_pipelines: Final[int]
+    depth: Final[int]
+    num_stages: Final[int]
+    num_microbatches: Final[int]
+    total_microbatches: Final[int]
+    delay: Final[list[int]]
+    placement: Final[list[int]]
+    num_versions: Final[list[int]]
     def number_in_batch(self, stage: int, microbatch: int) -> int: ...
     def validate(self) -> None: ...
     def to_csv(self) -> str: ...
-    @property
-    def has_late_forwards(self) -> bool: ...
+    has_late_forwards: Final[bool]
     def check_global_updates(self) -> None: ...
     def check_joint_updates(self, joint: Sequence[Sequence[int]], why: str) -> None: ...
     def max_in_flight(self, stage: int) -> int: ...
     def update_order(self, rank: int) -> list[int]: ...
-    @property
-    def most_batches_behind(self) -> int: ...
+    most_batches_behind: Final[int]
 
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, stages_per_rank: int = 1
@@ -91,42 +80,12 @@ class Value:
     trained_bytes: float = ...
     frozen_bytes: float = ...
 
-@dataclass(frozen=True, kw_only=True)
-class StageMemoryRule:
-    trained: float = ...
-    frozen: float = ...
-    activations: float = ...
-    inputs: float = ...
-    limit: float = ...
-    slowness: float = ...
-
-@dataclass(frozen=True, init=False)
-class StageSplit:
-    first_layers: list[int]
-    slowest: float
-
 def split_stages(
     layers: Sequence[LayerCost],
-    edges: Sequence[Edge],
-    stages: Sequence[StageMemoryRule],
-    *,
-    can_cut: Sequence[bool] = ...,
-    values: Sequence[Value] = ...,
-    seconds_per_byte: float = 0.0,
-    seconds_per_value: float = 0.0,
-    recompute: bool = False,
-) -> StageSplit | None: ...
-def smallest_memory_limit(
-    layers: Sequence[LayerCost],
-    edges: Sequence[Edge],
-    stages: Sequence[StageMemoryRule],
-    *,
-    can_cut: Sequence[bool] = ...,
-    values: Sequence[Value] = ...,
-    seconds_per_byte: float = 0.0,
-    seconds_per_value: float = 0.0,
-    recompute: bool = False,
-) -> float: ...
+    num_stages: int,
+    can_cut: Sequence[bool],
+    values: Sequence[Value],
+) -> list[int]: ...
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
@@ -264,20 +223,10 @@ class PlannedStage:
     first: int
     end: int
     devices: list[int]
-    forward: float
-    input_grad: float
-    weight_grad: float
-    recompute: float
+    costs: StageCosts
     message: float
-    update: float
-    all_reduce: float
-    weight_bytes: float
     frozen_bytes: float
-    gradient_bytes: float
-    state_bytes: float
     most_in_flight: int
-    activation_bytes: float
-    input_bytes: float
     peak_bytes: float
     memory_limit: float
     blocks: list[int]
@@ -294,6 +243,7 @@ class FoundPlan:
     batch: int
     recompute: str
     seconds_per_batch: float
+    rows_per_second: float
     bubble: float
     price_per_hour: float
     start_hour: float
@@ -341,12 +291,11 @@ class GroupOptions:
     ) -> None: ...
     def with_lr_divided(self, divisor: float) -> GroupOptions: ...
 
+@dataclass(frozen=True, kw_only=True)
 class ParameterSlice:
-    def __init__(self, *, offset: int, numel: int, group: int) -> None: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
+    offset: int
+    numel: int
+    group: int
 
 class FusedOptimizer:
     def __init__(
@@ -369,17 +318,13 @@ class CopySum:
 class TiedSum:
     def __init__(self, processes: Sequence[int], group: str) -> None: ...
 
+@dataclass(frozen=True, init=False)
 class StageBytes:
-    @property
-    def weights(self) -> int: ...
-    @property
-    def masters(self) -> int: ...
-    @property
-    def gradients(self) -> int: ...
-    @property
-    def optimizer_state(self) -> int: ...
-    @property
-    def padding(self) -> int: ...
+    weights: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    padding: int
 
 class Stage:
     def __init__(
@@ -406,16 +351,11 @@ class Stage:
     def slot_buffers(self, slot: int) -> list[torch.Tensor]: ...
     def tie(self, sum: TiedSum, copy: int, parameters: Sequence[int]) -> None: ...
     def attach(self, parameter: int, slot_parameter: torch.Tensor) -> None: ...
-    @property
-    def newest_version(self) -> int: ...
-    @property
-    def newest_slot(self) -> int: ...
-    @property
-    def num_versions(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def most_live_versions(self) -> int: ...
+    newest_version: Final[int]
+    newest_slot: Final[int]
+    num_versions: Final[int]
+    num_slots: Final[int]
+    most_live_versions: Final[int]
     def set_optimizers(self, groups_by_kind: Mapping[str, Sequence[int]]) -> None: ...
     def optimizer_state(self, name: str, parameter: int) -> torch.Tensor | None: ...
     def set_optimizer_state(self, name: str, parameter: int, value: torch.Tensor) -> None: ...
@@ -438,8 +378,7 @@ class LossScale:
         version: int,
     ) -> None: ...
     def of_version(self, version: int) -> float: ...
-    @property
-    def growth_tracker(self) -> int: ...
+    growth_tracker: Final[int]
     def set(self, version: int, scale: float, growth_tracker: int) -> None: ...
 
 class GradientNorm:
@@ -487,16 +426,14 @@ class SharedRing:
     def create(num_slots: int, timeout: float) -> SharedRing | None: ...
     @staticmethod
     def open(address: str, timeout: float) -> SharedRing | None: ...
-    @property
-    def address(self) -> str: ...
+    address: Final[str]
 
 class SharedBoard:
     @staticmethod
     def create(num_ranks: int, row_size: int, timeout: float) -> SharedBoard | None: ...
     @staticmethod
     def open(address: str, rank: int, timeout: float) -> SharedBoard | None: ...
-    @property
-    def address(self) -> str: ...
+    address: Final[str]
     def begin_exchange(self, row: Sequence[int]) -> None: ...
     def finish_exchange(self, timeout: float) -> list[int] | None: ...
     def leave(self) -> None: ...
@@ -528,12 +465,9 @@ class ProcessGroupReceiver(Receiver):
 class Fault:
     def __init__(self, *, rank: int = 0) -> None: ...
     def raise_(self, error: StageError) -> None: ...
-    @property
-    def raised(self) -> bool: ...
-    @property
-    def error(self) -> StageError | None: ...
-    @property
-    def kept(self) -> int: ...
+    raised: Final[bool]
+    error: Final[StageError | None]
+    kept: Final[int]
 
 class LossSlot: ...
 
@@ -591,35 +525,26 @@ class InboundEdge:
 class OutboundEdge:
     def __init__(self, *, consumer: int, values: Sender, gradients: Receiver) -> None: ...
 
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    def __init__(
-        self,
-        *,
-        id: int,
-        wiring: int,
-        layouts: Sequence[int],
-        rows: Sequence[int] = (),
-        batch: int = 0,
-        begins_batch: bool = True,
-        ends_batch: bool = True,
-        num_averaged: int = 1,
-    ) -> None: ...
+    id: int
+    wiring: int
+    layouts: Sequence[int]
+    rows: Sequence[int] = ...
+    batch: int = ...
+    begins_batch: bool = ...
+    ends_batch: bool = ...
+    num_averaged: int = ...
 
+@dataclass(frozen=True, init=False)
 class ExecutedAction:
-    @property
-    def stage(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def run(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
+    stage: int
+    kind: str
+    run: int
+    microbatch: int
+    version: int
+    start: float
+    end: float
 
 class Executor:
     def __init__(
@@ -660,8 +585,7 @@ class Executor:
         step: Callable[[int], None] | None,
     ) -> int: ...
     def wait(self, ticket: int) -> None: ...
-    @property
-    def last_ticket(self) -> int: ...
+    last_ticket: Final[int]
     def record(self, on: bool) -> None: ...
     def take_record(self) -> list[ExecutedAction]: ...
     def version_of_batch(self, stage: int, batch: int) -> int: ...

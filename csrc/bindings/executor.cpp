@@ -6,6 +6,7 @@
 #include "bindings/forward.h"
 #include "bindings/interruptible_wait.h"
 #include "bindings/lifetime.h"
+#include "bindings/structs.h"
 #include "engine/loss/loss_board.h"
 
 #include <cstdint>
@@ -44,17 +45,11 @@ void bind_structs(py::module_& module) {
            }),
            py::kw_only(), py::arg("consumer"), py::arg("values").none(false),
            py::arg("gradients").none(false));
-  py::class_<Run>(module, "Run")
-      .def(py::init([](std::int64_t id, int wiring, std::vector<LayoutId> layouts,
-                       std::vector<std::int64_t> rows, std::int64_t batch, bool begins_batch,
-                       bool ends_batch, int num_averaged) {
-             return Run{id,    wiring,       std::move(layouts), std::move(rows),
-                        batch, begins_batch, ends_batch,         num_averaged};
-           }),
-           py::kw_only(), py::arg("id"), py::arg("wiring"), py::arg("layouts"),
-           py::arg("rows") = std::vector<std::int64_t>(), py::arg("batch") = 0,
-           py::arg("begins_batch") = true, py::arg("ends_batch") = true,
-           py::arg("num_averaged") = 1);
+  bind_struct(module, "Run", std::pair("id", &Run::id), std::pair("wiring", &Run::wiring),
+              std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
+              std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
+              std::pair("ends_batch", &Run::ends_batch),
+              std::pair("num_averaged", &Run::num_averaged));
   py::class_<ExecutedAction>(module, "ExecutedAction")
       .def_readonly("stage", &ExecutedAction::stage)
       .def_property_readonly(

@@ -1,6 +1,6 @@
 // The fused optimizer and its hyper-parameters, as Python sees them.
-#include "bindings/bindings.h"
 #include "bindings/parse_optimizer.h"
+#include "bindings/structs.h"
 #include "core/check.h"
 #include "engine/weights/fused_optimizer.h"
 
@@ -63,13 +63,9 @@ OptimizerKind parse_optimizer(const std::string& kind) {
 
 void bind_optimizer(py::module_& module) {
   bind_group_options(module);
-  py::class_<ParameterSlice>(module, "ParameterSlice")
-      .def(py::init([](std::int64_t offset, std::int64_t numel, int group) {
-             return ParameterSlice{offset, numel, group};
-           }),
-           py::kw_only(), py::arg("offset"), py::arg("numel"), py::arg("group"))
-      .def_readonly("offset", &ParameterSlice::offset)
-      .def_readonly("numel", &ParameterSlice::numel);
+  bind_struct(module, "ParameterSlice", std::pair("offset", &ParameterSlice::offset),
+              std::pair("numel", &ParameterSlice::numel),
+              std::pair("group", &ParameterSlice::group));
   py::class_<FusedOptimizer>(module, "FusedOptimizer")
       .def(py::init([](const std::string& kind, std::vector<ParameterSlice> slices,
                        const at::Tensor& flat_example) {

@@ -89,33 +89,6 @@ void bind_options(py::module_& module) {
       std::pair("reserved", &PlanOptions::reserved));
 }
 
-void bind_planned_stage(py::class_<PlannedStage> stage) {
-  const auto define = [&](const char* name, double StageCosts::*cost) {
-    stage.def_property_readonly(name,
-                                [cost](const PlannedStage& self) { return self.costs.*cost; });
-  };
-  define("forward", &StageCosts::forward);
-  define("input_grad", &StageCosts::input_grad);
-  define("weight_grad", &StageCosts::weight_grad);
-  define("recompute", &StageCosts::recompute);
-  define("update", &StageCosts::update);
-  define("all_reduce", &StageCosts::all_reduce);
-  define("weight_bytes", &StageCosts::weight_bytes);
-  define("gradient_bytes", &StageCosts::gradient_bytes);
-  define("state_bytes", &StageCosts::state_bytes);
-  define("activation_bytes", &StageCosts::activation_bytes);
-  define("input_bytes", &StageCosts::input_bytes);
-  stage.def_readonly("first", &PlannedStage::first)
-      .def_readonly("end", &PlannedStage::end)
-      .def_readonly("devices", &PlannedStage::devices)
-      .def_readonly("message", &PlannedStage::message)
-      .def_readonly("frozen_bytes", &PlannedStage::frozen_bytes)
-      .def_readonly("most_in_flight", &PlannedStage::most_in_flight)
-      .def_readonly("peak_bytes", &PlannedStage::peak_bytes)
-      .def_readonly("memory_limit", &PlannedStage::memory_limit)
-      .def_readonly("blocks", &PlannedStage::blocks);
-}
-
 struct FoundPlan {
   Evaluation plan;
   double price_per_hour = 0;  // of its devices, now
@@ -128,6 +101,17 @@ struct BestPlans {
 };
 
 void bind_found(py::module_& module) {
+  py::class_<PlannedStage>(module, "PlannedStage")
+      .def_readonly("first", &PlannedStage::first)
+      .def_readonly("end", &PlannedStage::end)
+      .def_readonly("devices", &PlannedStage::devices)
+      .def_readonly("costs", &PlannedStage::costs)
+      .def_readonly("message", &PlannedStage::message)
+      .def_readonly("frozen_bytes", &PlannedStage::frozen_bytes)
+      .def_readonly("most_in_flight", &PlannedStage::most_in_flight)
+      .def_readonly("peak_bytes", &PlannedStage::peak_bytes)
+      .def_readonly("memory_limit", &PlannedStage::memory_limit)
+      .def_readonly("blocks", &PlannedStage::blocks);
   py::class_<FoundPlan> found(module, "FoundPlan");
   // Defines an attribute by a function of the plan.
   const auto define = [&](const char* name, auto value) {
@@ -144,6 +128,7 @@ void bind_found(py::module_& module) {
   define("batch", [](Plan plan) { return plan.candidate.batch(); });
   define("recompute", [](Plan plan) { return plan.candidate.recompute; });
   define("seconds_per_batch", [](Plan plan) { return plan.time.seconds; });
+  define("rows_per_second", [](Plan plan) { return plan.candidate.batch() / plan.time.seconds; });
   define("bubble", [](Plan plan) { return plan.time.bubble; });
   define("peak_bytes", [](Plan plan) { return plan.peak_bytes; });
   define("stages", [](Plan plan) { return plan.stages; });
@@ -177,7 +162,6 @@ void bind_plan(py::module_& module) {
   bind_model(module);
   bind_cluster(module);
   bind_options(module);
-  bind_planned_stage(py::class_<PlannedStage>(module, "PlannedStage"));
   bind_found(module);
   module.def("best_plans", &find_plans, py::arg("model"), py::arg("cluster"), py::arg("options"));
   module.def("planned_schedules", &planned_schedules);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank, stages_of_ranks
+from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
 from ..planning.units import format_bytes, format_seconds
 from .table import table
 
@@ -72,7 +72,7 @@ def _times(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     rows = []
-    for rank, stages in enumerate(stages_of_ranks(plan)):
+    for rank, stages in enumerate(plan.shape.stages_of_ranks):
         sums = list(bytes_of_rank(plan, stages).values())
         limit = limit_of_rank(plan, rank)
         rows.append(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..json_document import given_or_loaded
-from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank, stages_of_ranks
+from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
 from ..planning.stage_plan import StagePlan
 from ..planning.units import BYTE_UNITS
 from .canvas import Matplotlib, Picture, name_rows, time_unit
@@ -58,7 +58,7 @@ def draw_plan(
     """
     plan = given_or_loaded("plan", plan, Plan)
     matplotlib = Matplotlib.load("a plan")
-    ranks = stages_of_ranks(plan)
+    ranks = plan.shape.stages_of_ranks
     rows = max(plan.num_stages, len(ranks))
     per_row = max(min(_INCHES_PER_ROW, _ROOMY / rows), _LEAST_INCHES_PER_ROW)
     height = min(max(per_row * rows, 1.2), _MOST_INCHES)

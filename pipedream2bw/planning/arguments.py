@@ -10,46 +10,30 @@ from ..checks import check_number, check_whole_number
 from ..profiling.profile import Profile
 from .calibration import Calibration
 from .cluster import Cluster
-from .planned_shape import MOST_MICROBATCHES
 from .units import parse_bytes
 
-MOST_ROWS = MOST_MICROBATCHES
-"""The most of a batch."""
-
-
+_METHODS = {method.name: method for method in _C.schedule_methods()}
 _MOST_BATCHES = 10**15
-
-
-_WAYS = ("none", "stages", "blocks")
-
-
 _OBJECTIVES = ("throughput", "cost", "memory")
+_GIB = 2.0**30
 
 
-def check_batch(batch: object, largest_batch: object) -> None:
-    """Raises ValueError or TypeError unless both are numbers of rows within the limit."""
-    for name, rows in (("batch", batch), ("largest_batch", largest_batch)):
-        check_whole_number(name, rows, at_most=MOST_ROWS)
-
-
-def chosen_schedules(given: object) -> list[str]:
-    """Lists the schedules that are tried; one may be given by itself.
+def checked_names(name: str, given: object, known: Sequence[str]) -> list[str]:
+    """Lists the known names that are tried; one may be given by itself.
 
     Raises:
         TypeError: no names.
         ValueError: unknown ones, or none.
     """
-    return _names("schedules", given, _C.planned_schedules())
-
-
-def ways_to_recompute(given: object) -> list[str]:
-    """Lists the ways to recompute that are tried; one may be given by itself.
-
-    Raises:
-        TypeError: no names.
-        ValueError: unknown ones, or none.
-    """
-    return _names("recompute", given, _WAYS)
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}: {given!r} given, it must be names, of {', '.join(known)}")
+    if not names:
+        raise ValueError(f"{name}: none, give at least one of {', '.join(known)}")
+    for each in names:
+        if each not in known:
+            raise ValueError(f"{name}: {each!r}, known: {', '.join(known)}")
+    return list(names)
 
 
 def chunks_to_try(given: object, largest_batch: int) -> list[int]:
@@ -174,9 +158,6 @@ def check_grid(
     )
 
 
-_METHODS = {method.name: method for method in _C.schedule_methods()}
-
-
 def _has(
     method: _C.ScheduleMethod,
     stages_per_rank: Sequence[int],
@@ -194,21 +175,6 @@ def _has(
             num_stages % v == 0 and 2 <= num_stages // v <= most_ranks for v in stages_per_rank
         )
     return num_stages <= most_ranks
-
-
-def _names(name: str, given: object, known: Sequence[str]) -> list[str]:
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
-        raise TypeError(f"{name}: {given!r} given, it must be names, of {', '.join(known)}")
-    if not names:
-        raise ValueError(f"{name}: none, give at least one of {', '.join(known)}")
-    for each in names:
-        if each not in known:
-            raise ValueError(f"{name}: {each!r}, known: {', '.join(known)}")
-    return list(names)
-
-
-_GIB = 2.0**30
 
 
 def memory_of_types(

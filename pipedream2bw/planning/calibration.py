@@ -12,7 +12,7 @@ from ..checks import check_number
 from ..json_document import given_or_loaded, read_json, write_json
 from ..profiling.profile import Profile
 from ..runtime.stage_memory import StageMemory
-from .plan import Plan, bytes_of_rank, stages_of_ranks
+from .plan import Plan, bytes_of_rank
 
 FORMAT = "pipedream2bw.calibration"
 
@@ -115,7 +115,7 @@ def calibrate(
             "bytes"
         )
     predicted = _predicted(plan)
-    ranks = stages_of_ranks(plan)
+    ranks = plan.shape.stages_of_ranks
     known = {stage for stages in ranks for stage in stages}
     for stage in measured:
         if stage not in known:
@@ -172,5 +172,5 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _predicted(plan: Plan) -> list[tuple[float, float]]:
     """Returns by rank of a replica the bytes that are known exactly, and the activations."""
-    kinds = [bytes_of_rank(plan, stages) for stages in stages_of_ranks(plan)]
+    kinds = [bytes_of_rank(plan, stages) for stages in plan.shape.stages_of_ranks]
     return [(sum(each.values()) - each["activations"], each["activations"]) for each in kinds]

@@ -9,54 +9,31 @@ import re
 import sys
 from collections.abc import Sequence
 
-from .._C import PlannedShape
-from ..checks import check_number
+from .. import _C
+from ..checks import check_number, check_whole_number
 from ..json_document import read_json, write_json
-from .planned_shape import check_sizes, shape_of
 from .stage_plan import StagePlan, held_again, held_always, held_in_flight
 
 FORMAT = "pipedream2bw.plan"
-
-
 VERSION = 1
 
+MOST_ALTERNATIVES = 5
+MOST_MICROBATCHES = 10**8
+"""The most of a batch: a schedule has some actions for each of them on every stage."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A plan that came after the best one.
-
-    Attributes:
-        schedule, width, num_stages, stages_per_rank, microbatch_rows, num_microbatches: as in
-            :class:`Plan`.
-        recompute: "none", "stages" or "blocks".
-        seconds_per_batch, rows_per_second, price_per_hour, peak_bytes: as in :class:`Plan`.
-        lost_by: a sentence.
-    """
-
-    schedule: str
-    width: int
-    num_stages: int
-    stages_per_rank: int
-    microbatch_rows: int
-    num_microbatches: int
-    recompute: str
-    seconds_per_batch: float
-    rows_per_second: float
-    price_per_hour: float
-    peak_bytes: float
-    lost_by: str
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        _check_numbers(self)
-        if self.recompute not in ("none", "stages", "blocks"):
-            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
-        check_number("peak_bytes", self.peak_bytes, at_least=0, below=math.inf)
+_MOST = {
+    "width": 2**31 - 1,
+    "num_stages": 10**6,
+    "stages_per_rank": 10**6,
+    "microbatch_rows": 2**31 - 1,
+    "num_microbatches": MOST_MICROBATCHES,
+}
+_ROUNDING = 1e-6  # of sums that a file keeps beside their parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a model is to be trained on given devices, and what that will take; see ``plan()``.
+class PlanOutline:
+    """What plans and alternatives say: their sizes, and what they take.
 
     Attributes:
         schedule: its name.
@@ -65,19 +42,10 @@ class Plan:
         stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
         microbatch_rows: b.
         num_microbatches: m, of one replica's batch.
-        batch: rows of all replicas, ``width * microbatch_rows * num_microbatches``.
-        stages: one for each stage.
         seconds_per_batch: predicted, in the steady state.
         rows_per_second: of all replicas.
-        bubble: share of that time in which the busiest rank does nothing, 0 to 1.
         price_per_hour: of all devices that are used, now.
-        start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
-            to wait for low prices.
-        total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
         peak_bytes: of the device that holds the most.
-        bound_by: what keeps it from being faster; a sentence.
-        alternatives: the next best plans, at most five.
-        profile_fingerprint: of the profiled model.
     """
 
     schedule: str
@@ -86,28 +54,91 @@ class Plan:
     stages_per_rank: int
     microbatch_rows: int
     num_microbatches: int
-    batch: int
-    stages: tuple[StagePlan, ...]
     seconds_per_batch: float
     rows_per_second: float
-    bubble: float
     price_per_hour: float
+    peak_bytes: float
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            check_whole_number(name, getattr(self, name), at_most=most)
+        if self.stages_per_rank * self.num_microbatches >= 2**31:
+            raise ValueError(
+                f"stages_per_rank: {self.stages_per_rank}, num_microbatches: "
+                f"{self.num_microbatches}: their product must be below {2**31}"
+            )
+        assert self.shape  # raises ValueError where the schedule has no such sizes
+        for name in ("seconds_per_batch", "rows_per_second"):
+            check_number(name, getattr(self, name), below=math.inf)
+        for name in ("price_per_hour", "peak_bytes"):
+            check_number(name, getattr(self, name), at_least=0, below=math.inf)
+
+    @property
+    def shape(self) -> _C.PlannedShape:
+        """What the schedule has on its stages and ranks; it is not made, since it may be long.
+
+        Raises:
+            ValueError: the planner does not know the schedule, or the schedule has no such sizes.
+        """
+        known = _C.planned_schedules()
+        if self.schedule not in known:
+            raise ValueError(f'schedule: "{self.schedule}", plans have one of {", ".join(known)}')
+        return _C.planned_shape(
+            self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative(PlanOutline):
+    """A plan that came after the best one.
+
+    Attributes:
+        recompute: "none", "stages" or "blocks".
+        lost_by: a sentence.
+    """
+
+    recompute: str
+    lost_by: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recompute not in ("none", "stages", "blocks"):
+            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(PlanOutline):
+    """How a model is to be trained on given devices, and what that will take; see ``plan()``.
+
+    Attributes:
+        batch: rows of all replicas, ``width * microbatch_rows * num_microbatches``.
+        stages: one for each stage.
+        bubble: share of the time in which the busiest rank does nothing, 0 to 1.
+        start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
+            to wait for low prices.
+        total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
+        bound_by: what keeps it from being faster; a sentence.
+        alternatives: the next best plans, at most five.
+        profile_fingerprint: of the profiled model.
+    """
+
+    batch: int
+    stages: tuple[StagePlan, ...]
+    bubble: float
     start_hour: float
     total_price: float
-    peak_bytes: float
     bound_by: str
     alternatives: tuple[Alternative, ...]
     profile_fingerprint: str
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        super().__post_init__()
         rows = self.width * self.microbatch_rows * self.num_microbatches
         if self.batch != rows:
             raise ValueError(
                 f"batch: {self.batch}, width * microbatch_rows * num_microbatches: {rows}: they "
                 "must be equal"
             )
-        shape = _check_numbers(self)
         predicted = self.batch / self.seconds_per_batch
         if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
             raise ValueError(
@@ -116,9 +147,9 @@ class Plan:
             )
         if not 0 <= self.bubble <= 1:
             raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
-        for name in ("start_hour", "total_price", "peak_bytes"):
+        for name in ("start_hour", "total_price"):
             check_number(name, getattr(self, name), at_least=0, below=math.inf)
-        check_plan(self, shape)
+        _check_parts(self)
 
     @property
     def num_devices(self) -> int:
@@ -159,22 +190,7 @@ class Plan:
         return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
-def _check_numbers(checked: Plan | Alternative) -> PlannedShape:
-    """Checks times and prices; returns the schedule's shape."""
-    shape = shape_of(checked)
-    check_number("seconds_per_batch", checked.seconds_per_batch, below=math.inf)
-    check_number("rows_per_second", checked.rows_per_second, below=math.inf)
-    check_number("price_per_hour", checked.price_per_hour, at_least=0, below=math.inf)
-    return shape
-
-
-MOST_ALTERNATIVES = 5
-
-
-_ROUNDING = 1e-6  # of sums that a file keeps beside their parts
-
-
-def check_plan(plan: Plan, shape: PlannedShape) -> None:
+def _check_parts(plan: Plan) -> None:
     """Raises ValueError that names a field, its value and what it must agree with."""
     if re.fullmatch("[0-9a-f]{64}", plan.profile_fingerprint) is None:
         raise ValueError(
@@ -187,6 +203,7 @@ def check_plan(plan: Plan, shape: PlannedShape) -> None:
     if len(plan.stages) != plan.num_stages:
         raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
     _check_layers(plan)
+    shape = plan.shape
     _check_devices(plan, len(shape.stages_of_ranks))
     counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
     for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
@@ -279,7 +296,7 @@ def _check_stage(
         )
 
 
-def _check_peaks(plan: Plan, shape: PlannedShape) -> None:
+def _check_peaks(plan: Plan, shape: _C.PlannedShape) -> None:
     most = 0.0
     for rank, stages in enumerate(shape.stages_of_ranks):
         size = sum(bytes_of_rank(plan, stages).values())
@@ -319,11 +336,6 @@ def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
         sum(map(held_in_flight, held)) + max(map(held_again, held)),
     )
     return dict(zip(MEMORY_KINDS, values, strict=True))
-
-
-def stages_of_ranks(plan: Plan) -> list[list[int]]:
-    """Returns the stages that each rank of a replica holds; see :func:`shape_of`."""
-    return shape_of(plan).stages_of_ranks
 
 
 def limit_of_rank(plan: Plan, rank: int) -> float:

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .. import _C
+from ..checks import check_whole_number
 from ..errors import DoesNotFit
 from ..json_document import given_or_loaded
 from ..profiling.profile import Profile
 from .arguments import (
-    check_batch,
     check_grid,
     check_objective,
     check_precision,
     check_update_time,
-    chosen_schedules,
+    checked_names,
     chunks_to_try,
     memory_of_types,
     own_memories,
-    ways_to_recompute,
 )
 from .calibration import Calibration
 from .cluster import Cluster, DeviceType, as_cluster
-from .plan import Alternative, Plan
+from .plan import MOST_MICROBATCHES, Alternative, Plan
 from .stage_plan import StagePlan
 from .units import parse_bytes
-
-_SHAPE = ("width", "num_stages", "stages_per_rank", "microbatch_rows", "num_microbatches")
-
-
-_SHARED = ("schedule", *_SHAPE, "seconds_per_batch", "price_per_hour", "peak_bytes")
-
 
 SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
 """The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
@@ -108,9 +103,11 @@ def plan(
         calibration = given_or_loaded("calibration", calibration, Calibration)
     bytes_per_device = parse_bytes("memory", memory)
     largest = batch if largest_batch is None else largest_batch
-    check_batch(batch, largest)
-    names, chunks = chosen_schedules(schedules), chunks_to_try(stages_per_rank, largest)
-    ways = ways_to_recompute(recompute)
+    for name, rows in (("batch", batch), ("largest_batch", largest)):
+        check_whole_number(name, rows, at_most=MOST_MICROBATCHES)
+    names = checked_names("schedules", schedules, _C.planned_schedules())
+    chunks = chunks_to_try(stages_per_rank, largest)
+    ways = checked_names("recompute", recompute, ("none", "stages", "blocks"))
     check_objective(objective, slack, num_batches, start_within)
     if calibration is not None:
         profile = calibration.applied_to(profile)
@@ -159,26 +156,24 @@ def plan(
         raise DoesNotFit(f"{error}{own}", limit=error.limit) from None
     best, *others = found.plans
     alternatives = [
-        Alternative(
-            **{name: getattr(other, name) for name in _SHARED},
-            recompute=other.recompute,
-            rows_per_second=other.batch / other.seconds_per_batch,
-            lost_by=why,
-        )
+        Alternative(**_fields(Alternative, other), lost_by=why)
         for other, why in zip(others, found.lost_by, strict=True)
     ]
+    stages = tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages)
     return Plan(
-        **{name: getattr(best, name) for name in _SHARED},
-        batch=best.batch,
-        stages=tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages),
-        rows_per_second=best.batch / best.seconds_per_batch,
-        bubble=best.bubble,
-        start_hour=best.start_hour,
-        total_price=best.total_price,
+        **{**_fields(Plan, best), "stages": stages},
         bound_by=found.bound_by,
         alternatives=tuple(alternatives),
         profile_fingerprint=profile.fingerprint,
     )
+
+
+def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:
+    """The fields of a dataclass that the engine's structs have under the same names."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {
+        name: getattr(struct, name) for struct in found for name in names if hasattr(struct, name)
+    }
 
 
 def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -312,25 +307,13 @@ def _stage_plan(
     if found.recompute == "blocks":
         recomputed = tuple(names[block] for block in stage.blocks)
     return StagePlan(
+        **{
+            **_fields(StagePlan, stage, stage.costs),
+            "devices": tuple(stage.devices),
+            "memory_limit": min(stage.memory_limit, sys.float_info.max),
+        },
         begins_at=profile.layers[stage.first].name if stage.first else "",
         layers=(stage.first, stage.end),
-        devices=tuple(stage.devices),
-        forward=stage.forward,
-        input_grad=stage.input_grad,
-        weight_grad=stage.weight_grad,
-        recompute=stage.recompute,
-        message=stage.message,
-        update=stage.update,
-        all_reduce=stage.all_reduce,
         num_versions=found.num_versions,
-        weight_bytes=stage.weight_bytes,
-        frozen_bytes=stage.frozen_bytes,
-        gradient_bytes=stage.gradient_bytes,
-        state_bytes=stage.state_bytes,
-        most_in_flight=stage.most_in_flight,
-        activation_bytes=stage.activation_bytes,
-        input_bytes=stage.input_bytes,
-        peak_bytes=stage.peak_bytes,
-        memory_limit=min(stage.memory_limit, sys.float_info.max),
         recomputed=recomputed,
     )

@@ -154,12 +154,7 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
         _C.LayerCost(forward=layer.forward_cost, input_grad=layer.backward_cost)
         for layer in captured.layers
     ]
-    without_limit = [_C.StageMemoryRule() for _ in range(num_stages)]
-    split = _C.split_stages(
-        layers, [], without_limit, can_cut=can_cut, values=crossing_values(captured)
-    )
-    assert split is not None
-    return split.first_layers
+    return _C.split_stages(layers, num_stages, can_cut, crossing_values(captured))
 
 
 def _cut_costs(captured: Captured) -> list[float]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from pipedream2bw import _C
 from pipedream2bw.planning.plan import Plan, bytes_of_rank
-from pipedream2bw.planning.planned_shape import shape_of
 from pipedream2bw.planning.stage_plan import StagePlan, held_always, held_in_flight
 
 
@@ -58,13 +58,8 @@ def plan_of(
 ) -> Plan:
     """With what follows from the schedule: versions, microbatches in flight and peaks."""
     m = len(stages) if num_microbatches is None else num_microbatches
-    sizes = SimpleNamespace(
-        schedule=changes.get("schedule", "2bw"),
-        num_stages=len(stages),
-        num_microbatches=m,
-        stages_per_rank=changes.get("stages_per_rank", 1),
-    )
-    shape = shape_of(sizes)
+    schedule, v = changes.get("schedule", "2bw"), changes.get("stages_per_rank", 1)
+    shape = _C.planned_shape(schedule, len(stages), m, v)
     stages = [
         with_peak(
             dataclasses.replace(
@@ -77,7 +72,10 @@ def plan_of(
     held: Any = SimpleNamespace(stages=stages, num_stages=len(stages))
     ranks = shape.stages_of_ranks
     fields: dict[str, Any] = {
-        **vars(sizes),
+        "schedule": schedule,
+        "num_stages": len(stages),
+        "num_microbatches": m,
+        "stages_per_rank": v,
         "width": 1,
         "microbatch_rows": 2,
         "stages": tuple(stages),

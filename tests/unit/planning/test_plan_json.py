@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedream2bw as pd2
-from pipedream2bw._C import planned_schedules
-from pipedream2bw.planning.planned_shape import shape_of
+from pipedream2bw._C import planned_schedules, planned_shape
 from tests.samples.plans import plan_of, stage_plan
 from tests.unit.planning.test_planner import made_plan, made_profile
 
@@ -195,16 +194,13 @@ def test_a_shape_is_what_the_schedule_does(
 ) -> None:
     v = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
     d = ranks * v
-    plan: Any = type("Sizes", (), {})()
-    plan.schedule, plan.num_stages, plan.stages_per_rank = schedule, d, v
-    plan.num_microbatches = num_microbatches
     try:
         made = pd2.make_schedule(schedule, d, num_microbatches, v)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            shape_of(plan)
+            planned_shape(schedule, d, num_microbatches, v)
         return
-    shape = shape_of(plan)
+    shape = planned_shape(schedule, d, num_microbatches, v)
     assert shape.num_versions == (2 if schedule.startswith("2bw") else 1)
     assert shape.most_in_flight == [made.max_in_flight(stage) for stage in range(d)]
     placed = [
