@@ -19,7 +19,7 @@ from ..model.precision import Precision
 from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..profiling.links import with_links
-from ..profiling.prepared import layer_names
+from ..profiling.prepared import Subject, layer_names
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile_together
 from ..ranks.agreement import ControlPlane
@@ -188,13 +188,15 @@ def _profile(
         found = _saved(
             profile_together(
                 control,
-                wanted.root,
-                loss_fn,
-                example_args=args,
-                example_kwargs=kwargs,
-                target=options.example_target,
-                microbatch_rows=_sizes(wanted),
-                replicated=options.replicated,
+                Subject(
+                    model=wanted.root,
+                    loss_fn=loss_fn,
+                    example_args=args,
+                    example_kwargs=kwargs,
+                    target=options.example_target,
+                    microbatch_rows=_sizes(wanted),
+                    replicated=options.replicated,
+                ),
                 parallel=wanted.num_devices if shares_cores else 1,
             ),
             path,

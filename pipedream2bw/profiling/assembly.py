@@ -1,23 +1,17 @@
-"""Puts profiles together from what was measured or worked out."""
+"""Costs of layers from what was measured or worked out of groups and graphs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from ..capture.captured import edges_between
-from ..model.fingerprint import describe_parameters
 from .group_timing import GroupTimes, Measured
-from .layer_groups import Group, crossing_bytes
-from .links import typical_message
+from .layer_groups import Group
 from .loss_graph import LossGraph
-from .prepared import Prepared
-from .profile import Profile
-from .records import Edge, Kept, MicrobatchProfile, ProfiledDevice, ProfiledLinks
+from .records import Edge, Kept, MicrobatchProfile
 
 
 def median_of(found: Sequence[Measured]) -> Measured:
@@ -124,36 +118,3 @@ def _edges(graph: LossGraph) -> tuple[Edge, ...]:
         if index_of.get(value, last) < last
     ]
     return tuple(dict.fromkeys([*edges_between(nodes, sizes), *outputs]))
-
-
-def message_bytes(prepared: Prepared) -> int:
-    """Bytes of a typical message between two stages: the median over the possible cuts."""
-    crossing = crossing_bytes(prepared.graphs[-1].captured)
-    return typical_message([crossing[group.first] for group in prepared.groups[1:]])
-
-
-def profile_of(
-    prepared: Prepared,
-    device: ProfiledDevice,
-    microbatches: Sequence[MicrobatchProfile],
-    *,
-    seconds_per_update_byte: Mapping[str, float],
-    seconds_per_action: float = 0.0,
-    links: ProfiledLinks | None = None,
-    all_reduce: tuple[tuple[int, int, float], ...] = (),
-) -> Profile:
-    """The profile of a model from the costs of its microbatches, its device and links."""
-    return Profile(
-        model_name=type(prepared.root).__name__,
-        parameters=describe_parameters(prepared.root),
-        device=device,
-        torch_version=torch.__version__,
-        loss=prepared.loss,
-        layers=prepared.layers,
-        shared_parameters=prepared.shared_parameters,
-        microbatches=tuple(microbatches),
-        seconds_per_update_byte=dict(seconds_per_update_byte),
-        seconds_per_action=seconds_per_action,
-        links=links,
-        all_reduce=all_reduce,
-    )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import torch
 from torch import nn
 
@@ -19,23 +16,16 @@ from ..runtime.session import Session
 from ..runtime.stage_options import StageOptions
 from ..schedules.load import make_schedule
 from ..stages.modes import Modes
+from .timing import median_seconds
 
 # Larger than caches are, with Adam's state 80 MB.
 _ELEMENTS = 4 * 2**20
-
-
-_PASSES = 5
-
-
 _TIMEOUT = 60.0  # seconds
-
-
 _OPTIMIZERS = {
     "sgd": ("sgd", _C.GroupOptions()),
     "momentum": ("sgd", _C.GroupOptions(momentum=0.9)),
     "adamw": ("adam", _C.GroupOptions(weight_decay=0.01, decoupled_weight_decay=True)),
 }
-
 
 # Bytes that a step reads and writes for each byte of float32 weights.
 TRAFFIC = {"sgd": 3, "momentum": 5, "adamw": 7}
@@ -47,15 +37,12 @@ def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
     They are called as a stage calls them, on a buffer of 16 MiB.
     """
     weights, gradient, written = (torch.ones(_ELEMENTS, device=device) for _ in range(3))
-    found = {}
-    for name, (kind, options) in _OPTIMIZERS.items():
-        fused = _C.FusedOptimizer(
-            kind, [_C.ParameterSlice(offset=0, numel=_ELEMENTS, group=0)], weights
-        )
-        times = []
-        for _ in range(1 + _PASSES):
-            _finish(device)
-            start = time.perf_counter()
+
+    def seconds_of(kind: str, options: _C.GroupOptions) -> float:
+        whole = _C.ParameterSlice(offset=0, numel=_ELEMENTS, group=0)
+        fused = _C.FusedOptimizer(kind, [whole], weights)
+
+        def step() -> None:
             fused.step(
                 w=weights,
                 gradient=gradient,
@@ -63,10 +50,10 @@ def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
                 groups=[options],
                 has_gradient=[True],
             )
-            _finish(device)
-            times.append(time.perf_counter() - start)
-        found[name] = statistics.median(times[1:]) / weights.nbytes
-    return found
+
+        return median_seconds(step, device, times=5, warmup=1)
+
+    return {name: seconds_of(*made) / weights.nbytes for name, made in _OPTIMIZERS.items()}
 
 
 def seconds_per_action(device: torch.device) -> float:
@@ -76,7 +63,14 @@ def seconds_per_action(device: torch.device) -> float:
     number of its microbatches, less that work's time.
     """
     few, many = (_train_step_seconds(count, device) for count in (8, 72))
-    return max(0.0, ((many - few) / 64 - _work_seconds(device)) / 2)
+    layer, row = nn.Linear(1, 1).to(device), torch.zeros(1, 1, device=device)
+    work = median_seconds(
+        lambda: torch.autograd.backward(nn.functional.mse_loss(layer(row), row)),
+        device,
+        times=40,
+        warmup=10,
+    )
+    return max(0.0, ((many - few) / 64 - work) / 2)
 
 
 def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
@@ -84,22 +78,19 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
     session = _session(num_microbatches, rows)
     for stage in session.stages:
         stage.weights.engine.set_optimizers({"sgd": [0, 0]})
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
+
+    def train_step() -> None:
         session.train_step(Call((rows,), {}, rows), is_train=True)
-        with session.update() as train_step:
+        with session.update() as run:
             for stage in session.stages:
                 stage.executor.submit_update(
-                    stage=stage.index,
-                    run=train_step,
-                    groups=[_C.GroupOptions(lr=0.0)],
-                    step=None,
+                    stage=stage.index, run=run, groups=[_C.GroupOptions(lr=0.0)], step=None
                 )
         session.drain()
-        times.append(time.perf_counter() - start)
+
+    seconds = median_seconds(train_step, device, times=8, warmup=2)
     session.close()
-    return statistics.median(times[2:])
+    return seconds
 
 
 def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
@@ -135,20 +126,3 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
         ),
     )
     return Session(model=layer, modes=modes, stages=stages, accumulation=Accumulation())
-
-
-def _work_seconds(device: torch.device) -> float:
-    layer, row = nn.Linear(1, 1).to(device), torch.zeros(1, 1, device=device)
-    times = []
-    for _ in range(50):
-        _finish(device)
-        start = time.perf_counter()
-        torch.autograd.backward(nn.functional.mse_loss(layer(row), row))
-        _finish(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[10:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -21,6 +21,7 @@ from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
 from .loss_graph import LossGraph
+from .timing import time_on
 
 _WARMUP_ROUNDS = 2
 _FEWEST_ROUNDS = 5
@@ -171,18 +172,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [item for item in pytree.tree_leaves(values) if isinstance(item, torch.Tensor)]
 
 
-class _Clock:
-    """Reads the time once the device has done all its work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def __call__(self) -> float:
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
 def _rounds(
     timed: Sequence[_Timed],
     root: nn.Module,
@@ -191,13 +180,12 @@ def _rounds(
     barrier: threading.Barrier,
 ) -> None:
     functions = [item.program.bind(root) for item in timed]
-    clock = _Clock(device)
     barrier.wait()
     began = time.perf_counter()
     rounds = 0
     while rounds < _WARMUP_ROUNDS + _FEWEST_ROUNDS or time.perf_counter() < began + seconds:
         for only_inputs in (False, True):
-            _round(timed, functions, clock, only_inputs=only_inputs)
+            _round(timed, functions, device, only_inputs=only_inputs)
         rounds += 1
         if rounds == _WARMUP_ROUNDS:
             for item in timed:
@@ -208,16 +196,16 @@ def _rounds(
 def _round(
     timed: Sequence[_Timed],
     functions: Sequence[Callable[[Sequence[Any]], list[Any]]],
-    clock: _Clock,
+    device: torch.device,
     *,
     only_inputs: bool,
 ) -> None:
     graphs = []
     for item, function in zip(timed, functions, strict=True):
         leaves = _leaves(item.inputs)
-        start = clock()
+        start = time_on(device)
         outputs = function(leaves)
-        end = clock()
+        end = time_on(device)
         if not only_inputs:
             item.forward.append(end - start)
         graphs.append((leaves, [t for t in _tensors(outputs) if t.requires_grad]))
@@ -226,14 +214,14 @@ def _round(
         leaves, outputs = graphs.pop()
         gradients = [torch.ones_like(output) for output in outputs]
         wanted = [leaf for leaf in _tensors(leaves) if leaf.requires_grad]
-        start = clock()
+        start = time_on(device)
         if not only_inputs:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-            item.backward.append(clock() - start)
+            item.backward.append(time_on(device) - start)
         elif outputs and wanted:
             torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-            item.input_grad.append(clock() - start)
+            item.input_grad.append(time_on(device) - start)
         else:
             item.input_grad.append(0.0)
 

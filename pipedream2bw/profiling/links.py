@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from .. import _C
 from ..ranks.channels import make_ring
 from .profile import Profile
 from .records import ProfiledLinks
+from .timing import median_seconds
 
 _SMALL_BYTES = 64
 _ROUND_TRIPS = 21
@@ -31,29 +32,24 @@ def with_links(
     profile: Profile, group: dist.ProcessGroup, device: torch.device, timeout: float
 ) -> Profile:
     """Adds the links of these processes to a profile. All ranks of the default group call this."""
-    size = typical_message(_crossing_bytes(profile))
-    links = measure_links(group, device, size, timeout)
-    all_reduce = measure_all_reduce(group, device, timeout)
+    links = _measured_links(group, device, _typical_message(profile), timeout)
+    all_reduce = _measured_all_reduce(group, device, timeout)
     return dataclasses.replace(profile, links=links, all_reduce=all_reduce)
 
 
-def typical_message(sizes: Sequence[int]) -> int:
-    """The median of what crosses the places where stages may begin, within limits."""
-    typical = int(statistics.median(sizes)) if sizes else 0
-    return min(max(typical, _SMALLEST_MESSAGE), _LARGEST_MESSAGE)
-
-
-def _crossing_bytes(profile: Profile) -> list[int]:
-    """Bytes of the largest microbatch that cross each place where the model may be cut."""
+def _typical_message(profile: Profile) -> int:
+    """The median of the largest microbatch's bytes that cross a possible cut, within limits."""
     edges = profile.microbatches[-1].edges
-    return [
+    crossing = [
         sum({p: size for p, consumer, size in edges if p <= index < consumer}.values())
         for index, layer in enumerate(profile.layers)
         if layer.can_cut_after
     ]
+    typical = int(statistics.median(crossing)) if crossing else 0
+    return min(max(typical, _SMALLEST_MESSAGE), _LARGEST_MESSAGE)
 
 
-def measure_links(
+def _measured_links(
     group: dist.ProcessGroup, device: torch.device, message_bytes: int, timeout: float
 ) -> ProfiledLinks:
     """Sends messages both ways between every two ranks, over the channels that stages use.
@@ -88,7 +84,7 @@ def measure_links(
     return ProfiledLinks(tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
 
 
-def measure_all_reduce(
+def _measured_all_reduce(
     group: dist.ProcessGroup, device: torch.device, timeout: float
 ) -> tuple[tuple[int, int, float], ...]:
     """(ranks, bytes, seconds) of sums over the first 2, 4, 8, ... ranks, and over all of them.
@@ -97,14 +93,16 @@ def measure_all_reduce(
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     found: list[tuple[int, int, float]] = []
-    for count in _counts(world):
+    powers = [2**k for k in range(1, world.bit_length()) if 2**k < world]
+    for count in (*powers, world):
         made = dist.new_group(list(range(count)), timeout=datetime.timedelta(seconds=timeout))
         for size in _SUM_BYTES:
             seconds = 0.0
             if rank < count:
                 assert isinstance(made, dist.ProcessGroup)
                 flat = torch.zeros(size // 4, device=device)
-                seconds = _median_seconds(_summing(flat, made), _SUMS, device)
+                add_up = functools.partial(dist.all_reduce, flat, group=made)
+                seconds = median_seconds(add_up, device, times=_SUMS, warmup=2)
             slowest = torch.tensor([seconds], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
             found.append((count, size, float(slowest)))
@@ -172,7 +170,10 @@ class _Link:
     def measure(self, message_bytes: int) -> tuple[float, float]:
         """Seconds of a message without content, and bytes per second."""
         small, large = (
-            _median_seconds(self._round_trip(layout, size), _ROUND_TRIPS, self._device) / 2
+            median_seconds(
+                self._round_trip(layout, size), self._device, times=_ROUND_TRIPS, warmup=2
+            )
+            / 2
             for layout, size in enumerate((_SMALL_BYTES, message_bytes))
         )
         # If the larger one is no slower, the clock cannot measure the bandwidth.
@@ -192,23 +193,3 @@ class _Link:
             self._sender.send(layout, self._receiver.receive())
 
         return lead if self._leads else follow
-
-
-def _summing(flat: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    return lambda: dist.all_reduce(flat, group=group)
-
-
-def _median_seconds(act: Callable[[], object], times: int, device: torch.device) -> float:
-    taken = []
-    for _ in range(2 + times):  # the first ones make buffers and connections
-        start = time.perf_counter()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
-
-
-def _counts(world: int) -> Sequence[int]:
-    powers = [2**k for k in range(1, world.bit_length()) if 2**k < world]
-    return [*powers, world]

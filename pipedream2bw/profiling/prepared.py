@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,32 @@ from torch.utils import _pytree as pytree
 from ..capture.capture import capture
 from ..capture.captured import Captured, first_layers
 from ..capture.chain import as_root
-from ..capture.device_figures import DeviceFigures
-from ..model.materialize import Example, for_capture
+from ..capture.device_figures import NOMINAL, DeviceFigures
+from ..checks import check_whole_number
+from ..model.fingerprint import describe_parameters
+from ..model.materialize import Example, for_capture, home_of, is_on_meta
+from ..model.refusals import check_example, refuse_untrainable
 from ..model.surroundings import plain_modes
 from .layer_groups import Group, group_layers
 from .loss_graph import LossGraph, add_loss
-from .records import ProfiledLayer, SharedParameter
+from .profile import Profile
+from .records import MicrobatchProfile, ProfiledDevice, ProfiledLayer, SharedParameter
 
 # A model that torch.fx cannot trace as a whole is exported unless it can form so many stages.
 _WANTED_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is profiled; the fields are the arguments of :func:`pipedream2bw.profile`."""
+
+    model: nn.Module | Sequence[nn.Module]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    example_args: Sequence[Any]
+    example_kwargs: Mapping[str, Any] | None
+    target: Any
+    microbatch_rows: Sequence[int]
+    replicated: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,37 +47,40 @@ class Prepared:
     """A captured model, its graphs with the loss, and which layers are timed together.
 
     Attributes:
+        device: where the model is.
         loss: the name of the loss function.
-        names: of the layers, as ``PipelineModule(split=[...])`` takes them.
         graphs: one for each number of rows, increasing.
     """
 
     root: nn.Module
+    device: torch.device
     loss: str
-    captured: Captured
-    names: list[str]
     graphs: list[LossGraph]
     groups: list[Group]
     layers: tuple[ProfiledLayer, ...]
     shared_parameters: tuple[SharedParameter, ...]
 
     @classmethod
-    def of(
-        cls,
-        root: nn.Module,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        example: Example,
-        *,
-        target: Any,
-        rows: Sequence[int],
-        replicated: Sequence[str],
-        figures: DeviceFigures,
-    ) -> Prepared:
-        """Captures the model; the arguments are those of :func:`pipedream2bw.profile`."""
-        with for_capture(root, example) as (held, (args, kwargs)), plain_modes():
+    def of(cls, subject: Subject, dry: DeviceFigures | None) -> Prepared:
+        """Checks and captures the model.
+
+        Raises:
+            ValueError, TypeError: with the rule and both values.
+        """
+        root, loss_fn = as_root(subject.model), subject.loss_fn
+        example = _checked_example(root, subject)
+        rows = _checked_rows(subject.microbatch_rows)
+        device = home_of(root, example)
+        if dry is None and is_on_meta(root):
+            raise ValueError(
+                "the model is on meta, a measured profile needs weights: give dry= for a profile "
+                "from a device's figures"
+            )
+        with for_capture(root, example) as (held, call), plain_modes():
+            target = subject.target
             if held is not root:  # stand-ins, which are on the CPU
                 target = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, target)
-            captured = capture_finely(held, (args, kwargs), replicated)
+            captured = capture_finely(held, call, subject.replicated)
             graphs = [
                 add_loss(
                     captured,
@@ -67,8 +88,8 @@ class Prepared:
                     loss_fn,
                     target,
                     rows=count,
-                    replicated=replicated,
-                    figures=figures,
+                    replicated=subject.replicated,
+                    figures=dry or NOMINAL,
                 )
                 for count in rows
             ]
@@ -79,20 +100,59 @@ class Prepared:
                     ) from error
             nominal = [layer.forward_cost + layer.backward_cost for layer in captured.layers]
             groups = group_layers(graphs[-1].captured, held, [*nominal, 0.0])
-            names = names_of_layers(captured)
-            layers = _layers(captured, held, groups, names)
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        shared = _shared_parameters(captured, root)
+            layers = _layers(captured, held, groups)
         return cls(
             root=root,
-            loss=name,
-            captured=captured,
-            names=names,
+            device=device,
+            loss=getattr(loss_fn, "__name__", type(loss_fn).__name__),
             graphs=graphs,
             groups=groups,
             layers=layers,
-            shared_parameters=shared,
+            shared_parameters=_shared_parameters(captured, root),
         )
+
+    def profile(
+        self,
+        device: ProfiledDevice,
+        microbatches: Sequence[MicrobatchProfile],
+        *,
+        seconds_per_update_byte: Mapping[str, float],
+        seconds_per_action: float = 0.0,
+    ) -> Profile:
+        """The profile of the model from the costs of its microbatches, without links."""
+        return Profile(
+            model_name=type(self.root).__name__,
+            parameters=describe_parameters(self.root),
+            device=device,
+            torch_version=torch.__version__,
+            loss=self.loss,
+            layers=self.layers,
+            shared_parameters=self.shared_parameters,
+            microbatches=tuple(microbatches),
+            seconds_per_update_byte=seconds_per_update_byte,
+            seconds_per_action=seconds_per_action,
+            links=None,
+            all_reduce=(),
+        )
+
+
+def _checked_example(root: nn.Module, subject: Subject) -> Example:
+    if not callable(subject.loss_fn):
+        raise TypeError(f"loss_fn: {type(subject.loss_fn).__name__} given, it must be callable")
+    check_example(subject.example_args, subject.example_kwargs)
+    refuse_untrainable(root, subject.loss_fn)
+    return tuple(subject.example_args), dict(subject.example_kwargs or {})
+
+
+def _checked_rows(rows: Sequence[int]) -> Sequence[int]:
+    if not isinstance(rows, (tuple, list)) or not rows:
+        raise ValueError(f"microbatch_rows: {rows!r} given, it must be a sequence of numbers")
+    for count in rows:
+        check_whole_number("microbatch_rows", count)
+    for before, count in itertools.pairwise(rows):
+        if count <= before:
+            raise ValueError(f"microbatch_rows: {count} after {before}, they must increase")
+    return rows
 
 
 def capture_finely(root: nn.Module, example: Example, replicated: Sequence[str]) -> Captured:
@@ -122,9 +182,9 @@ def names_of_layers(captured: Captured) -> list[str]:
 
 
 def _layers(
-    captured: Captured, root: nn.Module, groups: Sequence[Group], names: Sequence[str]
+    captured: Captured, root: nn.Module, groups: Sequence[Group]
 ) -> tuple[ProfiledLayer, ...]:
-    parameters = dict(root.named_parameters())
+    parameters, names = dict(root.named_parameters()), names_of_layers(captured)
     layers: list[ProfiledLayer] = []
     held: set[str] = set()
     for group in groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import platform
@@ -15,21 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..capture.chain import as_root, device_type_of
-from ..capture.device_figures import NOMINAL, DeviceFigures
+from ..capture.chain import device_type_of
+from ..capture.device_figures import DeviceFigures
 from ..checks import check_number, check_whole_number
 from ..model.fingerprint import describe_parameters
-from ..model.materialize import Example, home_of, is_on_meta
-from ..model.refusals import check_example, refuse_untrainable
 from ..model.surroundings import plain_modes, random_state_kept
 from ..ranks.agreement import ControlPlane, join
-from .assembly import median_of, message_bytes, microbatch_of, profile_of, shared_out
+from .assembly import median_of, microbatch_of, shared_out
 from .engine_timing import TRAFFIC, seconds_per_action, seconds_per_update_byte
 from .group_timing import Measured, measure_groups
-from .links import measure_all_reduce, measure_links
-from .prepared import Prepared
+from .links import with_links
+from .prepared import Prepared, Subject
 from .profile import Profile
-from .records import ProfiledDevice, ProfiledLinks
+from .records import ProfiledDevice
 
 
 def profile(
@@ -74,109 +71,51 @@ def profile(
     Raises:
         ValueError, TypeError: on every rank, with the rule and both values.
     """
-    call: dict[str, Any] = {
-        "example_args": example_args,
-        "example_kwargs": example_kwargs,
-        "target": target,
-    }
+    subject = Subject(
+        model=model,
+        loss_fn=loss_fn,
+        example_args=example_args,
+        example_kwargs=example_kwargs,
+        target=target,
+        microbatch_rows=microbatch_rows,
+        replicated=replicated,
+    )
     if dry is not None:
         _check_numbers(parallel, seconds, timeout)
-        prepared, _ = _prepare(model, loss_fn, microbatch_rows, replicated, dry, **call)
-        return _dry_profile(prepared, dry)
+        return _dry_profile(Prepared.of(subject, dry), dry)
     control = join("profile", device_type_of(model, example_args, example_kwargs), timeout)
     try:
         control.together(lambda: _check_numbers(parallel, seconds, timeout))
-        return profile_together(
-            control,
-            model,
-            loss_fn,
-            microbatch_rows=microbatch_rows,
-            replicated=replicated,
-            parallel=parallel,
-            seconds=seconds,
-            **call,
-        )
+        return profile_together(control, subject, parallel=parallel, seconds=seconds)
     finally:
         control.close()
 
 
 def profile_together(
-    control: ControlPlane,
-    model: nn.Module | Sequence[nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    *,
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    target: Any,
-    microbatch_rows: Sequence[int],
-    replicated: Sequence[str],
-    parallel: int,
-    seconds: float = 2.0,
+    control: ControlPlane, subject: Subject, *, parallel: int, seconds: float = 2.0
 ) -> Profile:
     """Measures on all processes that ``control`` has joined; see :func:`profile`."""
 
-    def prepare() -> tuple[Prepared, torch.device]:
-        found = _prepare(
-            model,
-            loss_fn,
-            microbatch_rows,
-            replicated,
-            None,
-            example_args=example_args,
-            example_kwargs=example_kwargs,
-            target=target,
-        )
+    def prepare() -> Prepared:
+        prepared = Prepared.of(subject, None)
         if control.size > 1 and parallel != 1:
             raise ValueError(
                 f"parallel: {parallel}, processes: {control.size}: with several processes it must "
                 "be 1, since all of them measure at the same time"
             )
-        return found
+        return prepared
 
-    prepared, device = control.together(
+    prepared = control.together(
         prepare,
         same=lambda made: {
-            "microbatch_rows": list(microbatch_rows),
-            "parameters": list(describe_parameters(made[0].root)),
+            "microbatch_rows": list(subject.microbatch_rows),
+            "parameters": list(describe_parameters(made.root)),
             "seconds": seconds,
-            "type of the model's device": made[1].type,
-            "layers": list(made[0].names),
+            "type of the model's device": made.device.type,
+            "layers": [layer.name for layer in made.layers],
         },
     )
-    return _measured_profile(prepared, control, device, seconds, parallel)
-
-
-def _prepare(
-    model: nn.Module | Sequence[nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    microbatch_rows: Sequence[int],
-    replicated: Sequence[str],
-    dry: DeviceFigures | None,
-    *,
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    target: Any,
-) -> tuple[Prepared, torch.device]:
-    """The model made ready, and where it is."""
-    root = as_root(model)
-    example = _checked_example(root, loss_fn, example_args, example_kwargs)
-    rows = _checked_rows(microbatch_rows)
-    device = home_of(root, example)
-    if dry is None and is_on_meta(root):
-        raise ValueError(
-            "the model is on meta, a measured profile needs weights: give dry= for a profile "
-            "from a device's figures"
-        )
-    prepared = Prepared.of(
-        root,
-        loss_fn,
-        example,
-        target=target,
-        rows=rows,
-        replicated=replicated,
-        figures=dry or NOMINAL,
-    )
-    return prepared, device
+    return _measured_profile(prepared, control, seconds, parallel)
 
 
 def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
@@ -201,8 +140,7 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
             )
         )
     bandwidth = figures.bytes_per_second * figures.memory_efficiency
-    return profile_of(
-        prepared,
+    return prepared.profile(
         ProfiledDevice(figures.name, figures.type, figures.memory_bytes, measured=False),
         microbatches,
         seconds_per_update_byte={name: size / bandwidth for name, size in TRAFFIC.items()},
@@ -210,12 +148,10 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
 
 
 def _measured_profile(
-    prepared: Prepared,
-    control: ControlPlane,
-    device: torch.device,
-    seconds: float,
-    parallel: int,
+    prepared: Prepared, control: ControlPlane, seconds: float, parallel: int
 ) -> Profile:
+    device = prepared.device
+
     def measure() -> tuple[list[Measured], dict[str, float]]:
         with random_state_kept(), plain_modes():
             found = [
@@ -234,30 +170,24 @@ def _measured_profile(
     measured, update = control.together(measure)
     with random_state_kept():
         action = seconds_per_action(device)
-    links: ProfiledLinks | None = None
-    all_reduce: tuple[tuple[int, int, float], ...] = ()
     if control.group is not None:
         everyone: list[Any] = [None] * control.size
         dist.all_gather_object(everyone, (measured, update, action), group=control.group)
         measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
         update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
         action = statistics.median(each[2] for each in everyone)
-        size = message_bytes(prepared)
-        links = measure_links(control.group, device, size, control.timeout)
-        all_reduce = measure_all_reduce(control.group, device, control.timeout)
-    microbatches = [
-        shared_out(graph, prepared.groups, found)
-        for graph, found in zip(prepared.graphs, measured, strict=True)
-    ]
-    return profile_of(
-        prepared,
+    found = prepared.profile(
         _this_device(device),
-        microbatches,
+        [
+            shared_out(graph, prepared.groups, times)
+            for graph, times in zip(prepared.graphs, measured, strict=True)
+        ],
         seconds_per_update_byte=update,
         seconds_per_action=action,
-        links=links,
-        all_reduce=all_reduce,
     )
+    if control.group is None:
+        return found
+    return with_links(found, control.group, device, control.timeout)
 
 
 def _this_device(device: torch.device) -> ProfiledDevice:
@@ -270,30 +200,6 @@ def _this_device(device: torch.device) -> ProfiledDevice:
     name = models[0] if models else platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return ProfiledDevice(name, device.type, memory, measured=True)
-
-
-def _checked_example(
-    root: nn.Module,
-    loss_fn: object,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-) -> Example:
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
-    check_example(args, kwargs)
-    refuse_untrainable(root, loss_fn)
-    return tuple(args), dict(kwargs or {})
-
-
-def _checked_rows(rows: Sequence[int]) -> list[int]:
-    if not isinstance(rows, (tuple, list)) or not rows:
-        raise ValueError(f"microbatch_rows: {rows!r} given, it must be a sequence of numbers")
-    for count in rows:
-        check_whole_number("microbatch_rows", count)
-    for before, count in itertools.pairwise(rows):
-        if count <= before:
-            raise ValueError(f"microbatch_rows: {count} after {before}, they must increase")
-    return list(rows)
 
 
 def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:
