@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .commands.draw import add_draw_command
+from .commands.draw import add_draw_command, add_schedules_command
 from .commands.plan import add_plan_command, add_show_command
 from .commands.profile import add_profile_command
-from .commands.schedules import add_schedules_command
 
 
 class _Parser(argparse.ArgumentParser):

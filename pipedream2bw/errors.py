@@ -6,13 +6,20 @@ The engine and the core throw the same kinds; csrc/bindings/errors.cpp makes the
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
 _Raised = TypeVar("_Raised", bound=Exception)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _WithDataError(Exception):
     """An error whose attributes are keyword arguments: pickled and copied with them."""
+
+    text: dataclasses.InitVar[str]
+
+    def __post_init__(self, text: str) -> None:
+        super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not by calling the class, whose keywords pickle does not know.
@@ -37,6 +44,7 @@ class Cell(NamedTuple):
     position: int | None
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class ScheduleError(_WithDataError, ValueError):
     """A schedule is illegal; the text shows its grid with the offending cells marked.
 
@@ -50,18 +58,17 @@ class ScheduleError(_WithDataError, ValueError):
     rule: str
     cell: Cell | None
 
-    def __init__(
-        self, message: str, *, rule: str, cell: tuple[int, str, int | None] | None
-    ) -> None:
-        super().__init__(message)
-        self.rule = rule
-        self.cell = None if cell is None else Cell(*cell)
+    def __post_init__(self, text: str) -> None:
+        super().__post_init__(text)
+        if self.cell is not None:
+            self.cell = Cell(*self.cell)  # the core gives a tuple
 
 
 class Deadlock(ScheduleError):  # noqa: N818
     """The ranks of a schedule would wait for each other forever."""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class DoesNotFit(_WithDataError, ValueError):  # noqa: N818
     """A model fits on no plan.
 
@@ -71,11 +78,8 @@ class DoesNotFit(_WithDataError, ValueError):  # noqa: N818
 
     limit: float
 
-    def __init__(self, message: str, *, limit: float) -> None:
-        super().__init__(message)
-        self.limit = limit
 
-
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class StageError(_WithDataError, RuntimeError):
     """A failure ended a running pipeline; every rank raises the first one, then and later.
 
@@ -93,34 +97,13 @@ class StageError(_WithDataError, RuntimeError):
         cause: the first failure, its type and message.
     """
 
-    rank: int | None
-    stage: int | None
-    replica: int | None
-    batch: int | None
-    microbatch: int | None
-    action: str | None
-    cause: str | None
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        stage: int | None = None,
-        replica: int | None = None,
-        batch: int | None = None,
-        microbatch: int | None = None,
-        action: str | None = None,
-        cause: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.stage = stage
-        self.replica = replica
-        self.batch = batch
-        self.microbatch = microbatch
-        self.action = action
-        self.cause = cause
+    rank: int | None = None
+    stage: int | None = None
+    replica: int | None = None
+    batch: int | None = None
+    microbatch: int | None = None
+    action: str | None = None
+    cause: str | None = None
 
 
 class PeerLost(StageError):  # noqa: N818

@@ -14,20 +14,22 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 Unbounded = Annotated[float, "null in JSON if infinite"]
 """A number that may be infinite. JSON has no infinity, so a document has null for it."""
 
 _Read = TypeVar("_Read")
-_Loadable = TypeVar("_Loadable", bound="_CanLoad")
+_Document = TypeVar("_Document", bound="Document")
 
-
-class _CanLoad(Protocol):
-    @classmethod
-    def load(cls: type[_Loadable], path: str | os.PathLike[str], /) -> _Loadable: ...
+_SCALARS = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 class Field:
@@ -71,32 +73,6 @@ class Field:
             raise ValueError(f"{self.where}: {len(self.value)} items, it must have {length}")
         return [Field(item, f"{self.where}[{index}]") for index, item in enumerate(self.value)]
 
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            self.fail("a string")
-        return self.value
-
-    def flag(self) -> bool:
-        if not isinstance(self.value, bool):
-            self.fail("true or false")
-        return self.value
-
-    def whole(self) -> int:
-        if isinstance(self.value, bool) or not isinstance(self.value, int):
-            self.fail("a whole number")
-        return self.value
-
-    def number(self) -> float:
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
-            self.fail("a number")
-        try:
-            value = float(self.value)
-        except OverflowError:
-            value = math.inf
-        if not math.isfinite(value):
-            self.fail("a finite number")
-        return value
-
     def read(self, made: type[_Read]) -> _Read:
         """The dataclass whose fields an object has."""
         hints = _hints(made)  # type: ignore[arg-type]  # for mypy a type variable is not hashable
@@ -112,7 +88,7 @@ class Field:
     def read_as(self, hint: Any) -> Any:
         """The value as one of the type hint's."""
         if hint == Unbounded:
-            return math.inf if self.value is None else self.number()
+            return math.inf if self.value is None else self._scalar(float)
         if dataclasses.is_dataclass(hint):
             return self.read(typing.cast("type[Any]", hint))
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -130,18 +106,25 @@ class Field:
             return tuple(item.read_as(each) for item, each in zip(items, arguments, strict=True))
         if origin in (dict, Mapping):
             return {name: item.read_as(arguments[1]) for name, item in self.entries().items()}
-        return _SCALARS[hint](self)
+        return self._scalar(hint)
+
+    def _scalar(self, kind: type) -> Any:
+        allowed = (int, float) if kind is float else kind
+        fits = isinstance(self.value, allowed) and isinstance(self.value, bool) == (kind is bool)
+        if not fits:
+            self.fail(_SCALARS[kind])
+        if kind is not float:
+            return self.value
+        try:
+            value = float(self.value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            self.fail("a finite number")
+        return value
 
     def _inner(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
-
-
-_SCALARS: dict[Any, Callable[[Field], Any]] = {
-    str: Field.text,
-    int: Field.whole,
-    float: Field.number,
-    bool: Field.flag,
-}
 
 
 @functools.cache
@@ -175,7 +158,36 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}")
 
 
-def given_or_loaded(name: str, given: object, kind: type[_Loadable]) -> _Loadable:
+class Document:
+    """A base of dataclasses that are saved as JSON, under their format's name and version."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes JSON."""
+        fields = _without_infinity(dataclasses.asdict(self))  # type: ignore[call-overload]
+        document = {"format": self.FORMAT, "version": self.VERSION, **fields}
+        text = json.dumps(document, indent=1, allow_nan=False)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls: type[_Document], path: str | os.PathLike[str]) -> _Document:
+        """Reads what :meth:`save` wrote, on any machine.
+
+        Raises:
+            ValueError: the file is not JSON, or of another format or version; or a field is
+                missing, unknown, of another type, or does not fit the others: names it, its value
+                and the rule.
+            OSError: the file cannot be read.
+        """
+        try:
+            return read_document(path, cls.FORMAT, cls.VERSION).read(cls)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def given_or_loaded(name: str, given: object, kind: type[_Document]) -> _Document:
     """The object that is given, or the one in the file whose path is given.
 
     Raises:
@@ -191,30 +203,9 @@ def given_or_loaded(name: str, given: object, kind: type[_Loadable]) -> _Loadabl
     )
 
 
-def write_json(value: Any, path: str | os.PathLike[str], *, kind: str, version: int) -> None:
-    """Writes the format's name and version, and a dataclass's fields."""
-    fields = {"format": kind, "version": version, **_without_infinity(dataclasses.asdict(value))}
-    text = json.dumps(fields, indent=1, allow_nan=False)
-    Path(path).write_text(f"{text}\n", encoding="utf-8")
-
-
 def _without_infinity(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_infinity(item) for name, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [_without_infinity(item) for item in value]
     return None if value == math.inf else value
-
-
-def read_json(made: type[_Read], path: str | os.PathLike[str], *, kind: str, version: int) -> _Read:
-    """A dataclass from what :func:`write_json` wrote.
-
-    Raises:
-        ValueError: the file is not JSON, or of another format or version; or a field is missing,
-            unknown, of another type, or has a value that the dataclass refuses: names the field.
-        OSError: the file cannot be read.
-    """
-    try:
-        return read_document(path, kind, version).read(made)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None

@@ -1,4 +1,4 @@
-"""``pipedream2bw draw``: draws a schedule or a recorded run as text, picture or trace."""
+"""``pipedream2bw draw`` and ``schedules``: draw a schedule or a run, and list the schedules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import _C
 from ..pictures.text import draw_text
 from ..pictures.timeline import draw_timeline
 from ..pictures.trace import read_events, write_events, write_trace
 from ..schedules.events import Event
 from ..schedules.simulate import simulate
 from .options import Options
+from .table import table
 
 _FORMAT_OF_SUFFIX = {
     ".txt": "text",
@@ -21,10 +23,7 @@ _FORMAT_OF_SUFFIX = {
     ".pdf": "pdf",
     ".json": "trace",
 }
-
-
 _FORMATS = (*_FORMAT_OF_SUFFIX.values(), "events")
-
 
 _SIZES = Options(
     simulate,
@@ -35,7 +34,6 @@ _SIZES = Options(
         "batches": "number of batches until the pipeline drains",
     },
 )
-
 
 _TIMES = Options(
     simulate,
@@ -98,6 +96,16 @@ def add_draw_command(commands: Any) -> None:
     )
 
 
+def add_schedules_command(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    schedules = commands.add_parser(
+        "schedules",
+        help="list the schedules and the sizes that they need",
+        description="Lists the schedules and the sizes that they need.",
+    )
+    schedules.set_defaults(run=_list_schedules)
+
+
 def _draw(given: argparse.Namespace) -> None:
     write = _writer(given)  # before the simulation, since the format may be wrong
     write(_events(given))
@@ -157,3 +165,8 @@ def _events(given: argparse.Namespace) -> list[Event]:
         simulated["backward"] = 2 * max(simulated.get("forward", 1.0), 0.0)
     schedule = given.schedule if given.schedule_file is None else given.schedule_file
     return simulate(schedule, **simulated).events
+
+
+def _list_schedules(given: argparse.Namespace) -> None:
+    rows = [(method.name, "; ".join(method.size_rules)) for method in _C.schedule_methods()]
+    print(table("sizes that the schedules need", ("schedule", "rules"), rows))

@@ -15,10 +15,9 @@ from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile
-from .model import build_model
 from .options import Options
 from .plan_report import print_plan
-from .profile import MODEL_HELP, PROFILING
+from .profile import MODEL_HELP, PROFILING, build_model
 
 _SEARCH = Options(
     plan,
@@ -36,11 +35,11 @@ _SEARCH = Options(
     },
 )
 
-
 _TOPOLOGIES = {
-    "servers": ("inside", "outside", "inside_latency", "outside_latency"),
-    "mesh": ("row", "column", "row_latency", "column_latency"),
+    "servers": ("DEVICES", "inside", "outside"),
+    "mesh": ("ROWSxCOLUMNS", "row", "column"),
 }
+"""The sizes and the links that each topology has."""
 
 
 def add_plan_command(commands: Any) -> None:
@@ -157,24 +156,20 @@ def parse_topology(text: str, devices: int | Sequence[DeviceType]) -> Cluster:
     kind, _, sizes = head.partition(":")
     if kind not in _TOPOLOGIES:
         raise ValueError(f"--topology: {kind!r}, known: {', '.join(_TOPOLOGIES)}")
-    known = _TOPOLOGIES[kind]
+    form, *needed = _TOPOLOGIES[kind]
+    known = [*needed, *(f"{name}_latency" for name in needed)]
     links: dict[str, Any] = {}
     for part in parts:
         name, _, value = part.partition("=")
         if name not in known:
             raise ValueError(f"--topology: {name!r}, known: {', '.join(known)}")
         links[name] = value
-    for name in known[:2]:
+    for name in needed:
         if name not in links:
-            raise ValueError(f"--topology: {name} is missing: {kind} have {known[0]}, {known[1]}")
+            raise ValueError(f"--topology: {name} is missing: {kind} have {', '.join(needed)}")
     numbers = sizes.split("x")
-    if not all(number.isdecimal() for number in numbers) or len(numbers) != (
-        2 if kind == "mesh" else 1
-    ):
-        raise ValueError(
-            f"--topology: {head!r}, it must be "
-            f"{'mesh:ROWSxCOLUMNS' if kind == 'mesh' else 'servers:DEVICES'}"
-        )
+    if not all(map(str.isdecimal, numbers)) or len(numbers) != len(form.split("x")):
+        raise ValueError(f"--topology: {head!r}, it must be {kind}:{form}")
     if kind == "servers":
         return Cluster.servers(devices, devices_per_server=int(sizes), **links)
     rows, columns = map(int, numbers)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+from ..pictures.plan import device_list
 from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
 from ..planning.units import format_bytes, format_seconds
 from .table import table
-
-_MOST_DEVICES = 4  # that are listed
 
 
 def print_plan(plan: Plan) -> None:
@@ -56,7 +54,7 @@ def _times(plan: Plan) -> str:
                 f"{index}",
                 f"{stage.layers[0]} to {stage.layers[1] - 1}",
                 stage.begins_at or "-",
-                _devices(stage.devices),
+                device_list(stage.devices),
                 format_seconds(stage.forward),
                 format_seconds(stage.input_grad + stage.weight_grad),
                 again,
@@ -77,7 +75,7 @@ def _memory(plan: Plan) -> str:
         limit = limit_of_rank(plan, rank)
         rows.append(
             [
-                _devices(plan.stages[rank].devices),
+                device_list(plan.stages[rank].devices),
                 ", ".join(str(stage % plan.num_stages) for stage in stages),
                 *map(format_bytes, sums),
                 format_bytes(sum(sums)),
@@ -105,8 +103,3 @@ def _alternatives(plan: Plan) -> str:
     ]
     columns = ("schedule", "replicas x stages", "microbatches", "recompute", "step", "rows/s")
     return table("the next best", [*columns, "peak", "why not"], rows)
-
-
-def _devices(devices: Sequence[int]) -> str:
-    more = ", ..." if len(devices) > _MOST_DEVICES else ""
-    return ", ".join(map(str, devices[:_MOST_DEVICES])) + more

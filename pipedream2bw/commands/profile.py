@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ from ..capture.device_figures import KNOWN_DEVICES
 from ..planning.units import format_bytes, format_seconds
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile
-from .model import build_model
 from .options import Options
 from .table import table
 
+_NEEDED = ("model", "loss_fn", "example_args", "target")
+_ALLOWED = (*_NEEDED, "example_kwargs", "replicated")
 MODEL_HELP = "a function that returns a dict: model, loss_fn, example_args, target"
 PROFILING = Options(
     profile,
@@ -25,7 +29,6 @@ PROFILING = Options(
     },
 )
 """How any command profiles a model."""
-
 
 _MEASURING = Options(
     profile,
@@ -52,6 +55,41 @@ def add_profile_command(commands: Any) -> None:
     )
     PROFILING.add_to(parser)
     _MEASURING.add_to(parser)
+
+
+def build_model(name: str) -> dict[str, Any]:
+    """Calls a function ``module:function``, and returns its model with an example call.
+
+    The function returns a dict of arguments of :func:`pipedream2bw.profile`: model, loss_fn,
+    example_args and target, and if needed example_kwargs and replicated. The module may be in the
+    current folder.
+
+    Raises:
+        ValueError, TypeError, ImportError: there is no such function, or it returns something else.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"--model: {name!r}, it must be MODULE:FUNCTION")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    function = getattr(importlib.import_module(module_name), function_name, None)
+    if not callable(function):
+        raise ValueError(f"--model: {name!r}: {module_name} has no function {function_name!r}")
+    built = function()
+    if not isinstance(built, Mapping):
+        raise TypeError(
+            f"--model: {name!r} returned {type(built).__name__}, it must return a dict with "
+            f"{', '.join(_NEEDED)}"
+        )
+    for key in _NEEDED:
+        if key not in built:
+            raise ValueError(
+                f"--model: {name!r} returned no {key!r}, given: {', '.join(map(str, built))}"
+            )
+    for key in built:
+        if key not in _ALLOWED:
+            raise ValueError(f"--model: {name!r} returned {key!r}, known: {', '.join(_ALLOWED)}")
+    return dict(built)
 
 
 def _run(given: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..json_document import given_or_loaded
 from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
 from ..planning.stage_plan import StagePlan
-from ..planning.units import BYTE_UNITS
+from ..planning.units import BYTE_UNITS, unit_for
 from .canvas import Matplotlib, Picture, name_rows, time_unit
 
 _MESSAGES = "messages to and from later stages"
@@ -34,6 +34,12 @@ _ROOMY = 12.0  # inches that all rows may take before they become narrower
 _MOST_INCHES = 40.0
 _BAR, _THIN_BAR = 0.74, 0.3  # of a row
 _MOST_DEVICES = 4  # that a row names
+
+
+def device_list(devices: Sequence[int]) -> str:
+    """Names the devices that hold a stage, or the first few of them."""
+    more = ", ..." if len(devices) > _MOST_DEVICES else ""
+    return ", ".join(map(str, devices[:_MOST_DEVICES])) + more
 
 
 def draw_plan(
@@ -153,7 +159,7 @@ def _draw_memory(
     limits = [limit_of_rank(plan, rank) for rank in range(len(ranks))]
     span = max(sum(bar.values()) for bar in bars)
     span = max([span, *(limit for limit in limits if limit < math.inf)])
-    unit, size = next((name, size) for name, size in BYTE_UNITS if span >= size or size == 1)
+    unit, size = unit_for(span, BYTE_UNITS)
     for row, (bar, limit) in enumerate(zip(bars, limits, strict=True)):
         _draw_bar(axes, row, bar, 1 / size, _MEMORY_COLOURS)
         if limit < math.inf:
@@ -168,9 +174,7 @@ def _draw_memory(
 
 def _rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
     devices = plan.stages[rank].devices
-    shown = ", ".join(map(str, devices[:_MOST_DEVICES]))
-    shown += ", ..." if len(devices) > _MOST_DEVICES else ""
-    name = f"device{'s' * (len(devices) > 1)} {shown}"
+    name = f"device{'s' * (len(devices) > 1)} {device_list(devices)}"
     if list(stages) == [rank]:
         return name
     return f"{name}: stages {', '.join(str(stage % plan.num_stages) for stage in stages)}"

@@ -25,7 +25,6 @@ from ..schedules.events import KIND_NAMES, Event, Row, number_batches, row_of, s
 # Fills an action's columns after its label.
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}
 
-
 _IDLE = "."
 _ELSEWHERE = " "  # the rank is not idle, but the stage is
 _DEFAULT_WIDTH = 100

@@ -9,19 +9,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ..checks import check_number
-from ..json_document import given_or_loaded, read_json, write_json
+from ..json_document import Document, given_or_loaded
 from ..profiling.profile import Profile
 from ..runtime.stage_memory import StageMemory
 from .plan import Plan, bytes_of_rank
 
-FORMAT = "pipedream2bw.calibration"
-
-
-VERSION = 1
-
 
 @dataclasses.dataclass(frozen=True)
-class Calibration:
+class Calibration(Document):
     """A margin for predictions of memory (as Pipette, DATE 2024, learns one).
 
     Weights, gradients and optimizer state are known exactly. A device takes ``activations`` times
@@ -32,6 +27,9 @@ class Calibration:
         offset: bytes of a device: messages, padding, buffers, temporaries; where a process was
             measured from outside, libraries too.
     """
+
+    FORMAT = "pipedream2bw.calibration"
+    VERSION = 1
 
     activations: float
     offset: float
@@ -72,20 +70,6 @@ class Calibration:
                 "it must be more, or nothing is left for the model"
             )
         return memory - self.offset
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON."""
-        write_json(self, path, kind=FORMAT, version=VERSION)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: it is no calibration, or a field was changed into nonsense; names it.
-            OSError: it cannot be read.
-        """
-        return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
 def calibrate(

@@ -15,10 +15,8 @@ from .units import parse_bandwidth, parse_bytes, parse_seconds
 MOST_DEVICES = 2**16
 """The most devices of a cluster: a plan for these is found in about a second."""
 
-
 Amount = str | float
 """A number in bytes, bytes per second or seconds, or a text with a unit."""
-
 
 Link = tuple[float, float]
 """A link as seconds of latency and bytes per second."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 
 from .. import _C
 from ..checks import check_number, check_whole_number
-from ..json_document import read_json, write_json
+from ..json_document import Document
 from .stage_plan import StagePlan, held_again, held_always, held_in_flight
-
-FORMAT = "pipedream2bw.plan"
-VERSION = 1
 
 MOST_ALTERNATIVES = 5
 MOST_MICROBATCHES = 10**8
@@ -107,7 +103,7 @@ class Alternative(PlanOutline):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(PlanOutline):
+class Plan(PlanOutline, Document):
     """How a model is to be trained on given devices, and what that will take; see ``plan()``.
 
     Attributes:
@@ -121,6 +117,9 @@ class Plan(PlanOutline):
         alternatives: the next best plans, at most five.
         profile_fingerprint: of the profiled model.
     """
+
+    FORMAT = "pipedream2bw.plan"
+    VERSION = 1
 
     batch: int
     stages: tuple[StagePlan, ...]
@@ -173,21 +172,6 @@ class Plan(PlanOutline):
             for name in stage.recomputed
         ]
         return names or False
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        write_json(self, path, kind=FORMAT, version=VERSION)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: no JSON, another format or version, or a field that is missing, unknown,
-                of another type, or does not fit the others: names it and both values.
-            OSError: the file cannot be read.
-        """
-        return read_json(cls, path, kind=FORMAT, version=VERSION)
 
 
 def _check_parts(plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _BYTES = {
     "B": 1,
@@ -18,12 +18,10 @@ _BYTES = {
     "TiB": 2**40,
 }
 
-
 _BANDWIDTHS = {
     **{f"{unit}/s": size for unit, size in _BYTES.items()},
     **{f"{prefix}bit/s": size / 8 for prefix, size in (("M", 1e6), ("G", 1e9), ("T", 1e12))},
 }
-
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -81,19 +79,21 @@ def _parse(
 
 
 BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+_TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+
+
+def unit_for(amount: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit that an amount has one of, or the smallest, and its size."""
+    return next((unit for unit in units if amount >= unit[1]), units[-1])
 
 
 def format_bytes(size: float) -> str:
     """A number of bytes for people, like "1.50 GiB"."""
-    unit, one = next((unit, one) for unit, one in BYTE_UNITS if size >= one or one == 1)
+    unit, one = unit_for(size, BYTE_UNITS)
     return f"{size / one:.{0 if one == 1 else 2}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """A time for people, like "1.5 ms"."""
-    unit, one = next(
-        (unit, one)
-        for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-        if seconds >= one or unit == "us"
-    )
+    unit, one = unit_for(seconds, _TIME_UNITS)
     return f"{seconds / one:.3g} {unit}"

@@ -114,7 +114,11 @@ def measure_groups(
             everyone = [item for future in _in_order_of_cause(futures) for item in future.result()]
     finally:
         torch.set_num_threads(threads_before)
-    return Measured(_summarised(everyone), saved, counter.saved_by_several())
+    kinds: dict[int, list[_Timed]] = {}
+    for item in everyone:
+        kinds.setdefault(item.like, []).append(item)
+    times = {like: _summary(members) for like, members in kinds.items()}
+    return Measured(times, saved, counter.saved_by_several())
 
 
 def _in_order_of_cause(
@@ -224,13 +228,6 @@ def _round(
             item.input_grad.append(time_on(device) - start)
         else:
             item.input_grad.append(0.0)
-
-
-def _summarised(everyone: Sequence[_Timed]) -> dict[int, GroupTimes]:
-    kinds: dict[int, list[_Timed]] = {}
-    for item in everyone:
-        kinds.setdefault(item.like, []).append(item)
-    return {like: _summary(members) for like, members in kinds.items()}
 
 
 def _summary(members: Sequence[_Timed]) -> GroupTimes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from ..capture.attribute import Attribute
 from ..capture.bonds import bonds_of
@@ -142,8 +143,7 @@ class _Kind:
             (
                 node.op,
                 self._target(node),
-                self._frozen(node.args),
-                self._frozen(node.kwargs),
+                repr(map_arg((node.args, node.kwargs), self._operand)),
                 self._described(node),
                 any(user not in inside for user in node.users),
                 self._number(node),
@@ -162,18 +162,10 @@ class _Kind:
             return self._attribute(node)
         return node.target
 
-    def _frozen(self, value: Any) -> Hashable:
-        if isinstance(value, fx.Node):
-            if value.op == "get_attr":
-                return self._attribute(value)
-            return ("value", self._number(value), self._described(value))
-        if isinstance(value, (list, tuple)):
-            return (type(value), *map(self._frozen, value))
-        if isinstance(value, dict):
-            return ("dict", *((key, self._frozen(item)) for key, item in value.items()))
-        if isinstance(value, slice):
-            return ("slice", *map(self._frozen, (value.start, value.stop, value.step)))
-        return (type(value), repr(value))
+    def _operand(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self._attribute(node)
+        return "value", self._number(node), self._described(node)
 
     def _attribute(self, node: fx.Node) -> Hashable:
         attribute: Attribute = self._captured.attribute_of(node)

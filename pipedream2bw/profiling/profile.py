@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from ..capture.chain import as_root
 from ..checks import check_number, check_whole_number
-from ..json_document import read_json, write_json
+from ..json_document import Document
 from ..model.fingerprint import describe_parameters, fingerprint_of
 from .records import (
     MOST_BYTES,
@@ -25,12 +24,9 @@ from .records import (
     check_within,
 )
 
-FORMAT = "pipedream2bw.profile"
-VERSION = 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Document):
     """What :func:`profile` finds out about a model; saved as JSON.
 
     Attributes:
@@ -52,6 +48,9 @@ class Profile:
     Raises:
         ValueError: a field that no profile can have, with its value and the rule.
     """
+
+    FORMAT = "pipedream2bw.profile"
+    VERSION = 2
 
     model_name: str
     parameters: tuple[str, ...]
@@ -138,18 +137,3 @@ class Profile:
                         f"profile of another model ({self.model_name}): {what} {index} is "
                         f"{mine} in the model, {theirs} in the profile"
                     )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile as JSON."""
-        write_json(self, path, kind=FORMAT, version=VERSION)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads what :meth:`save` wrote, on any machine.
-
-        Raises:
-            ValueError: the file is not a profile of this version, or a field has a value that no
-                profile can have: names the field, its value and the rule.
-            OSError: the file cannot be read.
-        """
-        return read_json(cls, path, kind=FORMAT, version=VERSION)
