@@ -7,13 +7,11 @@ import datetime
 import functools
 import math
 import statistics
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from .. import _C
-from ..ranks.channels import make_ring
+from ..ranks.channels import end_of_channel, make_ring
 from .profile import Profile
 from .records import ProfiledLinks
 from .timing import median_seconds
@@ -68,8 +66,7 @@ def _measured_links(
             made = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout))
             if rank in pair:
                 assert isinstance(made, dist.ProcessGroup)
-                with _Link(made, pair, device, timeout) as link:
-                    mine[pair] = link.measure(message_bytes)
+                mine[pair] = _measured_pair(made, pair, device, message_bytes, timeout)
                 dist.destroy_process_group(made)
         dist.barrier(group=group)
     everyone: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in range(world)]
@@ -82,6 +79,48 @@ def _measured_links(
         latency[a][b] = latency[b][a] = seconds
         bandwidth[a][b] = bandwidth[b][a] = rate
     return ProfiledLinks(tuple(map(tuple, latency)), tuple(map(tuple, bandwidth)))
+
+
+def _measured_pair(
+    group: dist.ProcessGroup,
+    pair: tuple[int, int],
+    device: torch.device,
+    message_bytes: int,
+    timeout: float,
+) -> tuple[float, float]:
+    """Seconds of a message without content, and bytes per second; both ranks of a pair call it.
+
+    The channels end with the call, and so before the group that they send over.
+    """
+    leads = dist.get_rank() == pair[0]
+    ends = []
+    for source, destination in (pair, pair[::-1]):
+        ring = None
+        if device.type == "cpu":
+            seconds = datetime.timedelta(seconds=timeout)
+            ring = make_ring(group, source, destination, _UNDER_WAY, seconds)
+        ends.append(end_of_channel(group, source, destination, device, _UNDER_WAY, ring))
+    (sender, _), (_, receiver) = ends if leads else ends[::-1]
+    assert sender is not None
+    assert receiver is not None
+
+    def message_seconds(layout: int, size: int) -> float:
+        content = [torch.zeros(size, dtype=torch.uint8, device=device)]
+
+        def round_trip() -> None:
+            receiver.expect(layout)
+            if leads:
+                sender.send(layout, content)
+            received = receiver.receive()
+            if not leads:
+                sender.send(layout, received)
+
+        return median_seconds(round_trip, device, times=_ROUND_TRIPS, warmup=2) / 2
+
+    small, large = message_seconds(0, _SMALL_BYTES), message_seconds(1, message_bytes)
+    # If the larger one is no slower, the clock cannot measure the bandwidth.
+    rate = (message_bytes - _SMALL_BYTES) / max(large - small, 1e-9)
+    return max(0.0, small - _SMALL_BYTES / rate), rate
 
 
 def _measured_all_reduce(
@@ -126,70 +165,3 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
         )
         places = [places[0], places[-1], *places[1:-1]]
     return rounds
-
-
-class _Link:
-    """The channels in both directions between this rank and the other one of its pair."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, pair: tuple[int, int], device: torch.device, timeout: float
-    ) -> None:
-        self._device = device
-        self._leads = dist.get_rank() == pair[0]
-        ends = []
-        for source, destination in (pair, pair[::-1]):
-            ring = None
-            if device.type == "cpu":
-                seconds = datetime.timedelta(seconds=timeout)
-                ring = make_ring(group, source, destination, _UNDER_WAY, seconds)
-            ends.append((source, destination, ring))
-        (to, back) = ends if self._leads else ends[::-1]
-        self._sender = _C.ProcessGroupSender(
-            group=group.group_name,
-            peer=dist.get_group_rank(group, to[1]),
-            peer_rank=to[1],
-            device=device,
-            max_unawaited=_UNDER_WAY,
-            ring=to[2],
-        )
-        self._receiver = _C.ProcessGroupReceiver(
-            group=group.group_name,
-            peer=dist.get_group_rank(group, back[0]),
-            peer_rank=back[0],
-            device=device,
-            posted_ahead=2,
-            ring=back[2],
-        )
-
-    def __enter__(self) -> _Link:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        del self._sender, self._receiver  # before the group that they send over
-
-    def measure(self, message_bytes: int) -> tuple[float, float]:
-        """Seconds of a message without content, and bytes per second."""
-        small, large = (
-            median_seconds(
-                self._round_trip(layout, size), self._device, times=_ROUND_TRIPS, warmup=2
-            )
-            / 2
-            for layout, size in enumerate((_SMALL_BYTES, message_bytes))
-        )
-        # If the larger one is no slower, the clock cannot measure the bandwidth.
-        rate = (message_bytes - _SMALL_BYTES) / max(large - small, 1e-9)
-        return max(0.0, small - _SMALL_BYTES / rate), rate
-
-    def _round_trip(self, layout: int, size: int) -> Callable[[], None]:
-        content = [torch.zeros(size, dtype=torch.uint8, device=self._device)]
-
-        def lead() -> None:
-            self._receiver.expect(layout)
-            self._sender.send(layout, content)
-            self._receiver.receive()
-
-        def follow() -> None:
-            self._receiver.expect(layout)
-            self._sender.send(layout, self._receiver.receive())
-
-        return lead if self._leads else follow

@@ -77,32 +77,37 @@ class Channels:
         ring = (
             make_ring(group, *peers, most_under_way, self._timeout) if devices == {"cpu"} else None
         )
-        if source in grid.stages:
-            return (
-                _C.ProcessGroupSender(
-                    group=group.group_name,
-                    peer=dist.get_group_rank(group, peers[1]),
-                    peer_rank=peers[1],
-                    device=self._devices[source],
-                    max_unawaited=most_under_way,
-                    ring=ring,
-                ),
-                None,
-            )
-        return None, _C.ProcessGroupReceiver(
-            group=group.group_name,
-            peer=dist.get_group_rank(group, peers[0]),
-            peer_rank=peers[0],
-            device=self._devices[destination],
-            posted_ahead=2,
-            ring=ring,
-        )
+        own = source if source in grid.stages else destination
+        return end_of_channel(group, *peers, self._devices[own], most_under_way, ring)
 
     def close(self) -> None:
         """Drops the channels and their connections; peers that wait get an error."""
         self._ends.clear()
         destroy_groups(self._groups)
         self._groups.clear()
+
+
+def end_of_channel(
+    group: dist.ProcessGroup,
+    source: int,
+    destination: int,
+    device: torch.device,
+    most_under_way: int,
+    ring: _C.SharedRing | None,
+) -> tuple[_C.Sender | None, _C.Receiver | None]:
+    """This process's end of a channel from one rank of a group to another: one of the two."""
+    is_source = dist.get_rank() == source
+    peer = destination if is_source else source
+    options: dict[str, Any] = {
+        "group": group.group_name,
+        "peer": dist.get_group_rank(group, peer),
+        "peer_rank": peer,
+        "device": device,
+        "ring": ring,
+    }
+    if is_source:
+        return _C.ProcessGroupSender(**options, max_unawaited=most_under_way), None
+    return None, _C.ProcessGroupReceiver(**options, posted_ahead=2)
 
 
 def make_ring(

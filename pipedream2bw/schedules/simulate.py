@@ -119,34 +119,26 @@ def simulate(
     check_whole_number("num_batches", num_batches)
     d = made.depth
     input_grads, weight_grads = _halves(backward, input_grad, weight_grad, d)
-    of_stages = {
-        "forward": _values("forward", forward, d),
+    of_stages: dict[str, PerStage] = {
+        "forward": forward,
         "input_grad": input_grads,
         "weight_grad": weight_grads,
-        "recompute": _values("recompute", recompute, d),
-        "all_reduce": _values("all_reduce", all_reduce, d),
-        "update": _values("update", update, d),
-        "activation_bytes": _values("activation_bytes", activation_bytes, d),
-        "input_bytes": _values("input_bytes", input_bytes, d),
-        "weight_bytes": _values("weight_bytes", weight_bytes, d),
-        "gradient_bytes": _values("gradient_bytes", gradient_bytes, d),
-        "state_bytes": _values("state_bytes", state_bytes, d),
+        "recompute": recompute,
+        "all_reduce": all_reduce,
+        "update": update,
+        "activation_bytes": activation_bytes,
+        "input_bytes": input_bytes,
+        "weight_bytes": weight_bytes,
+        "gradient_bytes": gradient_bytes,
+        "state_bytes": state_bytes,
     }
-    of_edges = {
-        "latency": _values("latency", latency, d, of_edges=True),
-        "bandwidth": _values("bandwidth", bandwidth, d, of_edges=True),
-        "message_bytes": _values("message_bytes", message_bytes, d, of_edges=True),
-    }
+    of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
+    stages = {name: _values(name, given, d) for name, given in of_stages.items()}
+    edges = {name: _values(name, given, d, of_edges=True) for name, given in of_edges.items()}
     found = _C.simulate(
         made,
-        [
-            _C.StageCosts(**{name: values[stage] for name, values in of_stages.items()})
-            for stage in range(d)
-        ],
-        [
-            _C.EdgeCosts(**{name: values[edge] for name, values in of_edges.items()})
-            for edge in range(d - 1)
-        ],
+        [_C.StageCosts(**{name: stages[name][i] for name in stages}) for i in range(d)],
+        [_C.EdgeCosts(**{name: edges[name][i] for name in edges}) for i in range(d - 1)],
         num_batches,
     )
     first_numbers = [made.number_in_batch(stage, 0) for stage in range(made.num_stages)]
