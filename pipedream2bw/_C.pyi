@@ -1,6 +1,7 @@
 """The engine (csrc/bindings).
 
-Classes that are dataclasses here are C++ structs, with attributes and keywords like those of one.
+Classes of fields alone are C++ structs. Those that are dataclasses here are made from keywords;
+Python only reads the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,6 @@ def schedule_from_text(text: str) -> Schedule: ...
 def schedule_names() -> list[str]: ...
 def action_kinds() -> dict[str, str]: ...
 
-@dataclass(frozen=True, init=False)
 class ScheduleMethod:
     name: str
     has_chunks: bool
@@ -107,7 +107,6 @@ class EdgeCosts:
     bandwidth: float
     message_bytes: float
 
-@dataclass(frozen=True, init=False)
 class SimulatedAction:
     stage: int
     kind: str
@@ -117,7 +116,6 @@ class SimulatedAction:
     start: float
     end: float
 
-@dataclass(frozen=True, init=False)
 class Simulation:
     timeline: list[list[SimulatedAction]]
     makespan: float
@@ -218,7 +216,6 @@ class PlanOptions:
     state: float
     reserved: float
 
-@dataclass(frozen=True, init=False)
 class PlannedStage:
     first: int
     end: int
@@ -231,7 +228,6 @@ class PlannedStage:
     memory_limit: float
     blocks: list[int]
 
-@dataclass(frozen=True, init=False)
 class FoundPlan:
     schedule: str
     num_versions: int
@@ -251,7 +247,6 @@ class FoundPlan:
     peak_bytes: float
     stages: list[PlannedStage]
 
-@dataclass(frozen=True, init=False)
 class BestPlans:
     plans: list[FoundPlan]
     bound_by: str
@@ -262,7 +257,6 @@ def best_plans(
 ) -> BestPlans: ...
 def planned_schedules() -> list[str]: ...
 
-@dataclass(frozen=True, init=False)
 class PlannedShape:
     num_versions: int
     most_in_flight: list[int]
@@ -318,7 +312,6 @@ class CopySum:
 class TiedSum:
     def __init__(self, processes: Sequence[int], group: str) -> None: ...
 
-@dataclass(frozen=True, init=False)
 class StageBytes:
     weights: int
     masters: int
@@ -536,7 +529,6 @@ class Run:
     ends_batch: bool = ...
     num_averaged: int = ...
 
-@dataclass(frozen=True, init=False)
 class ExecutedAction:
     stage: int
     kind: str

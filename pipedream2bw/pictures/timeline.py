@@ -158,33 +158,19 @@ class _Panel:
         name_rows(self._axes, names)
 
     def _draw_box(self, event: Event, box: tuple[float, float, float, float]) -> None:
-        left, top, width, height = box
-        self._axes.add_patch(
-            self._matplotlib.patches.Rectangle(
-                (left, top),
-                width,
-                height,
-                facecolor=_colour(event.kind, _colours(event.version)),
-                edgecolor="white",
-                linewidth=0.7,
-                hatch=_HATCHES.get(event.kind),
-            )
-        )
+        colour, hatch = _colour(event.kind, _colours(event.version)), _HATCHES.get(event.kind)
+        self._fill(box, facecolor=colour, edgecolor="white", linewidth=0.7, hatch=hatch)
         label = self._label(event)
         if not label:
             return
-        style = {
-            "ha": "center",
-            "va": "center",
-            "color": "black" if event.kind in _LABELS_IN_BLACK else "white",
-        }
-        middle = left + width / 2
-        if len(self._stages[row_of(event)]) == 1:
-            self._axes.text(middle, top + height / 2, label, fontsize=_FONT_SIZE, **style)
-            return
-        self._axes.text(middle, top + 0.36 * height, label, fontsize=_FONT_SIZE, **style)
-        stage = str(event.stage)
-        self._axes.text(middle, top + 0.8 * height, stage, fontsize=_SMALL_FONT_SIZE, **style)
+        texts = [(label, 0.5, _FONT_SIZE)]
+        if len(self._stages[row_of(event)]) > 1:
+            texts = [(label, 0.36, _FONT_SIZE), (str(event.stage), 0.8, _SMALL_FONT_SIZE)]
+        left, top, width, height = box
+        style = {"ha": "center", "va": "center"}
+        style["color"] = "black" if event.kind in _LABELS_IN_BLACK else "white"
+        for text, share, size in texts:
+            self._axes.text(left + width / 2, top + share * height, text, fontsize=size, **style)
 
     def _draw_update(self, event: Event, box: tuple[float, float, float, float]) -> None:
         # Often shorter than can be seen: the outline shows where, and covers no neighbour's number.
@@ -192,20 +178,15 @@ class _Panel:
         others = (e for e in self._events if e.kind != "U" and row_of(e) == row_of(event))
         if any(event.start <= other.start < event.end for other in others):
             height *= _BESIDE  # goes on beside them
-        self._axes.add_patch(
-            self._matplotlib.patches.Rectangle(
-                (left, top),
-                width,
-                height,
-                facecolor=_BLACK,
-                edgecolor=_BLACK,
-                linewidth=1.2,
-                clip_on=False,
-                zorder=3,
-            )
-        )
+        style = {"facecolor": _BLACK, "edgecolor": _BLACK, "linewidth": 1.2}
+        self._fill((left, top, width, height), **style, clip_on=False, zorder=3)
         mark = _update_mark(_colours(event.version)[1])
         self._axes.plot(left + width / 2, top - 0.07, clip_on=False, **mark)
+
+    def _fill(self, box: tuple[float, float, float, float], **style: Any) -> None:
+        left, top, width, height = box
+        rectangle = self._matplotlib.patches.Rectangle((left, top), width, height, **style)
+        self._axes.add_patch(rectangle)
 
     def _label(self, event: Event) -> str:
         """The longest label that fits into the box: batch and microbatch, a number, or none."""

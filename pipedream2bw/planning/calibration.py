@@ -106,34 +106,31 @@ def calibrate(
             raise ValueError(f"measured: stage {stage}, the plan has {sorted(known)}")
     if measured and all(isinstance(item, StageMemory) for item in measured.values()):
         reports = {k: item for k, item in measured.items() if isinstance(item, StageMemory)}
-        whole = [r for r, stages in enumerate(ranks) if all(stage in reports for stage in stages)]
-        kept = [sum(reports[stage].activations for stage in ranks[rank]) for rank in whole]
-        totals = [float(sum(reports[stage].total for stage in ranks[rank])) for rank in whole]
+        whole = {r: stages for r, stages in enumerate(ranks) if reports.keys() >= set(stages)}
+        peaks = {r: float(sum(reports[k].total for k in stages)) for r, stages in whole.items()}
+        kept = {r: sum(reports[k].activations for k in stages) for r, stages in whole.items()}
         factors = [
-            bytes_kept / predicted[rank][1]
-            for rank, bytes_kept in zip(whole, kept, strict=True)
-            if predicted[rank][1] > 0 and bytes_kept > 0
+            kept[rank] / predicted[rank][1]
+            for rank in whole
+            if predicted[rank][1] > 0 and kept[rank] > 0
         ]
         factor = max(factors, default=1.0)
     else:
-        whole, totals = _of_devices(ranks, measured)
-        factor = _slope(
-            [predicted[rank][1] for rank in whole],
-            [total - predicted[rank][0] for rank, total in zip(whole, totals, strict=True)],
-        )
-    if not whole:
+        peaks = _peaks_of_ranks(ranks, measured)
+        activations = [predicted[rank][1] for rank in peaks]
+        factor = _slope(activations, [peak - predicted[rank][0] for rank, peak in peaks.items()])
+    if not peaks:
         raise ValueError(f"measured: stages {sorted(measured)}, devices hold {ranks}: of one all")
     above = [
-        total - predicted[rank][0] - factor * predicted[rank][1]
-        for rank, total in zip(whole, totals, strict=True)
+        peak - predicted[rank][0] - factor * predicted[rank][1] for rank, peak in peaks.items()
     ]
     return Calibration(factor, max(0.0, *above))
 
 
-def _of_devices(
+def _peaks_of_ranks(
     ranks: Sequence[Sequence[int]], measured: Mapping[int, StageMemory | float]
-) -> tuple[list[int], list[float]]:
-    """Returns the ranks that were measured and their peaks in bytes."""
+) -> dict[int, float]:
+    """Returns the peaks in bytes of the ranks that were measured."""
     peaks: dict[int, float] = {}
     for stage, size in measured.items():
         if isinstance(size, (StageMemory, bool)) or not isinstance(size, (int, float)):
@@ -144,7 +141,7 @@ def _of_devices(
         check_number(f"measured[{stage}]", size, below=math.inf)
         rank = next(rank for rank, stages in enumerate(ranks) if stage in stages)
         peaks[rank] = max(peaks.get(rank, 0.0), float(size))
-    return list(peaks), list(peaks.values())
+    return peaks
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:

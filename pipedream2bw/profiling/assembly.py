@@ -46,14 +46,13 @@ def shared_out(graph: LossGraph, groups: Sequence[Group], measured: Measured) ->
         weight_grad += _parts(times.weight_grad, weights)
         activations += _whole_parts(saved, costs.saved_bytes[layers])
         spread += [times.spread] * len(weights)
-    kept = [(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept]
     return microbatch_of(
         graph,
         forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
         activations=activations,
-        kept=kept,
+        kept=[(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept],
         spread=spread,
     )
 

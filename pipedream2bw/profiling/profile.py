@@ -89,10 +89,7 @@ class Profile(Document):
                     f"microbatches[{index}].rows: {item.rows}, it must be more than {before}"
                 )
             before = item.rows
-            try:
-                item.check_layers(len(self.layers))
-            except ValueError as error:
-                raise ValueError(f"microbatches[{index}].{error}") from None
+            item.check_layers(f"microbatches[{index}]", len(self.layers))
         check_number("seconds_per_action", self.seconds_per_action, at_least=0, below=math.inf)
         for name, value in self.seconds_per_update_byte.items():
             check_number(f"seconds_per_update_byte.{name}", value, at_least=0, below=math.inf)

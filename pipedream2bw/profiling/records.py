@@ -109,15 +109,15 @@ class MicrobatchProfile:
             check_whole_number(f"kept[{index}][0]", size, 0, MOST_BYTES)
             _check_sharing(f"kept[{index}][1]", layers)
 
-    def check_layers(self, num_layers: int) -> None:
+    def check_layers(self, where: str, num_layers: int) -> None:
         """Raises ValueError unless the costs are those of so many layers."""
         for name in ("forward", "input_grad", "weight_grad", "activation_bytes", "spread"):
             if (count := len(getattr(self, name))) != num_layers:
-                raise ValueError(f"{name}: {count} items, layers: {num_layers}")
+                raise ValueError(f"{where}.{name}: {count} items, layers: {num_layers}")
         for index, (_, consumer, _) in enumerate(self.edges):
-            check_within(f"edges[{index}]", consumer, num_layers)
+            check_within(f"{where}.edges[{index}]", consumer, num_layers)
         for index, (_, layers) in enumerate(self.kept):
-            check_within(f"kept[{index}][1]", layers[-1], num_layers)
+            check_within(f"{where}.kept[{index}][1]", layers[-1], num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
