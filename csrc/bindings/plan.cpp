@@ -2,7 +2,6 @@
 #include "core/plan/plan.h"
 
 #include "bindings/structs.h"
-#include "core/plan/explain.h"
 
 #include <initializer_list>
 #include <string>

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -59,6 +60,16 @@ std::string concat(const Parts&... parts) {
                                   const std::string& message);
 
 }  // namespace detail
+
+// Throws ValueError, with the name streamed together of parts, unless the amount is one of seconds
+// or bytes.
+template <typename... Name>
+void check_amount(double amount, const Name&... name) {
+  if (std::isfinite(amount) && amount >= 0) [[likely]]
+    return;
+  detail::throw_value_error(detail::concat(name..., ": ", amount, ": must be finite and >= 0"));
+}
+
 }  // namespace pd2
 
 // PD2_CHECK(m >= d, "num_microbatches: ", m, ...): throws pd2::ValueError with all parts

@@ -73,7 +73,7 @@ class Movable {
     quality_ = ranks_.quality(stages_);
   }
 
-  const std::vector<int>& ends() const { return ends_; }
+  int begin(int s) const { return s == 0 ? 0 : ends_[s - 1]; }
   const Quality& quality() const { return quality_; }
 
   void improve() {
@@ -96,7 +96,6 @@ class Movable {
   };
 
   int num_stages() const { return static_cast<int>(ends_.size()); }
-  int begin(int s) const { return s == 0 ? 0 : ends_[s - 1]; }
 
   bool move_a_pair() {
     for (int s = 0; s + 1 < num_stages(); ++s) {
@@ -195,19 +194,13 @@ class Search {
 
 // The ends, as positions between pieces, of the split with the fastest slowest stage where every
 // stage has this share of its rank's limit. None fits: empty.
-std::vector<int> ends_of_fastest_stages(StageSplitProblem problem, const SplitCosts& costs,
-                                        double share) {
-  for (StageMemoryRule& rule : problem.stages) rule.limit *= share;
-  const std::optional<StageSplit> split = split_stages(problem);
-  std::vector<int> ends;
-  if (!split) return ends;
-  for (int piece = 1; piece <= costs.num_pieces(); ++piece) {
-    const auto& firsts = split->first_layers;
-    if (piece == costs.num_pieces() ||
-        std::binary_search(firsts.begin(), firsts.end(), costs.first_layer(piece))) {
-      ends.push_back(piece);
-    }
-  }
+std::vector<int> ends_of_fastest_stages(const SplitCosts& costs, double share) {
+  std::vector<double> limits;
+  for (int s = 0; s < costs.num_stages(); ++s) limits.push_back(share * costs.rule(s).limit);
+  std::vector<int> ends = first_pieces(costs, limits).value_or(std::vector<int>());
+  if (ends.empty()) return ends;
+  ends.erase(ends.begin());
+  ends.push_back(costs.num_pieces());
   return ends;
 }
 
@@ -228,7 +221,7 @@ std::optional<InterleavedSplit> split_interleaved(const StageSplitProblem& probl
   const Ranks ranks(costs, num_ranks);
   std::optional<Movable> best;
   for (const double share : {1.0, 1.0 * num_ranks / num_stages}) {
-    std::vector<int> ends = ends_of_fastest_stages(problem, costs, share);
+    std::vector<int> ends = ends_of_fastest_stages(costs, share);
     if (ends.empty()) continue;
     Movable split(ranks, std::move(ends));
     split.improve();
@@ -240,14 +233,11 @@ std::optional<InterleavedSplit> split_interleaved(const StageSplitProblem& probl
   Search search(ranks, fits ? std::optional(best->quality().slowest) : std::nullopt);
   result.exact = search.run();
   if (!fits && search.ends().empty()) return std::nullopt;
-  std::vector<int> ends = search.ends().empty() ? best->ends() : search.ends();
-  ends.pop_back();
-  result.split.first_layers = {0};
-  for (const int end : ends) result.split.first_layers.push_back(costs.first_layer(end));
-  std::vector<double> seconds(num_ranks, 0);
-  const std::vector<StageUse> uses = stage_uses(problem, result.split.first_layers);
-  for (int s = 0; s < num_stages; ++s) seconds[s % num_ranks] += uses[s].seconds();
-  result.split.slowest = *std::max_element(seconds.begin(), seconds.end());
+  const Movable found = search.ends().empty() ? *best : Movable(ranks, search.ends());
+  result.split.slowest = costs.seconds(found.quality().slowest);
+  for (int s = 0; s < num_stages; ++s) {
+    result.split.first_layers.push_back(costs.first_layer(found.begin(s)));
+  }
   return result;
 }
 

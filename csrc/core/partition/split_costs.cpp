@@ -12,51 +12,13 @@ namespace {
 // Keeps the sum of everything below 2^61.
 constexpr int kSumBits = 60;
 
-void check_amount(double amount, const char* list, std::size_t index, const char* field) {
-  PD2_CHECK(std::isfinite(amount) && amount >= 0, list, "[", index, "].", field, ": ", amount,
-            ": must be finite and >= 0");
-}
-
-void check_layers(const std::vector<LayerCost>& layers) {
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    const LayerCost& layer = layers[i];
-    check_amount(layer.forward, "layers", i, "forward");
-    check_amount(layer.input_grad, "layers", i, "input_grad");
-    check_amount(layer.weight_grad, "layers", i, "weight_grad");
-    check_amount(layer.activation_bytes, "layers", i, "activation_bytes");
-    check_amount(layer.parameter_bytes, "layers", i, "parameter_bytes");
-    check_amount(layer.trained_bytes, "layers", i, "trained_bytes");
-    PD2_CHECK(layer.trained_bytes <= layer.parameter_bytes, "layers[", i,
-              "].trained_bytes: ", layer.trained_bytes,
-              ", parameter_bytes: ", layer.parameter_bytes,
-              ": trained bytes are a part of the parameters'");
-  }
-}
-
-void check_values(const std::vector<Value>& values, std::size_t num_layers) {
-  const int n = static_cast<int>(num_layers);
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const Value& value = values[i];
-    check_amount(value.bytes, "values", i, "bytes");
-    check_amount(value.seconds, "values", i, "seconds");
-    check_amount(value.kept_bytes, "values", i, "kept_bytes");
-    check_amount(value.trained_bytes, "values", i, "trained_bytes");
-    check_amount(value.frozen_bytes, "values", i, "frozen_bytes");
-    for (const int consumer : value.consumers) {
-      PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < n, "values[", i,
-                "]: producer: ", value.producer, ", consumer: ", consumer, ", layers: ", n,
-                ": a producer comes before its consumers, and all are layers");
-    }
-  }
-}
-
 void check_stages(const std::vector<StageMemoryRule>& stages) {
   for (std::size_t k = 0; k < stages.size(); ++k) {
     const StageMemoryRule& rule = stages[k];
-    check_amount(rule.trained, "stages", k, "trained");
-    check_amount(rule.frozen, "stages", k, "frozen");
-    check_amount(rule.activations, "stages", k, "activations");
-    check_amount(rule.inputs, "stages", k, "inputs");
+    check_amount(rule.trained, "stages[", k, "].trained");
+    check_amount(rule.frozen, "stages[", k, "].frozen");
+    check_amount(rule.activations, "stages[", k, "].activations");
+    check_amount(rule.inputs, "stages[", k, "].inputs");
     PD2_CHECK(rule.limit >= 0, "stages[", k, "].limit: ", rule.limit, ": bytes must be >= 0");
     PD2_CHECK(std::isfinite(rule.slowness) && rule.slowness > 0, "stages[", k,
               "].slowness: ", rule.slowness, ": must be finite and > 0");
@@ -68,8 +30,6 @@ void count_to_begin(std::vector<int>& counts) {
   int sum = 0;
   for (int& count : counts) sum += std::exchange(count, sum);
 }
-
-}  // namespace
 
 void check(const StageSplitProblem& problem) {
   const std::size_t n = problem.layers.size();
@@ -85,16 +45,16 @@ void check(const StageSplitProblem& problem) {
     PD2_CHECK(allowed >= d - 1, "stages: ", d, ", allowed cuts: ", allowed,
               ": needs stages - 1 = ", d - 1, " allowed cuts");
   }
-  check_layers(problem.layers);
-  check_edges(problem.edges, static_cast<int>(n));
-  check_values(problem.values, n);
+  check_layers("", problem.layers);
+  check_edges("", problem.edges, static_cast<int>(n));
+  check_values("", problem.values, static_cast<int>(n));
   check_stages(problem.stages);
-  for (const double rate : {problem.seconds_per_byte, problem.seconds_per_value}) {
-    PD2_CHECK(std::isfinite(rate) && rate >= 0, "seconds_per_byte: ", problem.seconds_per_byte,
-              ", seconds_per_value: ", problem.seconds_per_value, ": both must be finite and >= 0");
-  }
+  check_amount(problem.seconds_per_byte, "seconds_per_byte");
+  check_amount(problem.seconds_per_value, "seconds_per_value");
 }
 
+// The values of problem.edges and problem.values. Edges of one producer with several sizes become
+// several values, each of what the larger ones add.
 std::vector<Value> all_values(const StageSplitProblem& problem) {
   // Sorts by producer, the largest first; of each producer and consumer it keeps the largest.
   std::vector<Edge> edges = problem.edges;
@@ -120,6 +80,51 @@ std::vector<Value> all_values(const StageSplitProblem& problem) {
     if (is_smallest) readers.clear();
   }
   return values;
+}
+
+}  // namespace
+
+void check_layers(const std::string& where, const std::vector<LayerCost>& layers) {
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const LayerCost& layer = layers[i];
+    for (const auto& [field, amount] : kLayerCosts) {
+      check_amount(layer.*amount, where, "layers[", i, "].", field);
+    }
+    PD2_CHECK(layer.trained_bytes <= layer.parameter_bytes, where, "layers[", i,
+              "].trained_bytes: ", layer.trained_bytes,
+              ", parameter_bytes: ", layer.parameter_bytes,
+              ": trained bytes are a part of the parameters'");
+  }
+}
+
+void check_edges(const std::string& where, const std::vector<Edge>& edges, int num_layers) {
+  for (std::size_t i = 0; i < edges.size(); ++i) {
+    const Edge& edge = edges[i];
+    for (const int layer : {edge.producer, edge.consumer}) {
+      PD2_CHECK(layer >= 0 && layer < num_layers, where, "edge ", i, " (", edge.producer, " -> ",
+                edge.consumer, "): layer: ", layer, ", layers: ", num_layers,
+                ": an edge joins two layers that exist");
+    }
+    PD2_CHECK(edge.producer < edge.consumer, where, "edge ", i, ": producer: ", edge.producer,
+              ", consumer: ", edge.consumer, ": a producer must come before its consumer");
+    PD2_CHECK(edge.bytes >= 0, where, "edge ", i, " (", edge.producer, " -> ", edge.consumer,
+              "): bytes: ", edge.bytes, ": bytes must be >= 0");
+  }
+}
+
+void check_values(const std::string& where, const std::vector<Value>& values, int num_layers) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const Value& value = values[i];
+    for (const auto& [field, amount] : kValueCosts) {
+      check_amount(value.*amount, where, "values[", i, "].", field);
+    }
+    for (const int consumer : value.consumers) {
+      PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < num_layers, where,
+                "values[", i, "]: producer: ", value.producer, ", consumer: ", consumer,
+                ", layers: ", num_layers,
+                ": a producer comes before its consumers, and all are layers");
+    }
+  }
 }
 
 SplitCosts::SplitCosts(const StageSplitProblem& problem) : rules_(problem.stages) {
@@ -251,52 +256,6 @@ Messages SplitCosts::messages(int first, int end) const {
 
 Cost SplitCosts::cost(int stage, int first, int end) const {
   return compute(rules_[stage].slowness, first, end) + messages(first, end).cost();
-}
-
-std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
-                                 const std::vector<int>& first_layers) {
-  check(problem);
-  const int n = static_cast<int>(problem.layers.size());
-  const std::size_t d = problem.stages.size();
-  PD2_CHECK(first_layers.size() == d, "first_layers: ", first_layers.size(), ", stages: ", d,
-            ": needs one for each stage");
-  std::vector<int> stage_of(n);
-  for (std::size_t k = 0; k < d; ++k) {
-    const int first = first_layers[k];
-    const int end = k + 1 < d ? first_layers[k + 1] : n;
-    PD2_CHECK((k > 0 || first == 0) && 0 <= first && first < end && end <= n, "first_layers[", k,
-              "]: ", first, ", the next: ", end, ", layers: ", n,
-              ": must begin with 0 and increase below the number of layers");
-    PD2_CHECK(first == 0 || problem.can_cut.empty() || problem.can_cut[first - 1], "first_layers[",
-              k, "]: ", first, ", can_cut[", first - 1, "]: false: no stage may begin there");
-    std::fill(stage_of.begin() + first, stage_of.begin() + end, static_cast<int>(k));
-  }
-
-  std::vector<StageUse> uses(d);
-  for (int i = 0; i < n; ++i) {
-    const LayerCost& layer = problem.layers[i];
-    const StageMemoryRule& rule = problem.stages[stage_of[i]];
-    StageUse& use = uses[stage_of[i]];
-    use.compute += rule.slowness * ((problem.recompute ? 2 : 1) * layer.forward + layer.input_grad +
-                                    layer.weight_grad);
-    use.bytes += rule.trained * layer.trained_bytes +
-                 rule.frozen * (layer.parameter_bytes - layer.trained_bytes) +
-                 rule.activations * layer.activation_bytes;
-  }
-  for (const Value& value : all_values(problem)) {
-    std::vector<int> stages = {stage_of[value.producer]};
-    for (const int consumer : value.consumers) stages.push_back(stage_of[consumer]);
-    std::sort(stages.begin(), stages.end());
-    stages.erase(std::unique(stages.begin(), stages.end()), stages.end());
-    if (stages.size() == 1) continue;
-    for (const int stage : stages) {  // the producer's is the first
-      uses[stage].messages += value.seconds;
-      if (stage != stages.front()) {
-        uses[stage].bytes += SplitCosts::bytes(problem.stages[stage], Received::of(value));
-      }
-    }
-  }
-  return uses;
 }
 
 }  // namespace pd2

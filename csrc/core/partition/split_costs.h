@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,12 +17,11 @@ namespace pd2 {
 using Cost = std::int64_t;
 inline constexpr Cost kInfiniteCost = std::numeric_limits<Cost>::max() / 4;
 
-// The values of problem.edges and problem.values. Edges of one producer with several sizes become
-// several values, each of what the larger ones add.
-std::vector<Value> all_values(const StageSplitProblem& problem);
-
-// Throws ValueError as split_stages().
-void check(const StageSplitProblem& problem);
+// Throws ValueError naming the first field that is negative, not finite or of no layer. `where` is
+// written before its name.
+void check_layers(const std::string& where, const std::vector<LayerCost>& layers);
+void check_edges(const std::string& where, const std::vector<Edge>& edges, int num_layers);
+void check_values(const std::string& where, const std::vector<Value>& values, int num_layers);
 
 // Bytes that come from earlier stages, or that earlier stages have, too.
 struct Received {
@@ -99,14 +100,11 @@ class SplitCosts {
   Cost cost(int stage, int first, int end) const;  // compute and messages
 
   // Inputs that are kept to run the forward again are those that its layers keep.
-  static double bytes(const StageMemoryRule& rule, const Received& received) {
-    return rule.trained * received.trained + rule.frozen * received.frozen +
-           (rule.inputs > 0 ? rule.inputs * received.all : rule.activations * received.kept);
-  }
   double bytes(const StageMemoryRule& rule, int first, int end, const Received& received) const {
-    return rule.trained * (trained_[end] - trained_[first]) +
-           rule.frozen * (frozen_[end] - frozen_[first]) +
-           rule.activations * (activations_[end] - activations_[first]) + bytes(rule, received);
+    return rule.trained * (trained_[end] - trained_[first] + received.trained) +
+           rule.frozen * (frozen_[end] - frozen_[first] + received.frozen) +
+           rule.activations * (activations_[end] - activations_[first]) +
+           (rule.inputs > 0 ? rule.inputs * received.all : rule.activations * received.kept);
   }
   // bytes() in its parts: with recompute the activations run again.
   HeldBytes held(const StageMemoryRule& rule, int first, int end, const Received& received) const {
@@ -153,5 +151,10 @@ class SplitCosts {
   std::vector<Received> crossing_;
   bool has_shared_ = false;  // tensors kept or parameters used by several layers
 };
+
+// The first piece of each stage of the split that split_stages() finds within these limits, in
+// bytes by stage.
+std::optional<std::vector<int>> first_pieces(const SplitCosts& costs,
+                                             const std::vector<double>& limits);
 
 }  // namespace pd2

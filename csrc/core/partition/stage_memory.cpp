@@ -2,43 +2,10 @@
 
 #include <algorithm>
 #include <numeric>
+#include <ranges>
 
 namespace pd2 {
 namespace {
-
-// The largest number of low .. high that holds, where low is known to hold and those that hold come
-// first. Looks near `guess` first.
-template <typename Holds>
-int last_that(int low, int high, int guess, Holds&& holds) {
-  int distance = 1;
-  int next = std::clamp(guess, low, high);
-  if (next > low && !holds(next)) {
-    high = next - 1;
-    for (next = high; next > low && !holds(next); distance *= 2) {
-      high = next - 1;
-      next = std::max(low, high - distance);
-    }
-    low = next;
-  } else {
-    for (low = next; low < high; distance *= 2) {
-      next = std::min(high, low + distance);
-      if (!holds(next)) {
-        high = next - 1;
-        break;
-      }
-      low = next;
-    }
-  }
-  while (low < high) {
-    const int middle = high - (high - low) / 2;
-    if (holds(middle)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
 
 // The bytes that stages from one first piece on receive, by end, computed as far as asked for.
 class ReceivedByEnd {
@@ -76,11 +43,12 @@ void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, M
       if (costs.bytes(rule, a, n, costs.crossing(a)) <= limits[k]) {
         farthest = n;
       } else {
-        // Neighbours reach about as far. First without what is received: that takes time to find.
-        farthest = last_that(a, n, a > k ? fit.farthest[k][a - 1] : a + 1, [&](int end) {
-          if (end > a && costs.bytes(rule, a, end, {}) > limits[k]) return false;
+        // First without what is received: that takes time to find.
+        const auto fits = [&](int end) {
+          if (costs.bytes(rule, a, end, {}) > limits[k]) return false;
           return !counts_received || costs.bytes(rule, a, end, received[a].by(end)) <= limits[k];
-        });
+        };
+        farthest = *std::ranges::partition_point(std::views::iota(a + 1, n + 1), fits) - 1;
         const Received more = counts_received ? received[a].by(farthest + 1) : Received{};
         fit.next_bytes = std::min(fit.next_bytes, costs.bytes(rule, a, farthest + 1, more));
       }

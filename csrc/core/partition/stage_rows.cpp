@@ -22,16 +22,12 @@ StageRows::StageRows(const SplitCosts& costs, const MemoryFit& memory, Cost low,
 
 void StageRows::add_row(int first, Cost low, Cost high) {
   const int end = row_end_[first];
-  row_begin_.push_back(words_.size());
+  row_begin_.push_back(bits_.front().size());
   if (end == first) return;
-  words_.resize(words_.size() + (end / 64 - first_word(first) + 1), {0, kInfiniteCost});
-  for (auto& bits : bits_) bits.resize(words_.size(), 0);
+  for (auto& bits : bits_) bits.resize(row_begin_[first] + (end / 64 - first_word(first) + 1), 0);
   Messages messages;
   for (int b = first + 1; b <= end; ++b) {
-    Word& word = words_[index(first, b / 64)];
-    if (b % 64 == 0) word.before = messages.cost();  // still without the piece b - 1
     costs_.extend(messages, first, b - 1);
-    word.least = std::min(word.least, messages.cost());
     for (int s = 0; s < static_cast<int>(bits_.size()); ++s) {
       const Cost cost = costs_.compute(costs_.slownesses()[s], first, b) + messages.cost();
       if (cost < low) {
@@ -80,18 +76,6 @@ void StageRows::add_ends(int k, int first, Positions& positions) const {
   for (int word = first_word(first); word <= last_word(k, first); ++word) {
     positions[word] |= ends(k, first, word);
   }
-}
-
-std::array<Cost, 64> StageRows::messages(int first, int word) const {
-  std::array<Cost, 64> costs = {};
-  Messages messages;
-  messages.entering = words_[index(first, word)].before;
-  const int last = std::min(row_end_[first], 64 * word + 63);
-  for (int end = std::max(first + 1, 64 * word); end <= last; ++end) {
-    costs_.extend(messages, first, end - 1);
-    costs[end % 64] = messages.cost();
-  }
-  return costs;
 }
 
 std::vector<Positions> coverable(const SplitCosts& costs, const StageRows& rows, Cost limit) {

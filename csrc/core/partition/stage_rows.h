@@ -5,7 +5,6 @@
 
 #include "core/partition/stage_memory.h"
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -19,8 +18,7 @@ inline void add(Positions& positions, int i) { positions[i / 64] |= std::uint64_
 
 // For a search between two limits, `low`, below which no split is, and `high`, which one achieves.
 // Looks at every stage whose compute alone is at most `high`. Keeps a row for each first piece: the
-// words of positions that hold its ends, with one bit for each end (and each slowness), and what
-// the messages of those 64 stages cost at least.
+// words of positions that hold its ends, with one bit for each end (and each slowness).
 class StageRows {
  public:
   // A stage that costs low .. high.
@@ -52,17 +50,10 @@ class StageRows {
   // Adds to `ends` all that are allowed.
   void add_ends(int k, int first, Positions& ends) const;
 
-  // A lower bound on the messages of every stage that ends in the word.
-  Cost least_messages(int first, int word) const { return words_[index(first, word)].least; }
-  // The messages by end in the word, as far as the row goes.
-  std::array<Cost, 64> messages(int first, int word) const;
+  // The farthest end that was looked at.
+  int last_end(int first) const { return row_end_[first]; }
 
  private:
-  struct Word {
-    Cost before = 0;  // messages of the stage that ends one before the word, if there is one
-    Cost least = 0;
-  };
-
   void add_row(int first, Cost low, Cost high);
   std::size_t index(int first, int word) const {
     return row_begin_[first] + static_cast<std::size_t>(word - first_word(first));
@@ -73,7 +64,6 @@ class StageRows {
   std::vector<int> reach_;              // by first piece: the farthest end by compute, increasing
   std::vector<int> row_end_;            // by first piece: the farthest end looked at
   std::vector<std::size_t> row_begin_;  // by first piece: where its words begin
-  std::vector<Word> words_;
   std::vector<std::vector<std::uint64_t>> bits_;  // by slowness
 };
 

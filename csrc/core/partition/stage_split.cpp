@@ -1,12 +1,10 @@
 #include "core/partition/stage_split.h"
 
 #include "core/check.h"
-#include "core/partition/cheapest_split.h"
-#include "core/partition/split_costs.h"
-#include "core/partition/stage_memory.h"
 #include "core/partition/stage_rows.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace pd2 {
 namespace {
@@ -101,29 +99,109 @@ Cost smallest_slowest(const SplitCosts& costs, StageRows& rows, Cost high) {
   return high;
 }
 
+// The positions of `from` that stages from piece 0 on reach.
+std::vector<Positions> on_some_split(const SplitCosts& costs, const StageRows& rows,
+                                     const std::vector<Positions>& from) {
+  std::vector<Positions> on = {from[0]};
+  for (int k = 0; k < costs.num_stages(); ++k) {
+    Positions next(from[k].size(), 0);
+    for (int a = k; a < costs.num_pieces(); ++a) {
+      if (has(on[k], a)) rows.add_ends(k, a, next);
+    }
+    for (std::size_t word = 0; word < next.size(); ++word) next[word] &= from[k + 1][word];
+    on.push_back(std::move(next));
+  }
+  return on;
+}
+
+// [k][a]: the least sum of messages of stages k .. d - 1 over the pieces from a on. Looks only into
+// those words of ends that may have something better.
+std::vector<std::vector<Cost>> least_messages(const SplitCosts& costs, const StageRows& rows,
+                                              const std::vector<Positions>& on) {
+  const int n = costs.num_pieces();
+  const int d = costs.num_stages();
+  const std::size_t num_words = n / 64 + 1;
+  std::vector<std::vector<Cost>> least(d + 1, std::vector<Cost>(n + 1, kInfiniteCost));
+  std::vector<std::vector<Cost>> least_of_word(d + 1, std::vector<Cost>(num_words, kInfiniteCost));
+  least[d][n] = least_of_word[d][n / 64] = 0;
+  // The messages of the stages that begin at a, by end, and the least of each word.
+  std::vector<Cost> from_here(n + 1);
+  std::vector<Cost> from_here_of_word(num_words);
+  for (int a = n - 1; a >= 0; --a) {
+    std::ranges::fill(from_here_of_word, kInfiniteCost);
+    Messages messages;
+    for (int end = a + 1; end <= rows.last_end(a); ++end) {
+      costs.extend(messages, a, end - 1);
+      from_here[end] = messages.cost();
+      Cost& of_word = from_here_of_word[end / 64];
+      of_word = std::min(of_word, from_here[end]);
+    }
+    for (int k = 0; k < d; ++k) {
+      if (!has(on[k], a)) continue;
+      Cost best = kInfiniteCost;
+      for (int word = rows.first_word(a); word <= rows.last_word(k, a); ++word) {
+        if (from_here_of_word[word] + least_of_word[k + 1][word] >= best) continue;
+        for (std::uint64_t left = rows.ends(k, a, word); left != 0; left &= left - 1) {
+          const int end = 64 * word + std::countr_zero(left);
+          best = std::min(best, from_here[end] + least[k + 1][end]);
+        }
+      }
+      least[k][a] = best;
+      least_of_word[k][a / 64] = std::min(least_of_word[k][a / 64], best);
+    }
+  }
+  return least;
+}
+
+// The first piece of each stage of the split with the smallest sum of message costs, of several the
+// one with the earliest cuts, among those whose stages are all allowed. There has to be one. `from`
+// is coverable()'s.
+std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
+                                const std::vector<Positions>& from) {
+  const auto rest = least_messages(costs, rows, on_some_split(costs, rows, from));
+  PD2_ASSERT(rest[0][0] < kInfiniteCost);
+  std::vector<int> firsts = {0};
+  for (int k = 0; k + 1 < costs.num_stages(); ++k) {
+    const int a = firsts.back();
+    Messages messages;
+    int b = a;
+    do {
+      PD2_ASSERT(b < costs.num_pieces());
+      costs.extend(messages, a, b++);
+    } while (rest[k + 1][b] + messages.cost() != rest[k][a] || !rows.allows(k, a, b));
+    firsts.push_back(b);
+  }
+  return firsts;
+}
+
 }  // namespace
+
+std::optional<std::vector<int>> first_pieces(const SplitCosts& costs,
+                                             const std::vector<double>& limits) {
+  const MemoryFit memory = fit_memory(costs, limits);
+  if (!memory.fits()) return std::nullopt;
+  const Cost low = lower_bound(costs);
+  const Cost high = upper_bound(costs, memory, low);
+  StageRows rows(costs, memory, low, high);
+  const Cost slowest = smallest_slowest(costs, rows, high);
+  return cheapest_split(costs, rows, coverable(costs, rows, slowest));
+}
 
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
   const SplitCosts costs(problem);
   std::vector<double> limits;
   for (const StageMemoryRule& rule : problem.stages) limits.push_back(rule.limit);
-  const MemoryFit memory = fit_memory(costs, limits);
-  if (!memory.fits()) return std::nullopt;
-
-  const Cost low = lower_bound(costs);
-  const Cost high = upper_bound(costs, memory, low);
-  StageRows rows(costs, memory, low, high);
-  const Cost slowest = smallest_slowest(costs, rows, high);
-  const std::vector<Positions> from = coverable(costs, rows, slowest);
-  PD2_ASSERT(has(from[0], 0));
-
+  const std::optional<std::vector<int>> firsts = first_pieces(costs, limits);
+  if (!firsts) return std::nullopt;
   StageSplit split;
-  for (const int piece : cheapest_split(costs, rows, from)) {
-    split.first_layers.push_back(costs.first_layer(piece));
+  Cost slowest = 0;
+  for (int k = 0; k < costs.num_stages(); ++k) {
+    const bool is_last = k + 1 == costs.num_stages();
+    const int end = is_last ? costs.num_pieces() : (*firsts)[k + 1];
+    slowest = std::max(slowest, costs.cost(k, (*firsts)[k], end));
+    split.first_layers.push_back(costs.first_layer((*firsts)[k]));
   }
-  for (const StageUse& use : stage_uses(problem, split.first_layers)) {
-    split.slowest = std::max(split.slowest, use.seconds());
-  }
+  split.slowest = costs.seconds(slowest);
   return split;
 }
 

@@ -6,10 +6,11 @@
 
 #pragma once
 
-#include "core/partition/layer_graph.h"
-
+#include <array>
+#include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -22,6 +23,22 @@ struct LayerCost {
   double activation_bytes = 0;  // kept from F to the end of B
   double parameter_bytes = 0;   // of one weight version, trained or not
   double trained_bytes = 0;     // the part of parameter_bytes that is trained
+};
+
+inline constexpr std::array<std::pair<const char*, double LayerCost::*>, 6> kLayerCosts = {{
+    {"forward", &LayerCost::forward},
+    {"input_grad", &LayerCost::input_grad},
+    {"weight_grad", &LayerCost::weight_grad},
+    {"activation_bytes", &LayerCost::activation_bytes},
+    {"parameter_bytes", &LayerCost::parameter_bytes},
+    {"trained_bytes", &LayerCost::trained_bytes},
+}};
+
+// The consumer reads what the producer made. Edges of one producer carry the same value.
+struct Edge {
+  int producer = 0;
+  int consumer = 0;
+  std::int64_t bytes = 0;
 };
 
 // A value that one layer makes and later ones read, whose message has a cost of its own: one
@@ -37,6 +54,14 @@ struct Value {
   double trained_bytes = 0;
   double frozen_bytes = 0;
 };
+
+inline constexpr std::array<std::pair<const char*, double Value::*>, 5> kValueCosts = {{
+    {"bytes", &Value::bytes},
+    {"seconds", &Value::seconds},
+    {"kept_bytes", &Value::kept_bytes},
+    {"trained_bytes", &Value::trained_bytes},
+    {"frozen_bytes", &Value::frozen_bytes},
+}};
 
 // The memory of the k-th stage: factors on sums over its layers. They come from the schedule (1f1b
 // and 2bw keep min(d - k, m) microbatches), the optimizer and recompute.
@@ -86,26 +111,12 @@ struct StageSplit {
 // worst, O(d P / 64) where bounds on 64 ends at a time decide.
 //
 // Throws ValueError for no stage or more than layers, fewer allowed cuts than stages - 1, sizes
-// that don't fit, edges as check_edges(), costs, bytes or factors that are negative or not finite,
-// trained_bytes > parameter_bytes, and a slowness that is not positive.
+// that don't fit, edges and values of no layers or backwards, costs, bytes or factors that are
+// negative or not finite, trained_bytes > parameter_bytes, and a slowness that is not positive.
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem);
 
 // The smallest limit, the same for all stages, with which split_stages() finds something (the
 // stages' own limits are not looked at). Throws as split_stages().
 double smallest_memory_limit(const StageSplitProblem& problem);
-
-// The time and memory of a stage for one microbatch.
-struct StageUse {
-  double compute = 0;   // seconds, slowness included
-  double messages = 0;  // seconds
-  double bytes = 0;     // by its memory rule
-
-  double seconds() const { return compute + messages; }
-};
-
-// The use of every stage of a given split. Throws ValueError for first layers that are no split of
-// the problem into its number of stages, and as split_stages().
-std::vector<StageUse> stage_uses(const StageSplitProblem& problem,
-                                 const std::vector<int>& first_layers);
 
 }  // namespace pd2

@@ -11,98 +11,74 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-bool may_cut(const ProfiledModel& model, int after) {
-  return model.can_cut.empty() || model.can_cut[after];
-}
-
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Adds every size, way to recompute and mapping of one schedule on a number of ranks.
-class Adder {
- public:
-  Adder(const PlanProblem& problem, const DeviceMappings& mappings, std::vector<Candidate>& list)
-      : problem_(problem), mappings_(mappings), list_(list) {}
+// The least of the bytes by layer over those after which the model can be cut; none: 0.
+double least_at_cuts(const ProfiledModel& model, const std::vector<double>& bytes) {
+  double least = kInfinity;
+  for (int i = 0; i + 1 < model.num_layers(); ++i) {
+    if (model.may_cut(i)) least = std::min(least, bytes[i]);
+  }
+  return least == kInfinity ? 0 : least;
+}
 
-  void add(const ScheduleMethod& method, int width, int ranks, int stages_per_rank) {
-    const PlanOptions& options = problem_.options;
-    if (options.num_stages != 0 && ranks * stages_per_rank != options.num_stages) return;
-    const auto& sizes = problem_.model.microbatches;
-    for (int size = 0; size < static_cast<int>(sizes.size()); ++size) {
-      const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
-      if (rows > options.largest_batch) break;
-      const std::optional<int> m = least_microbatches(
-          method, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
-      if (!m || rows * *m > options.largest_batch) continue;
-      Candidate candidate = {.shape = {&method, ranks, stages_per_rank, *m},
-                             .width = width,
-                             .size = size,
-                             .rows = sizes[size].rows};
-      for (const Recompute recompute : options.recompute) {
-        candidate.recompute = recompute;
-        if (recompute != Recompute::kBlocks || may_choose_blocks(candidate)) {
-          add_mappings(candidate);
-        }
+// With fewer blocks than stages some stage has none to recompute. Where there are many, each stage
+// needs two, as cuts go through some. The copies of a stage on two ranks would have to choose the
+// same ones.
+bool may_choose_blocks(const ProfiledModel& model, const PipelineShape& shape) {
+  constexpr int kMany = 64;
+  const auto blocks = static_cast<int>(model.blocks.size());
+  return shape.depth() <= (blocks > kMany ? blocks / 2 : blocks) &&
+         !shape.method->is_bidirectional();
+}
+
+// Adds every size, way to recompute and mapping of one schedule on a number of ranks.
+void add_candidates(const PlanProblem& problem, const DeviceMappings& mappings,
+                    const ScheduleMethod& method, int width, int ranks, int stages_per_rank,
+                    std::vector<Candidate>& list) {
+  const PlanOptions& options = problem.options;
+  if (options.num_stages != 0 && ranks * stages_per_rank != options.num_stages) return;
+  const auto& sizes = problem.model.microbatches;
+  for (int size = 0; size < static_cast<int>(sizes.size()); ++size) {
+    const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
+    if (rows > options.largest_batch) break;
+    const std::optional<int> m = least_microbatches(
+        method, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
+    if (!m || rows * *m > options.largest_batch) continue;
+    const PipelineShape shape = {&method, ranks, stages_per_rank, *m};
+    for (const Recompute recompute : options.recompute) {
+      if (recompute == Recompute::kBlocks && !may_choose_blocks(problem.model, shape)) continue;
+      for (int mapping = 0; mapping < mappings.count(); ++mapping) {
+        if (mappings.is_repeated(mapping, ranks, width)) continue;
+        list.push_back({shape, width, size, sizes[size].rows, recompute, mapping});
       }
     }
   }
-
- private:
-  // With fewer blocks than stages some stage has none to recompute. Where there are many, each
-  // stage needs two, as cuts go through some. The copies of a stage on two ranks would have to
-  // choose the same ones.
-  bool may_choose_blocks(const Candidate& candidate) const {
-    constexpr int kMany = 64;
-    const auto blocks = static_cast<int>(problem_.model.blocks.size());
-    const int stages = candidate.shape.depth();
-    return stages <= (blocks > kMany ? blocks / 2 : blocks) &&
-           !candidate.shape.method->is_bidirectional();
-  }
-
-  void add_mappings(Candidate& candidate) {
-    for (int mapping = 0; mapping < mappings_.count(); ++mapping) {
-      if (mappings_.is_repeated(mapping, candidate.shape.ranks, candidate.width)) continue;
-      candidate.mapping = mapping;
-      list_.push_back(candidate);
-    }
-  }
-
-  const PlanProblem& problem_;
-  const DeviceMappings& mappings_;
-  std::vector<Candidate>& list_;
-};
+}
 
 }  // namespace
 
 int most_stages(const ProfiledModel& model) {
   int stages = 1;
-  for (int i = 0; i + 1 < model.num_layers(); ++i) stages += may_cut(model, i);
+  for (int i = 0; i + 1 < model.num_layers(); ++i) stages += model.may_cut(i);
   return stages;
 }
 
 double least_received(const ProfiledModel& model, int size) {
-  const ProfiledRows& profiled = model.microbatches[size];
-  std::vector<double> bytes(profiled.layers.size(), 0);
-  for (const Edge& edge : profiled.edges) {
-    bytes[edge.consumer] = std::max(bytes[edge.consumer], static_cast<double>(edge.bytes));
+  std::vector<double> bytes(model.num_layers(), 0);  // that the layer after each one reads
+  for (const Edge& edge : model.microbatches[size].edges) {
+    double& received = bytes[edge.consumer - 1];
+    received = std::max(received, static_cast<double>(edge.bytes));
   }
-  double least = kInfinity;
-  for (int i = 0; i + 1 < model.num_layers(); ++i) {
-    if (may_cut(model, i)) least = std::min(least, bytes[i + 1]);
-  }
-  return least == kInfinity ? 0 : least;
+  return least_at_cuts(model, bytes);
 }
 
 double least_sent(const ProfiledModel& model, int size) {
-  const ProfiledRows& profiled = model.microbatches[size];
-  std::vector<double> bytes(profiled.layers.size(), 0);  // to the next layer
-  for (const Edge& edge : profiled.edges) {
+  std::vector<double> bytes(model.num_layers(), 0);  // to the next layer
+  for (const Edge& edge : model.microbatches[size].edges) {
     if (edge.consumer == edge.producer + 1) bytes[edge.producer] = static_cast<double>(edge.bytes);
   }
-  double least = kInfinity;
-  for (int i = 0; i + 1 < model.num_layers(); ++i) {
-    if (may_cut(model, i)) least = std::min(least, bytes[i]);
-  }
-  return least == kInfinity ? 0 : least;
+  return least_at_cuts(model, bytes);
 }
 
 bool same_but_mapping(const Candidate& a, const Candidate& b) {
@@ -122,7 +98,9 @@ std::string to_string(const Candidate& candidate) {
 
 std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings) {
   std::vector<Candidate> list;
-  Adder adder(problem, mappings, list);
+  const auto add = [&](const ScheduleMethod& method, int width, int ranks, int stages_per_rank) {
+    add_candidates(problem, mappings, method, width, ranks, stages_per_rank, list);
+  };
   const int devices = problem.cluster.num_devices();
   const int most = most_stages(problem.model);
   for (int width = 1; width <= std::min(devices, problem.options.largest_batch); ++width) {
@@ -136,13 +114,13 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappin
           bool& has = method.is_flushed() ? has_flushed : has_other;
           if (has || method.is_bidirectional()) continue;
           has = true;
-          adder.add(method, width, 1, 1);
+          add(method, width, 1, 1);
         } else if (method.has_chunks) {
           for (const int v : problem.options.stages_per_rank) {
-            if (std::int64_t{v} * ranks <= most) adder.add(method, width, ranks, v);
+            if (std::int64_t{v} * ranks <= most) add(method, width, ranks, v);
           }
         } else {
-          adder.add(method, width, ranks, 1);
+          add(method, width, ranks, 1);
         }
       }
     }
@@ -153,12 +131,9 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappin
 Bounds::Bounds(const PlanProblem& problem)
     : problem_(problem), best_link_(best_link(problem.cluster.topology)) {
   const ProfiledModel& model = problem.model;
-  least_slowness_ = kInfinity;
-  most_slowness_ = 0;
-  for (const DeviceType& type : problem.cluster.types) {
-    least_slowness_ = std::min(least_slowness_, type.slowness);
-    most_slowness_ = std::max(most_slowness_, type.slowness);
-  }
+  const std::vector<DeviceType>& types = problem.cluster.types;
+  least_slowness_ = std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
+  most_slowness_ = std::ranges::max_element(types, {}, &DeviceType::slowness)->slowness;
   for (const ProfiledRows& profiled : model.microbatches) {
     Totals totals;
     for (const LayerCost& layer : profiled.layers) {

@@ -1,7 +1,6 @@
 #include "core/plan/draft.h"
 
 #include "core/plan/blocks.h"
-#include "core/plan/fit.h"
 
 #include <algorithm>
 #include <limits>
@@ -9,6 +8,8 @@
 
 namespace pd2 {
 namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double held_always(const PlannedStage& stage, int num_versions) {
   const StageCosts& costs = stage.costs;
@@ -32,7 +33,7 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
     StageMemoryRule& rule = rules[stage];
     rule.slowness = holders.slowness[stage];
     const double in_flight = most_in_flight(shape, stage);
-    rule.trained = shape.num_versions() + problem_.options.gradient + problem_.options.state;
+    rule.trained = shape.num_versions() + problem.options.gradient + problem.options.state;
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
     for (const int rank : shape.ranks_of(stage)) {
@@ -42,22 +43,96 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
   return rules;
 }
 
-StageSplitProblem StageDraft::split_problem() const {
-  StageSplitProblem split;
-  split.layers = profiled.layers;
-  split.edges = profiled.edges;
-  split.values = profiled.shared;
-  split.can_cut = problem_.model.can_cut;
-  split.seconds_per_byte = seconds_per_byte;
-  split.seconds_per_value = seconds_per_value;
-  split.recompute = recomputes_stages();
-  return split;
+StageSplitProblem StageDraft::split_problem(std::vector<StageMemoryRule> rules) const {
+  return {.layers = profiled.layers,
+          .edges = profiled.edges,
+          .values = profiled.shared,
+          .can_cut = problem.model.can_cut,
+          .stages = std::move(rules),
+          .seconds_per_byte = seconds_per_byte,
+          .seconds_per_value = seconds_per_value,
+          .recompute = recomputes_stages()};
+}
+
+// The least seconds of a batch, from the work of one stage and of what comes before it.
+double StageDraft::least_seconds(const LayerCost& before, const LayerCost& stage,
+                                 double slowness) const {
+  const ScheduleMethod& method = *shape.method;
+  const double m = shape.num_microbatches * (method.is_bidirectional() ? 0.5 : 1);
+  const double halves = stage.forward + stage.input_grad;
+  const double work =
+      m * slowness * (halves + stage.weight_grad + (recomputes_stages() ? stage.forward : 0));
+  if (!method.is_flushed() || method.is_bidirectional() || method.has_chunks) return work;
+  const double fastest =
+      std::ranges::min_element(problem.cluster.types, {}, &DeviceType::slowness)->slowness;
+  const double way = fastest * (before.forward + before.input_grad);
+  if (method.is_split) return std::max(work, way + m * slowness * halves);
+  return way + fastest * before.weight_grad + work;
+}
+
+// Compares what all ranks hold with all of their memory, where ranks hold several stages. It counts
+// only the activations that every stage keeps of the fewest microbatches.
+bool StageDraft::may_fit_together(const std::vector<StageMemoryRule>& rules) const {
+  const LayerCost& all = sums.of_all();
+  double inputs = 0;
+  double fewest = kInfinity;
+  for (std::size_t k = 0; k < rules.size(); ++k) {
+    if (k > 0) inputs += rules[k].inputs * sums.least_received;
+    fewest = std::min(fewest, rules[k].activations);
+  }
+  if (candidate.recompute != Recompute::kNone) fewest = 0;
+  const int copies = shape.method->is_bidirectional() ? 2 : 1;
+  const double bytes = rules.front().trained * all.trained_bytes +
+                       rules.front().frozen * (all.parameter_bytes - all.trained_bytes) + inputs +
+                       fewest * all.activation_bytes;
+  double limits = 0;
+  for (const double limit : holders.limits) limits += limit;
+  return is_within(copies * bytes, limits);
+}
+
+// How far the stage may reach that begins at `first`; `first` if it cannot hold one layer.
+int StageDraft::furthest_end(const StageMemoryRule& rule, int first, int sharing,
+                             double seconds) const {
+  const int n = problem.model.num_layers();
+  const bool chooses_blocks = candidate.recompute == Recompute::kBlocks;
+  const LayerCost before = sums.of(0, first);
+  const double inputs = first > 0 ? rule.inputs * sums.least_received : 0;
+  int reached = first;
+  for (int end = first + 1; end <= n; ++end) {
+    const LayerCost sum = sums.of(first, end);
+    double bytes = inputs + rule.trained * sum.trained_bytes +
+                   rule.frozen * (sum.parameter_bytes - sum.trained_bytes) +
+                   rule.activations * sum.activation_bytes;
+    double least = least_seconds(before, sum, rule.slowness);
+    if (chooses_blocks && bytes > sharing * rule.limit) {
+      // At the least seconds per byte that any block saves.
+      const double saved = (bytes - sharing * rule.limit) / rule.activations;
+      if (saved > sum.activation_bytes) break;
+      bytes = 0;
+      const int times = shape.method->is_split ? 2 : 1;
+      least += times * shape.num_microbatches * rule.slowness * saved * sums.seconds_per_saved_byte;
+    }
+    if (!is_within(bytes, sharing * rule.limit) || least > seconds * (1 + 1e-9)) break;
+    if (end == n || problem.model.may_cut(end - 1)) reached = end;
+  }
+  return reached;
+}
+
+bool StageDraft::may_fit(const std::vector<StageMemoryRule>& rules, int sharing,
+                         double seconds) const {
+  if (sharing > 1 && !may_fit_together(rules)) return false;
+  int first = 0;
+  for (const StageMemoryRule& rule : rules) {
+    first = furthest_end(rule, first, sharing, seconds);
+    if (first == problem.model.num_layers()) return true;
+  }
+  return false;
 }
 
 void StageDraft::set_stages(const std::vector<int>& firsts) {
-  const int n = problem_.model.num_layers();
+  const int n = problem.model.num_layers();
   const int d = shape.depth();
-  const PlanOptions& options = problem_.options;
+  const PlanOptions& options = problem.options;
   std::vector<int> stage_of(n, 0);
   for (int k = 0; k < d; ++k) {
     std::fill(stage_of.begin() + firsts[k],
@@ -75,13 +150,13 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
     const LayerCost sum = sums.of(stage.first, stage.end);
     const double trained = sum.trained_bytes + shared[k].trained;
     const double slow = holders.slowness[k];
-    const double action = problem_.model.seconds_per_action;
+    const double action = problem.model.seconds_per_action;
     stage.costs = {
         .forward = slow * sum.forward + action,
         .input_grad = slow * sum.input_grad + action,
         .weight_grad = slow * sum.weight_grad + (shape.method->is_split ? action : 0),
         .recompute = recomputes_stages() ? slow * sum.forward : 0,
-        .update = slow * trained * problem_.model.seconds_per_update_byte,
+        .update = slow * trained * problem.model.seconds_per_update_byte,
         .activation_bytes = sum.activation_bytes + (recomputes_stages() ? 0 : shared[k].kept),
         .input_bytes = recomputes_stages() ? received[k] : 0,
         .weight_bytes = trained,
@@ -89,18 +164,18 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
         .state_bytes = options.state * trained};
     stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
     stage.most_in_flight = most_in_flight(shape, k);
-    stage.memory_limit = std::numeric_limits<double>::infinity();
+    stage.memory_limit = kInfinity;
     for (const int rank : shape.ranks_of(k)) {
       stage.memory_limit = std::min(stage.memory_limit, holders.limits[rank]);
     }
   }
-  chosen.edges.assign(d - 1, {});
-  chosen.skips.clear();
+  chosen.costs.edges.assign(d - 1, {});
+  chosen.costs.skips.clear();
   for (const auto& [from, to, bytes] : messages) {
     if (to == from + 1) {
-      chosen.edges[from].message_bytes = bytes;
+      chosen.costs.edges[from].message_bytes = bytes;
     } else if (bytes > 0) {
-      chosen.skips.push_back({from, to, {.message_bytes = bytes}});
+      chosen.costs.skips.push_back({from, to, {.message_bytes = bytes}});
     }
   }
   chosen.stages = std::move(stages);
@@ -146,7 +221,7 @@ bool StageDraft::recompute_blocks() {
       const PlannedStage& stage = chosen.stages[k];
       needed += held_always(stage, shape.num_versions()) +
                 stage.most_in_flight * stage.costs.activation_bytes;
-      const std::vector<Block>& blocks = problem_.model.blocks;
+      const std::vector<Block>& blocks = problem.model.blocks;
       const auto first = std::ranges::lower_bound(blocks, stage.first, {}, &Block::first);
       for (auto block = first; block != blocks.end() && block->end <= stage.end; ++block) {
         const auto b = static_cast<int>(block - blocks.begin());

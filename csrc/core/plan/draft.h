@@ -35,30 +35,23 @@ struct StageHolders {
 
 struct ChosenStages {
   std::vector<PlannedStage> stages;  // devices and what depends on links are not set
-  std::vector<EdgeCosts> edges;      // message_bytes alone are set; 0: no message
-  std::vector<SkipCosts> skips;      // as edges
+  Costs costs;                       // of links message_bytes alone are set; 0: no message
   double peak_bytes = 0;             // of the fullest rank
   bool is_fastest = false;           // no split has less work on its slowest stage
 };
 
-// All that it is made of must outlive it.
-class StageDraft {
- public:
-  StageDraft(const PlanProblem& problem, const Candidate& candidate, const LayerSums& sums,
-             const StageHolders& holders)
-      : candidate(candidate),
-        shape(candidate.shape),
-        profiled(problem.model.microbatches[candidate.size]),
-        sums(sums),
-        holders(holders),
-        problem_(problem) {}
+// A sum of many terms, in another order than the limit's.
+inline bool is_within(double bytes, double limit) { return bytes <= limit * (1 + 1e-9); }
 
+// All that it is made of must outlive it.
+struct StageDraft {
+  const PlanProblem& problem;
   const Candidate& candidate;
-  const PipelineShape& shape;
-  const ProfiledRows& profiled;
   const LayerSums& sums;
   const StageHolders& holders;
-  ChosenStages chosen;
+  const PipelineShape& shape = candidate.shape;
+  const ProfiledRows& profiled = problem.model.microbatches[candidate.size];
+  ChosenStages chosen = {};
   double seconds_per_byte = 0;  // of a mean message
   double seconds_per_value = 0;
 
@@ -66,7 +59,14 @@ class StageDraft {
 
   // Each of a rank's stages with an equal share of its memory.
   std::vector<StageMemoryRule> memory_rules() const;
-  StageSplitProblem split_problem() const;  // stages are not set
+  StageSplitProblem split_problem(std::vector<StageMemoryRule> rules) const;
+
+  // False: every split of the candidate breaks a limit or takes `seconds` a batch or more. The
+  // furthest that stages reach, each one filled with `sharing` times its rule's memory and with as
+  // much work as leaves the batch below `seconds`, must be the last layer. Far cheaper than a
+  // split. Where batches drain, what comes before a stage on a microbatch's way there and back
+  // leaves it less time.
+  bool may_fit(const std::vector<StageMemoryRule>& rules, int sharing, double seconds) const;
 
   // To be called in this order. set_stages() sets `chosen` to the stages of the cuts;
   // recompute_blocks() chooses blocks on every rank that needs it and returns whether they are
@@ -76,9 +76,10 @@ class StageDraft {
   bool set_memory();
 
  private:
+  double least_seconds(const LayerCost& before, const LayerCost& stage, double slowness) const;
+  bool may_fit_together(const std::vector<StageMemoryRule>& rules) const;
+  int furthest_end(const StageMemoryRule& rule, int first, int sharing, double seconds) const;
   void recompute_block(int stage, int block);
-
-  const PlanProblem& problem_;
 };
 
 }  // namespace pd2

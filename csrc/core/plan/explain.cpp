@@ -1,4 +1,4 @@
-#include "core/plan/explain.h"
+// Why plans take as long as they do: explain() of core/plan/plan.h.
 
 #include "core/check.h"
 #include "core/plan/plan.h"
@@ -36,16 +36,12 @@ struct Parts {
   double bubble = 0;
 };
 
-double seconds_with(const Evaluation& plan, const Costs& costs) {
-  return step_time(plan.candidate.shape, costs).seconds;
-}
-
 Parts parts_of(const Evaluation& plan) {
   Parts parts;
   Costs costs = plan.costs;
   double before = plan.time.seconds;
   const auto without = [&](double& part) {
-    const double now = std::min(before, seconds_with(plan, costs));
+    const double now = std::min(before, step_time(plan.candidate.shape, costs).seconds);
     part = before - now;
     before = now;
   };
@@ -61,23 +57,11 @@ Parts parts_of(const Evaluation& plan) {
   return parts;
 }
 
-int busiest(const Evaluation& plan) {
-  const std::vector<StageCosts>& stages = plan.costs.stages;
-  const auto slowest = std::ranges::max_element(stages, {}, [](const StageCosts& stage) {
-    return stage.forward + stage.input_grad + stage.weight_grad + stage.recompute;
-  });
-  return static_cast<int>(slowest - stages.begin());
-}
-
-int slowest_message(const Evaluation& plan) {
-  const auto slowest = std::ranges::max_element(plan.stages, {}, &PlannedStage::message);
-  return static_cast<int>(slowest - plan.stages.begin());
-}
-
-int longest_all_reduce(const Evaluation& plan) {
-  const auto longest = std::ranges::max_element(
-      plan.costs.stages, {}, [](const StageCosts& stage) { return stage.all_reduce; });
-  return static_cast<int>(longest - plan.costs.stages.begin());
+// The stage of which this is the most.
+template <typename Amount>
+int stage_of_most(const Evaluation& plan, Amount amount) {
+  const auto most = std::ranges::max_element(plan.stages, {}, amount);
+  return static_cast<int>(most - plan.stages.begin());
 }
 
 // Beside the work, which is always the most: what else takes a tenth of the time or more.
@@ -89,17 +73,16 @@ std::string largest_part(const Evaluation& plan) {
   const double largest =
       std::max({parts.messages, parts.all_reduce, parts.update, parts.bubble, 0.1 * seconds});
   if (largest == parts.messages) {
-    const int stage = slowest_message(plan);
-    const Evaluation& p = plan;
-    const int receiver = p.stages[stage].receiver;
-    return detail::concat("the link from stage ", stage, " to ", receiver, " (devices ",
-                          p.stages[stage].devices.front(), " and ",
-                          p.stages[receiver].devices.front(), "): messages of ",
-                          in_seconds(p.stages[stage].message), " are ", share(parts.messages),
-                          of_batch);
+    const int stage = stage_of_most(plan, &PlannedStage::message);
+    const PlannedStage& sender = plan.stages[stage];
+    return detail::concat("the link from stage ", stage, " to ", sender.receiver, " (devices ",
+                          sender.devices.front(), " and ",
+                          plan.stages[sender.receiver].devices.front(), "): messages of ",
+                          in_seconds(sender.message), " are ", share(parts.messages), of_batch);
   }
   if (largest == parts.all_reduce) {
-    const int stage = longest_all_reduce(plan);
+    const int stage =
+        stage_of_most(plan, [](const PlannedStage& each) { return each.costs.all_reduce; });
     const int copies =
         plan.candidate.width * (plan.candidate.shape.method->is_bidirectional() ? 2 : 1);
     return detail::concat("the all-reduce of stage ", stage, " over ", copies,
@@ -110,7 +93,8 @@ std::string largest_part(const Evaluation& plan) {
     return detail::concat("bubbles of ", plan.candidate.shape.method->name, ": ",
                           share(parts.bubble), of_batch);
   }
-  const int stage = busiest(plan);
+  const int stage =
+      stage_of_most(plan, [](const PlannedStage& each) { return work_of(each.costs); });
   return detail::concat("compute of stage ", stage, " (layers ", plan.stages[stage].first, " to ",
                         plan.stages[stage].end - 1, "): ", share(parts.work), of_batch);
 }

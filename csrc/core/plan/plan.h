@@ -42,4 +42,12 @@ std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 // The best plan, if its score is below `worth`; with kMemory the fastest one.
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);
 
+// Why plans take as long as they do, in words.
+struct Explanation {
+  std::string bound_by;              // of the best plan, one sentence
+  std::vector<std::string> lost_by;  // of each other one
+};
+
+Explanation explain(const PlanProblem& problem, const std::vector<Evaluation>& plans);
+
 }  // namespace pd2

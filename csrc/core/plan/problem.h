@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "core/partition/layer_graph.h"
 #include "core/partition/stage_split.h"
 #include "core/plan/cluster.h"
 #include "core/plan/period.h"
@@ -34,6 +33,7 @@ struct ProfiledModel {
   double seconds_per_action = 0;           // on top of every F, B, I and W of a stage
 
   int num_layers() const { return static_cast<int>(microbatches.front().layers.size()); }
+  bool may_cut(int after) const { return can_cut.empty() || can_cut[after]; }
 };
 
 enum class Recompute { kNone, kStages, kBlocks };
@@ -67,7 +67,8 @@ struct PlanProblem {
   PlanOptions options;
 };
 
-// Throws ValueError naming the field, the rule and the values.
+// Throws ValueError naming the field, the rule and the values, for what the dataclasses and
+// arguments of pipedream2bw/planning do not rule out.
 void check(const PlanProblem& problem);
 
 }  // namespace pd2

@@ -3,7 +3,6 @@
 #include "core/partition/boundary_split.h"
 #include "core/partition/folded_split.h"
 #include "core/partition/interleaved_split.h"
-#include "core/plan/fit.h"
 
 #include <algorithm>
 #include <limits>
@@ -31,29 +30,24 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
 
 // Several stages share their rank's memory as they need it.
 StageSplitProblem split_problem_of_ranks(const StageDraft& draft) {
-  StageSplitProblem split = draft.split_problem();
-  split.stages = draft.memory_rules();
-  for (StageMemoryRule& rule : split.stages) rule.limit *= draft.shape.stages_sharing_a_rank();
-  return split;
+  std::vector<StageMemoryRule> rules = draft.memory_rules();
+  for (StageMemoryRule& rule : rules) rule.limit *= draft.shape.stages_sharing_a_rank();
+  return draft.split_problem(std::move(rules));
 }
 
 }  // namespace
 
 StageChooser::StageChooser(const PlanProblem& problem, const DeviceMappings& mappings)
-    : problem_(problem), mappings_(mappings), least_slowness_(kInfinity), positions_({0}) {
-  const std::vector<bool>& can_cut = problem.model.can_cut;
-  for (int layer = 1; layer <= problem.model.num_layers(); ++layer) {
-    const bool is_end = layer == problem.model.num_layers();
-    if (is_end || can_cut.empty() || can_cut[layer - 1]) positions_.push_back(layer);
+    : problem_(problem), mappings_(mappings), positions_({0}) {
+  const int n = problem.model.num_layers();
+  for (int layer = 1; layer <= n; ++layer) {
+    if (layer == n || problem.model.may_cut(layer - 1)) positions_.push_back(layer);
   }
-  for (const DeviceType& type : problem.cluster.types) {
-    least_slowness_ = std::min(least_slowness_, type.slowness);
-  }
+  const std::vector<DeviceType>& types = problem.cluster.types;
+  least_slowness_ = std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
   for (int size = 0; size < static_cast<int>(problem.model.microbatches.size()); ++size) {
     sums_.push_back(sums_of(problem.model, size));
-    const std::vector<Edge>& edges = problem.model.microbatches[size].edges;
-    const std::vector<std::int64_t> bytes =
-        cut_bytes({std::vector<Layer>(problem.model.num_layers()), edges});
+    const auto bytes = cut_bytes(problem.model.microbatches[size].edges, n);
     double& largest = largest_messages_.emplace_back(0);
     for (std::size_t i = 1; i + 1 < positions_.size(); ++i) {
       largest = std::max(largest, static_cast<double>(bytes[positions_[i] - 1]));
@@ -105,45 +99,30 @@ StageChooser::SplitKey StageChooser::split_key(const StageDraft& draft) {
 const std::vector<int>& StageChooser::balanced_split(const StageDraft& draft) {
   const auto [place, is_new] = balanced_.try_emplace(split_key(draft));
   if (is_new) {
-    StageSplitProblem split = draft.split_problem();
-    split.stages.resize(draft.shape.depth());
-    for (int stage = 0; stage < draft.shape.depth(); ++stage) {
-      split.stages[stage].slowness = draft.holders.slowness[stage];
-    }
-    place->second = split_stages(split)->first_layers;
+    std::vector<StageMemoryRule> rules;
+    for (const double slowness : draft.holders.slowness) rules.push_back({.slowness = slowness});
+    place->second = split_stages(draft.split_problem(std::move(rules)))->first_layers;
   }
   return place->second;
-}
-
-bool StageChooser::may_fit(const StageDraft& draft, const std::vector<StageMemoryRule>& rules,
-                           int sharing, double seconds) const {
-  return pd2::may_fit({.candidate = draft.candidate,
-                       .model = problem_.model,
-                       .sums = draft.sums,
-                       .rules = rules,
-                       .limits = draft.holders.limits,
-                       .least_slowness = least_slowness_},
-                      sharing, seconds);
 }
 
 // Each of a rank's several stages keeps to an equal share of its memory: of what runs again too, or
 // of `sharing_again` stages that share its memory all of it.
 std::optional<std::vector<int>> StageChooser::fitting_split(const StageDraft& draft,
                                                             int sharing_again) const {
-  StageSplitProblem split = draft.split_problem();
-  split.stages = draft.memory_rules();
-  for (StageMemoryRule& rule : split.stages) {
+  std::vector<StageMemoryRule> rules = draft.memory_rules();
+  for (StageMemoryRule& rule : rules) {
     if (rule.inputs > 0) rule.activations /= sharing_again;
   }
-  if (!may_fit(draft, split.stages, 1, kInfinity)) return std::nullopt;
-  std::optional<StageSplit> found = split_stages(split);
+  if (!draft.may_fit(rules, 1, kInfinity)) return std::nullopt;
+  std::optional<StageSplit> found = split_stages(draft.split_problem(std::move(rules)));
   if (!found) return std::nullopt;
   return std::move(found->first_layers);
 }
 
 std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double seconds) {
   std::vector<ChosenStages> found;
-  if (!may_fit(draft, draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
+  if (!draft.may_fit(draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
     return found;
   }
   set_mean_message(draft);
@@ -177,13 +156,16 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     if (is_other) add(firsts);
     found.back().is_fastest = !is_other || found.size() > before;
   }
-  if (draft.shape.method->is_bidirectional()) add(folded_split(draft));
-  if (may_balance_ranks(draft, found)) add(split_of_ranks(draft));
+  if (draft.shape.method->is_bidirectional()) add(split_folded(split_problem_of_ranks(draft)));
+  if (may_balance_ranks(draft, found)) {
+    const auto split = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
+    if (split) add(split->split.first_layers);
+  }
   return found;
 }
 
 bool StageChooser::choose_split_for_blocks(StageDraft& draft, double seconds) {
-  if (!may_fit(draft, draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
+  if (!draft.may_fit(draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
     return false;
   }
   set_mean_message(draft);
@@ -195,21 +177,10 @@ bool StageChooser::choose_split_for_blocks(StageDraft& draft, double seconds) {
   return draft.recompute_blocks() && draft.set_memory();
 }
 
-std::optional<std::vector<int>> StageChooser::folded_split(const StageDraft& draft) const {
-  return split_folded(split_problem_of_ranks(draft));
-}
-
 std::vector<int> StageChooser::split_with_free_messages(StageDraft draft) {
   draft.seconds_per_byte = 0;
   draft.seconds_per_value = 0;
   return balanced_split(draft);
-}
-
-std::optional<std::vector<int>> StageChooser::split_of_ranks(const StageDraft& draft) const {
-  std::optional<InterleavedSplit> found =
-      split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
-  if (!found) return std::nullopt;
-  return std::move(found->split.first_layers);
 }
 
 bool StageChooser::may_balance_ranks(const StageDraft& draft,
@@ -227,7 +198,7 @@ std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
       (!last_->chosen.empty() || seconds <= last_->seconds)) {
     return last_->chosen;
   }
-  StageDraft draft(problem_, candidate, sums_[candidate.size], holders);
+  StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
   last_ = {candidate, seconds, {}};
   if (candidate.recompute != Recompute::kBlocks) {
     last_->chosen = choose_splits(draft, seconds);
@@ -246,7 +217,7 @@ bool StageChooser::is_message_exposed(const Candidate& candidate, double seconds
 std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
                                                     const StageHolders& holders,
                                                     const std::vector<int>& firsts) const {
-  StageDraft draft(problem_, candidate, sums_[candidate.size], holders);
+  StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
   draft.set_stages(firsts);
   if (!draft.set_memory()) return std::nullopt;
   return std::move(draft.chosen);
@@ -255,14 +226,12 @@ std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
 std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidate,
                                                        const StageHolders& holders,
                                                        const std::vector<EdgeCosts>& edges) const {
-  const StageDraft draft(problem_, candidate, sums_[candidate.size], holders);
+  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
   const int n = problem_.model.num_layers();
   const int d = draft.shape.depth();
-  LayerGraph near = {std::vector<Layer>(n), {}};
-  for (const Edge& edge : draft.profiled.edges) {
-    if ((edge.consumer - edge.producer - 1) * d < n) near.edges.push_back(edge);
-  }
-  const std::vector<std::int64_t> bytes = cut_bytes(near);
+  std::vector<Edge> near = draft.profiled.edges;
+  std::erase_if(near, [&](const Edge& e) { return (e.consumer - e.producer - 1) * d >= n; });
+  const std::vector<std::int64_t> bytes = cut_bytes(std::move(near), n);
   const std::vector<StageMemoryRule> rules = draft.memory_rules();
   const int sharing = draft.shape.stages_sharing_a_rank();
   BoundarySplitProblem split;
@@ -294,10 +263,9 @@ std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidat
 }
 
 double StageChooser::least_memory(const Candidate& candidate, const StageHolders& holders) const {
-  const StageDraft draft(problem_, candidate, sums_[candidate.size], holders);
-  StageSplitProblem split = draft.split_problem();
-  split.stages = draft.memory_rules();
-  return candidate.shape.stages_sharing_a_rank() * smallest_memory_limit(split);
+  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
+  return candidate.shape.stages_sharing_a_rank() *
+         smallest_memory_limit(draft.split_problem(draft.memory_rules()));
 }
 
 }  // namespace pd2

@@ -75,14 +75,10 @@ class StageChooser {
   using SplitKey = std::tuple<int, int, bool, double, double, std::vector<double>>;
 
   void set_mean_message(StageDraft& draft);
-  bool may_fit(const StageDraft& draft, const std::vector<StageMemoryRule>& rules, int sharing,
-               double seconds) const;
   static SplitKey split_key(const StageDraft& draft);
   const std::vector<int>& balanced_split(const StageDraft& draft);
   std::vector<int> split_with_free_messages(StageDraft draft);
   std::optional<std::vector<int>> fitting_split(const StageDraft& draft, int sharing_again) const;
-  std::optional<std::vector<int>> folded_split(const StageDraft& draft) const;
-  std::optional<std::vector<int>> split_of_ranks(const StageDraft& draft) const;
   bool may_balance_ranks(const StageDraft& draft, const std::vector<ChosenStages>& found) const;
   std::vector<ChosenStages> choose_splits(StageDraft& draft, double seconds);
   bool choose_split_for_blocks(StageDraft& draft, double seconds);

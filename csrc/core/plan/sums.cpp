@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace pd2 {
@@ -25,38 +26,23 @@ double read_by_block(const std::vector<Edge>& edges, const Block& block) {
   return sum;
 }
 
-std::vector<LayerCost> prefix_sums(const std::vector<LayerCost>& layers) {
-  LayerCost sum;
-  std::vector<LayerCost> sums = {sum};
-  for (const LayerCost& layer : layers) {
-    sum.forward += layer.forward;
-    sum.input_grad += layer.input_grad;
-    sum.weight_grad += layer.weight_grad;
-    sum.activation_bytes += layer.activation_bytes;
-    sum.parameter_bytes += layer.parameter_bytes;
-    sum.trained_bytes += layer.trained_bytes;
-    sums.push_back(sum);
-  }
-  return sums;
-}
-
 }  // namespace
 
 LayerCost LayerSums::of(int first, int end) const {
-  const LayerCost& a = before[first];
-  const LayerCost& b = before[end];
-  return {.forward = b.forward - a.forward,
-          .input_grad = b.input_grad - a.input_grad,
-          .weight_grad = b.weight_grad - a.weight_grad,
-          .activation_bytes = b.activation_bytes - a.activation_bytes,
-          .parameter_bytes = b.parameter_bytes - a.parameter_bytes,
-          .trained_bytes = b.trained_bytes - a.trained_bytes};
+  LayerCost sum;
+  for (const auto& [_, cost] : kLayerCosts) sum.*cost = before[end].*cost - before[first].*cost;
+  return sum;
 }
 
 LayerSums sums_of(const ProfiledModel& model, int size) {
   const ProfiledRows& profiled = model.microbatches[size];
   LayerSums sums;
-  sums.before = prefix_sums(profiled.layers);
+  LayerCost sum_before;
+  sums.before.push_back(sum_before);
+  for (const LayerCost& layer : profiled.layers) {
+    for (const auto& [_, cost] : kLayerCosts) sum_before.*cost += layer.*cost;
+    sums.before.push_back(sum_before);
+  }
   sums.edges = profiled.edges;
   std::ranges::sort(sums.edges, {},
                     [](const Edge& e) { return std::pair(e.producer, e.consumer); });
@@ -108,6 +94,27 @@ std::vector<StageMessage> messages_between(const LayerSums& sums,
     }
   }
   return messages;
+}
+
+std::vector<std::int64_t> cut_bytes(std::vector<Edge> edges, int num_layers) {
+  // Per producer from its farthest consumer to its nearest: at each cut the value counts with the
+  // largest size among the edges that still cross.
+  std::ranges::sort(edges, {}, [](const Edge& e) { return std::pair(e.producer, -e.consumer); });
+  std::vector<std::int64_t> bytes(num_layers, 0);  // at first: those at cut i minus at cut i - 1
+  for (std::size_t i = 0; i < edges.size();) {
+    const int producer = edges[i].producer;
+    std::int64_t largest = 0;
+    for (; i < edges.size() && edges[i].producer == producer; ++i) {
+      // The edge crosses the cuts producer .. consumer - 1, and adds what exceeds the farther ones.
+      const std::int64_t more = std::max<std::int64_t>(0, edges[i].bytes - largest);
+      bytes[producer] += more;
+      bytes[edges[i].consumer] -= more;
+      largest += more;
+    }
+  }
+  std::partial_sum(bytes.begin(), bytes.end(), bytes.begin());
+  if (num_layers > 0) bytes.pop_back();
+  return bytes;
 }
 
 std::vector<Received> shared_bytes(const std::vector<Value>& values,

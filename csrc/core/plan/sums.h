@@ -33,6 +33,10 @@ struct StageMessage {
 // The messages between every two stages, each value once, sorted by sender and receiver.
 std::vector<StageMessage> messages_between(const LayerSums& sums, const std::vector<int>& stage_of);
 
+// Bytes that cross the cut between layer i and layer i + 1, for i in 0 .. layers - 2. A value with
+// several consumers beyond the cut counts once, with the largest size any of those edges states.
+std::vector<std::int64_t> cut_bytes(std::vector<Edge> edges, int num_layers);
+
 // The bytes that every stage shares with an earlier one.
 std::vector<Received> shared_bytes(const std::vector<Value>& values,
                                    const std::vector<int>& stage_of, int num_stages);

@@ -1,6 +1,88 @@
 #include "core/schedule/errors.h"
 
+#include <algorithm>
+
 namespace pd2 {
+namespace {
+
+constexpr int kMaxColumns = 32;
+
+struct GridCell {
+  std::string text;
+  bool marked = false;
+};
+
+std::vector<std::vector<GridCell>> rows_of(const Schedule& schedule, ListKind list,
+                                           const std::vector<Mark>& marks) {
+  std::vector<std::vector<GridCell>> rows;
+  for (const RankActions& rank : schedule.ranks) {
+    std::vector<GridCell>& row = rows.emplace_back();
+    for (const Action& action : actions(rank, list)) row.push_back({.text = to_string(action)});
+  }
+  for (const Mark& mark : marks) {
+    if (mark.cell.list != list) continue;
+    std::vector<GridCell>& row = rows.at(mark.cell.rank);
+    if (mark.missing.empty()) {
+      row.at(mark.cell.index).marked = true;
+    } else {
+      row.push_back({.text = mark.missing, .marked = true});
+    }
+  }
+  return rows;
+}
+
+int first_marked_column(const std::vector<std::vector<GridCell>>& rows) {
+  std::optional<std::size_t> first;
+  for (const auto& row : rows) {
+    const auto cell = std::find_if(row.begin(), row.end(), [](const auto& c) { return c.marked; });
+    const auto column = static_cast<std::size_t>(cell - row.begin());
+    if (cell != row.end() && (!first || column < *first)) first = column;
+  }
+  return static_cast<int>(first.value_or(0));
+}
+
+void append_list(std::string& text, const std::vector<std::vector<GridCell>>& rows) {
+  std::size_t num_columns = 0;
+  std::size_t width = 0;
+  for (const auto& row : rows) {
+    num_columns = std::max(num_columns, row.size());
+    for (const GridCell& cell : row) width = std::max(width, cell.text.size());
+  }
+  std::size_t begin = 0;
+  if (num_columns > kMaxColumns) begin = std::max(0, first_marked_column(rows) - kMaxColumns / 2);
+  const std::size_t end = std::min(num_columns, begin + kMaxColumns);
+  const std::size_t label_width = std::to_string(rows.size()).size();
+
+  for (std::size_t rank = 0; rank < rows.size(); ++rank) {
+    const std::vector<GridCell>& row = rows[rank];
+    const std::string label = std::to_string(rank);
+    text += detail::concat("  rank ", std::string(label_width - label.size(), ' '), label, " |");
+    if (begin > 0) text += " ...";
+    for (std::size_t column = begin; column < std::min(end, row.size()); ++column) {
+      const GridCell& cell = row[column];
+      text += cell.marked ? ">" : " ";
+      text += cell.text;
+      text += cell.marked ? "<" : " ";
+      text += std::string(width - cell.text.size(), ' ');
+    }
+    if (row.size() > end) text += " ...";
+    text.erase(text.find_last_not_of(' ') + 1);
+    text += "\n";
+  }
+}
+
+// The lists with a column per position, ranks as rows; marked cells look like >2B0<. Of long lists
+// only the columns around the first mark are shown.
+std::string grid(const Schedule& schedule, const std::vector<Mark>& marks) {
+  std::string text;
+  for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+    text += detail::concat(to_string(list), ":\n");
+    append_list(text, rows_of(schedule, list, marks));
+  }
+  return text;
+}
+
+}  // namespace
 
 const char* to_string(ScheduleRule rule) {
   constexpr const char* kNames[] = {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/check.h"
-#include "core/schedule/grid.h"
+#include "core/schedule/unroll.h"
 
 #include <optional>
 #include <string>
@@ -54,6 +54,14 @@ class Deadlock : public ScheduleError {
  public:
   Deadlock(const std::string& text, std::optional<Place> place)
       : ScheduleError(text, ScheduleRule::kDeadlock, place) {}
+};
+
+// A cell to be marked in the grid of an error's text.
+struct Mark {
+  Cell cell;
+  // Shown after the row's last action instead of an action: what is missing there ("2B3?").
+  // The cell's index is not used then.
+  std::string missing = {};
 };
 
 // Throws ScheduleError, for kDeadlock Deadlock, with "schedule NAME: text" and, if there are marks,

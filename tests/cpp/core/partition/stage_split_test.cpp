@@ -1,5 +1,4 @@
-#include "core/partition/stage_split.h"
-
+#include "core/partition/split_costs.h"
 #include "made_splits.h"
 #include "raises.h"
 #include "sanitized.h"
@@ -163,18 +162,35 @@ TEST(StageSplit, EqualsAPlainProgramOnLongerModels) {
   EXPECT_GT(num_solved, 30);
 }
 
-TEST(StageSplit, UsesAreThoseOfTheDefinition) {
+// The stage k over the layers first .. end - 1: its pieces, and its messages.
+struct CutStage {
+  CutStage(const SplitCosts& costs, int first, int end) {
+    while (costs.first_layer(a) < first) ++a;
+    while (costs.first_layer(b) < end) ++b;
+    messages = costs.messages(a, b);
+  }
+
+  int a = 0;
+  int b = 0;
+  Messages messages;
+};
+
+TEST(StageSplit, CostsAreThoseOfTheDefinition) {
   std::mt19937 random(8);
   for (int round = 0; round < 300; ++round) {
     const StageSplitProblem problem = random_problem(random, 9, 9);
+    if (std::ranges::count(problem.can_cut, true) + 1 < std::ssize(problem.stages)) continue;
+    const SplitCosts costs(problem);
     for_each_split(problem, [&](const std::vector<int>& firsts) {
-      const std::vector<StageUse> uses = stage_uses(problem, firsts);
-      for_each_stage(problem, firsts, [&](int k, int a, int b) {
+      for_each_stage(problem, firsts, [&](int k, int first, int end) {
         const StageMemoryRule& rule = problem.stages[k];
-        const auto stage = testing::stage_by_definition(problem, rule.slowness, a, b);
-        EXPECT_EQ(uses[k].compute, stage.compute);
-        EXPECT_EQ(uses[k].messages, stage.messages);
-        EXPECT_EQ(uses[k].bytes, testing::bytes_by_definition(problem, rule, a, b, stage));
+        const CutStage found(costs, first, end);
+        const auto stage = testing::stage_by_definition(problem, rule.slowness, first, end);
+        const Messages& messages = found.messages;
+        EXPECT_EQ(costs.seconds(costs.compute(rule.slowness, found.a, found.b)), stage.compute);
+        EXPECT_EQ(costs.seconds(messages.cost()), stage.messages);
+        EXPECT_EQ(costs.bytes(rule, found.a, found.b, messages.received),
+                  testing::bytes_by_definition(problem, rule, first, end, stage));
       });
     });
   }
@@ -186,10 +202,13 @@ TEST(StageSplit, AValueThatPassesOverAStageCostsItNothing) {
   problem.stages.assign(3, {});
   problem.edges = {{0, 1, 1}, {1, 2, 1}, {0, 2, 100}};
   problem.seconds_per_byte = 1;
-  const std::vector<StageUse> uses = stage_uses(problem, {0, 1, 2});
-  EXPECT_EQ(uses[0].messages, 200);  // the value leaves once, in its largest size
-  EXPECT_EQ(uses[1].messages, 4);
-  EXPECT_EQ(uses[2].messages, 202);
+  const SplitCosts costs(problem);
+  const auto seconds = [&](int layer) {
+    return costs.seconds(costs.messages(layer, layer + 1).cost());
+  };
+  EXPECT_EQ(seconds(0), 200);  // the value leaves once, in its largest size
+  EXPECT_EQ(seconds(1), 4);
+  EXPECT_EQ(seconds(2), 202);
 }
 
 // The chains of equal layers below: costs per layer and per cut, as a stage pays them.
@@ -321,7 +340,6 @@ TEST(StageSplit, BadArgumentsNameTheRuleAndTheValues) {
     spoil(problem);
     const std::string message = value_error([&] { split_stages(problem); });
     EXPECT_EQ(value_error([&] { smallest_memory_limit(problem); }), message);
-    EXPECT_EQ(value_error([&] { stage_uses(problem, {0, 1}); }), message);
     return message;
   };
   using Problem = StageSplitProblem;
@@ -359,21 +377,18 @@ TEST(StageSplit, BadArgumentsNameTheRuleAndTheValues) {
   EXPECT_EQ(error([](Problem& p) { p.stages[0].slowness = 0; }),
             "stages[0].slowness: 0: must be finite and > 0");
   EXPECT_EQ(error([](Problem& p) { p.seconds_per_byte = -1; }),
-            "seconds_per_byte: -1, seconds_per_value: 0: both must be finite and >= 0");
+            "seconds_per_byte: -1: must be finite and >= 0");
 
-  StageSplitProblem problem = chain({1, 2, 3}, {1, 1}, 2);
-  EXPECT_EQ(value_error([&] { stage_uses(problem, {0}); }),
-            "first_layers: 1, stages: 2: needs one for each stage");
-  EXPECT_EQ(value_error([&] {
-              stage_uses(problem, {0, 3});
-            }),
-            "first_layers[1]: 3, the next: 3, layers: 3: must begin with 0 and increase below the "
-            "number of layers");
-  problem.can_cut = {true, false};
-  EXPECT_EQ(value_error([&] {
-              stage_uses(problem, {0, 2});
-            }),
-            "first_layers[1]: 2, can_cut[1]: false: no stage may begin there");
+  const auto error_with_edge = [&](Edge edge) {
+    return error([&](Problem& p) { p.edges = {{0, 1, 1}, edge}; });
+  };
+  EXPECT_EQ(error_with_edge({-1, 2, 8}),
+            "edge 1 (-1 -> 2): layer: -1, layers: 3: an edge joins two layers that exist");
+  EXPECT_EQ(error_with_edge({2, 1, 8}),
+            "edge 1: producer: 2, consumer: 1: a producer must come before its consumer");
+  EXPECT_EQ(error_with_edge({1, 1, 8}),
+            "edge 1: producer: 1, consumer: 1: a producer must come before its consumer");
+  EXPECT_EQ(error_with_edge({0, 2, -8}), "edge 1 (0 -> 2): bytes: -8: bytes must be >= 0");
 }
 
 }  // namespace

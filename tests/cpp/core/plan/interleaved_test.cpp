@@ -1,4 +1,5 @@
 // Plans whose ranks have several stages: their work and their memory are the rank's, not a stage's.
+#include "core/partition/split_costs.h"
 #include "core/plan/plan.h"
 #include "instances.h"
 
@@ -51,22 +52,25 @@ StageSplitProblem as_split(const PlanProblem& problem, const PipelineShape& shap
 }
 
 // Of the rank that has the least to spare.
-double fullest_rank(const StageSplitProblem& split, const std::vector<int>& firsts) {
-  const std::vector<StageUse> uses = stage_uses(split, firsts);
-  double bytes = 0;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    bytes = std::max(bytes, uses[rank].bytes + uses[rank + kRanks].bytes);
+double fullest_rank(const SplitCosts& costs, std::vector<int> firsts) {
+  firsts.push_back(costs.num_pieces());
+  std::vector<double> bytes(kRanks, 0);
+  for (int stage = 0; stage < kStages; ++stage) {
+    const int a = firsts[stage];
+    const int b = firsts[stage + 1];
+    bytes[stage % kRanks] += costs.bytes(costs.rule(stage), a, b, costs.messages(a, b).received);
   }
-  return bytes;
+  return *std::ranges::max_element(bytes);
 }
 
 // The least memory of a device that any split needs.
 double least_memory(const StageSplitProblem& split) {
-  const auto n = static_cast<int>(split.layers.size());
+  const SplitCosts costs(split);
+  const int n = costs.num_pieces();
   double least = std::numeric_limits<double>::infinity();
   for (int a = 1; a < n; ++a) {
     for (int b = a + 1; b < n; ++b) {
-      for (int c = b + 1; c < n; ++c) least = std::min(least, fullest_rank(split, {0, a, b, c}));
+      for (int c = b + 1; c < n; ++c) least = std::min(least, fullest_rank(costs, {0, a, b, c}));
     }
   }
   return least;

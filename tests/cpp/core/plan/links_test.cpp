@@ -1,7 +1,6 @@
 // Plans where links differ: which messages take which link, and how near to the best split they
 // are.
 
-#include "core/plan/explain.h"
 #include "core/plan/plan.h"
 #include "core/schedule/generate.h"
 #include "instances.h"

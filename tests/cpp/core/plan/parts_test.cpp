@@ -2,7 +2,7 @@
 #include "core/plan/blocks.h"
 #include "core/plan/cluster.h"
 #include "core/plan/device_mapping.h"
-#include "core/plan/links.h"
+#include "core/plan/place.h"
 #include "instances.h"
 
 #include <gtest/gtest.h>
