@@ -24,19 +24,11 @@ std::vector<int> split(std::vector<LayerCost> layers, int num_stages, std::vecto
 }  // namespace
 
 void bind_partition(py::module_& module) {
-  bind_struct(module, "LayerCost", std::pair("forward", &LayerCost::forward),
-              std::pair("input_grad", &LayerCost::input_grad),
-              std::pair("weight_grad", &LayerCost::weight_grad),
-              std::pair("activation_bytes", &LayerCost::activation_bytes),
-              std::pair("parameter_bytes", &LayerCost::parameter_bytes),
-              std::pair("trained_bytes", &LayerCost::trained_bytes));
+  bind_struct(module, "LayerCost", kLayerCosts);
   bind_struct(module, "Edge", std::pair("producer", &Edge::producer),
               std::pair("consumer", &Edge::consumer), std::pair("bytes", &Edge::bytes));
-  bind_struct(module, "Value", std::pair("producer", &Value::producer),
-              std::pair("consumers", &Value::consumers), std::pair("bytes", &Value::bytes),
-              std::pair("seconds", &Value::seconds), std::pair("kept_bytes", &Value::kept_bytes),
-              std::pair("trained_bytes", &Value::trained_bytes),
-              std::pair("frozen_bytes", &Value::frozen_bytes));
+  bind_struct(module, "Value", kValueCosts, std::pair("producer", &Value::producer),
+              std::pair("consumers", &Value::consumers));
   module.def("split_stages", &split, py::arg("layers"), py::arg("num_stages"), py::arg("can_cut"),
              py::arg("values"),
              R"(Cuts layers into stages such that the slowest is as fast as possible.

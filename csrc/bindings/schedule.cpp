@@ -7,6 +7,8 @@
 #include "core/schedule/validate.h"
 #include "core/simulate/simulate.h"
 
+#include <pybind11/operators.h>
+
 #include <functional>
 #include <string>
 #include <utility>
@@ -27,38 +29,26 @@ void bind_schedule_class(py::module_& module) {
       .def_property_readonly("depth", &Schedule::depth)
       .def_property_readonly("total_microbatches", &Schedule::total_microbatches)
       .def("number_in_batch", &Schedule::number_in_batch, py::arg("stage"), py::arg("microbatch"))
-      .def("validate", [](const Schedule& self) { validate(self); })
-      .def("check_global_updates", [](const Schedule& self) { check_global_updates(self); })
-      .def(
-          "check_joint_updates",
-          [](const Schedule& self, const std::vector<JointUpdate>& joint, const std::string& why) {
-            check_joint_updates(self, joint, why);
-          },
-          py::arg("joint"), py::arg("why"))
-      .def("max_in_flight",
-           [](const Schedule& self, int stage) { return max_in_flight(self, stage); })
-      .def("update_order", [](const Schedule& self, int rank) { return update_order(self, rank); })
-      .def_property_readonly("most_batches_behind",
-                             [](const Schedule& self) { return most_batches_behind(self); })
-      .def("to_csv", [](const Schedule& self) { return to_csv(self); })
-      .def(
-          "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
-          py::is_operator())
+      .def("validate", &validate)
+      .def("check_global_updates", &check_global_updates)
+      .def("check_joint_updates", &check_joint_updates, py::arg("joint"), py::arg("why"))
+      .def("max_in_flight", &max_in_flight)
+      .def("update_order", &update_order)
+      .def_property_readonly("most_batches_behind", &most_batches_behind)
+      .def("to_csv", &to_csv)
+      .def(py::self == py::self)
       .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
-      .def_property_readonly("has_late_forwards",
-                             [](const Schedule& self) { return has_late_forwards(self); })
-      .def("__str__", [](const Schedule& self) { return to_text(self); });
+      .def_property_readonly("has_late_forwards", &has_late_forwards)
+      .def("__str__", &to_text);
 }
 
 void bind_methods(py::module_& module) {
   py::class_<ScheduleMethod>(module, "ScheduleMethod")
-      .def_property_readonly("name",
-                             [](const ScheduleMethod& self) { return std::string(self.name); })
+      .def_readonly("name", &ScheduleMethod::name)
       .def_readonly("has_chunks", &ScheduleMethod::has_chunks)
       .def_property_readonly("is_bidirectional", &ScheduleMethod::is_bidirectional)
       .def_readonly("is_planned", &ScheduleMethod::is_planned)
-      .def_property_readonly("size_rules",
-                             [](const ScheduleMethod& self) { return size_rules(self); });
+      .def_property_readonly("size_rules", &size_rules);
   module.def("schedule_methods", [] {
     const std::span<const ScheduleMethod> methods = schedule_methods();
     return std::vector<ScheduleMethod>(methods.begin(), methods.end());
@@ -66,17 +56,7 @@ void bind_methods(py::module_& module) {
 }
 
 void bind_simulation(py::module_& module) {
-  bind_struct(module, "StageCosts", std::pair("forward", &StageCosts::forward),
-              std::pair("input_grad", &StageCosts::input_grad),
-              std::pair("weight_grad", &StageCosts::weight_grad),
-              std::pair("recompute", &StageCosts::recompute),
-              std::pair("all_reduce", &StageCosts::all_reduce),
-              std::pair("update", &StageCosts::update),
-              std::pair("activation_bytes", &StageCosts::activation_bytes),
-              std::pair("input_bytes", &StageCosts::input_bytes),
-              std::pair("weight_bytes", &StageCosts::weight_bytes),
-              std::pair("gradient_bytes", &StageCosts::gradient_bytes),
-              std::pair("state_bytes", &StageCosts::state_bytes));
+  bind_struct(module, "StageCosts", kStageCosts);
   bind_struct(module, "EdgeCosts", std::pair("latency", &EdgeCosts::latency),
               std::pair("bandwidth", &EdgeCosts::bandwidth),
               std::pair("message_bytes", &EdgeCosts::message_bytes));
@@ -116,7 +96,7 @@ void bind_schedule(py::module_& module) {
   module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
   module.def("schedule_from_text", &from_text);
-  module.def("schedule_names", &schedule_names);
+  module.def("schedule_names", [] { return schedule_names(); });
   module.def("action_kinds", [] {
     py::dict names;
     for (const ActionKind kind : kActionKinds) {

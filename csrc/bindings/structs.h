@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 
+#include <array>
 #include <tuple>
 #include <utility>
 
@@ -22,6 +23,17 @@ void bind_struct(py::module_& module, const char* name,
   };
   bound.def(py::init(make), py::kw_only(), (py::arg(fields.first) = defaults.*fields.second)...);
   (bound.def_readonly(fields.first, fields.second), ...);
+}
+
+// bind_struct() with the fields of a table, and further ones.
+template <typename Struct, typename Type, std::size_t N, typename... Fields>
+void bind_struct(py::module_& module, const char* name,
+                 const std::array<std::pair<const char*, Type Struct::*>, N>& table,
+                 const Fields&... fields) {
+  const auto bind = [&](const auto&... of_table) {
+    bind_struct(module, name, fields..., of_table...);
+  };
+  std::apply(bind, table);
 }
 
 }  // namespace pd2

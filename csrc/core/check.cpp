@@ -2,12 +2,6 @@
 
 namespace pd2::detail {
 
-void append(std::string& text, std::string_view part) { text += part; }
-void append(std::string& text, const char* part) { text += part; }
-void append(std::string& text, char part) { text += part; }
-void append(std::string& text, bool part) { text += part ? "true" : "false"; }
-void append(std::string& text, long long part) { text += std::to_string(part); }
-void append(std::string& text, unsigned long long part) { text += std::to_string(part); }
 void append(std::string& text, double part) {
   std::ostringstream stream;
   stream << part;

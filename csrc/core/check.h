@@ -21,30 +21,26 @@ class ValueError : public std::invalid_argument {
 
 namespace detail {
 
-// Each appends what a stream would write. Out of line, because a stream in every check makes
-// compiling slow.
-void append(std::string& text, std::string_view part);
-void append(std::string& text, const char* part);
-void append(std::string& text, char part);
-void append(std::string& text, bool part);
-void append(std::string& text, long long part);
-void append(std::string& text, unsigned long long part);
+// Appends what a stream would write. Out of line, because a stream in every check makes compiling
+// slow.
 void append(std::string& text, double part);
 
 template <typename Part>
 void append_part(std::string& text, const Part& part) {
-  if constexpr (std::is_same_v<Part, bool> || std::is_same_v<Part, char> ||
-                std::is_same_v<Part, double> || std::is_convertible_v<Part, const char*>) {
+  if constexpr (std::is_same_v<Part, bool>) {
+    text += part ? "true" : "false";
+  } else if constexpr (std::is_same_v<Part, char>) {
+    text += part;
+  } else if constexpr (std::is_same_v<Part, double>) {
     append(text, part);
   } else if constexpr (std::is_convertible_v<const Part&, std::string_view>) {
-    append(text, std::string_view(part));
+    text += std::string_view(part);
   } else if constexpr (std::is_integral_v<Part> && sizeof(Part) > 1) {
-    using Widest = std::conditional_t<std::is_signed_v<Part>, long long, unsigned long long>;
-    append(text, static_cast<Widest>(part));
+    text += std::to_string(part);
   } else {
     std::ostringstream stream;
     stream << part;
-    append(text, std::string_view(stream.view()));
+    text += stream.view();
   }
 }
 

@@ -9,23 +9,18 @@
 namespace pd2 {
 namespace {
 
-struct Sums {
-  double saves = 0;
-  double again = 0;
-  double takes = 0;
-
-  bool enough(double bytes) const { return saves - again >= bytes; }
-};
-
-Sums sums(std::span<const BlockChoice> blocks, const std::vector<int>& chosen) {
-  Sums sums;
+// What the chosen blocks save, need and take together.
+BlockChoice sum_of(std::span<const BlockChoice> blocks, const std::vector<int>& chosen) {
+  BlockChoice sum;
   for (const int i : chosen) {
-    sums.saves += blocks[i].saves;
-    sums.again = std::max(sums.again, blocks[i].again);
-    sums.takes += blocks[i].takes;
+    sum.saves += blocks[i].saves;
+    sum.again = std::max(sum.again, blocks[i].again);
+    sum.takes += blocks[i].takes;
   }
-  return sums;
+  return sum;
 }
+
+bool is_enough(const BlockChoice& sum, double bytes) { return sum.saves - sum.again >= bytes; }
 
 std::vector<int> members(unsigned set) {
   std::vector<int> members;
@@ -37,8 +32,8 @@ std::optional<std::vector<int>> by_enumeration(std::span<const BlockChoice> bloc
   std::optional<unsigned> best;
   double least = std::numeric_limits<double>::infinity();
   for (unsigned set = 0; set < 1u << blocks.size(); ++set) {
-    const Sums of_set = sums(blocks, members(set));
-    if (!of_set.enough(bytes) || of_set.takes >= least) continue;
+    const BlockChoice of_set = sum_of(blocks, members(set));
+    if (!is_enough(of_set, bytes) || of_set.takes >= least) continue;
     best = set;
     least = of_set.takes;
   }
@@ -51,22 +46,22 @@ std::optional<std::vector<int>> first_enough(std::span<const BlockChoice> blocks
                                              const std::vector<int>& sorted, double bound,
                                              double bytes) {
   std::vector<int> chosen;
-  Sums now;
+  BlockChoice now;
   for (const int i : sorted) {
-    if (now.enough(bytes)) break;
+    if (is_enough(now, bytes)) break;
     if (blocks[i].again > bound || blocks[i].saves <= 0) continue;
     chosen.push_back(i);
     now.saves += blocks[i].saves;
     now.again = std::max(now.again, blocks[i].again);
   }
-  if (!now.enough(bytes)) return std::nullopt;
+  if (!is_enough(now, bytes)) return std::nullopt;
   return chosen;
 }
 
 void drop_superfluous(std::span<const BlockChoice> blocks, std::vector<int>& chosen, double bytes) {
   std::ranges::stable_sort(chosen, std::ranges::greater{}, [&](int i) { return blocks[i].takes; });
-  double saves = sums(blocks, chosen).saves;
-  const double again = sums(blocks, chosen).again;
+  double saves = sum_of(blocks, chosen).saves;
+  const double again = sum_of(blocks, chosen).again;
   std::erase_if(chosen, [&](int i) {
     if (saves - blocks[i].saves - again < bytes) return false;
     saves -= blocks[i].saves;
@@ -88,7 +83,7 @@ std::optional<std::vector<int>> greedily(std::span<const BlockChoice> blocks, do
     std::optional<std::vector<int>> chosen = first_enough(blocks, sorted, bound, bytes);
     if (!chosen) continue;
     drop_superfluous(blocks, *chosen, bytes);
-    const double takes = sums(blocks, *chosen).takes;
+    const double takes = sum_of(blocks, *chosen).takes;
     if (takes >= least) continue;
     least = takes;
     best = std::move(chosen);

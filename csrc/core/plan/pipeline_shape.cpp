@@ -31,23 +31,13 @@ int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
 
 }  // namespace
 
+std::vector<std::string> planned_schedules() { return schedule_names(&ScheduleMethod::is_planned); }
+
 const ScheduleMethod& planned_method(std::string_view name) {
   const ScheduleMethod* method = find_method(name);
-  if (method != nullptr && method->is_planned) return *method;
-  std::string known;
-  for (const std::string& each : planned_schedules()) {
-    known += detail::concat(known.empty() ? "" : ", ", each);
-  }
-  detail::throw_value_error(
-      detail::concat("schedules: \"", name, "\": the planner chooses among ", known));
-}
-
-std::vector<std::string> planned_schedules() {
-  std::vector<std::string> names;
-  for (const ScheduleMethod& method : schedule_methods()) {
-    if (method.is_planned) names.emplace_back(method.name);
-  }
-  return names;
+  PD2_CHECK(method != nullptr && method->is_planned, "schedules: \"", name,
+            "\": the planner chooses among ", joined(planned_schedules()));
+  return *method;
 }
 
 std::optional<int> least_microbatches(const ScheduleMethod& method, int ranks, int stages_per_rank,

@@ -1,5 +1,6 @@
-#include "core/plan/refine.h"
+// Looks for better cuts of placed plans.
 
+#include "core/plan/evaluate.h"
 #include "core/schedule/generate.h"
 
 #include <algorithm>

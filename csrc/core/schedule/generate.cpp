@@ -179,23 +179,11 @@ Schedule make_chimera(std::string_view name, int depth, int num_microbatches,
 
 }  // namespace
 
-std::vector<std::string> schedule_names() {
-  std::vector<std::string> names;
-  for (const ScheduleMethod& method : schedule_methods()) names.emplace_back(method.name);
-  return names;
-}
-
 Schedule make_schedule(std::string_view name, int num_stages, int num_microbatches,
                        int stages_per_rank) {
   const ScheduleMethod* found = find_method(name);
-  if (found == nullptr) {
-    std::string known;
-    for (const ScheduleMethod& method : schedule_methods()) {
-      known += detail::concat(known.empty() ? "" : ", ", method.name);
-    }
-    detail::throw_value_error(
-        detail::concat("schedule: \"", name, "\": the known schedules are ", known));
-  }
+  PD2_CHECK(found != nullptr, "schedule: \"", name, "\": the known schedules are ",
+            joined(schedule_names()));
   const ScheduleMethod& method = *found;
   const ScheduleSizes sizes = {num_stages, num_microbatches, stages_per_rank};
   check_sizes(method, sizes);

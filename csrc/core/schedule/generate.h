@@ -4,9 +4,7 @@
 
 #include "core/schedule/schedule.h"
 
-#include <string>
 #include <string_view>
-#include <vector>
 
 namespace pd2 {
 
@@ -40,8 +38,7 @@ namespace pd2 {
 //
 // The first four: delay 1, two weight versions. pipedream: delay d - 1 - i, d - i versions. The
 // others: delay 0, one version. Only the interleaved ones and looped_bfs take v > 1.
-std::vector<std::string> schedule_names();
-
+//
 // Throws ValueError for an unknown name and for numbers that the method's rule forbids.
 Schedule make_schedule(std::string_view name, int num_stages, int num_microbatches,
                        int stages_per_rank = 1);

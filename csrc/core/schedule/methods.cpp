@@ -39,15 +39,10 @@ constexpr std::array kMethods = {
 
 // "a, b and c": the methods with several stages a rank.
 std::string names_with_chunks() {
-  std::vector<std::string_view> names;
-  for (const ScheduleMethod& method : kMethods) {
-    if (method.has_chunks) names.push_back(method.name);
-  }
-  std::string text(names.front());
-  for (std::size_t i = 1; i < names.size(); ++i) {
-    text += detail::concat(i + 1 < names.size() ? ", " : " and ", names[i]);
-  }
-  return text;
+  std::vector<std::string> names = schedule_names(&ScheduleMethod::has_chunks);
+  const std::string last = names.back();
+  names.pop_back();
+  return joined(names) + " and " + last;
 }
 
 // The rule of the least number of microbatches. One with several stages a rank has no short formula
@@ -95,6 +90,20 @@ int ScheduleMethod::microbatches_multiple_of(int ranks) const {
 }
 
 std::span<const ScheduleMethod> schedule_methods() { return kMethods; }
+
+std::vector<std::string> schedule_names(bool ScheduleMethod::*property) {
+  std::vector<std::string> names;
+  for (const ScheduleMethod& method : kMethods) {
+    if (property == nullptr || method.*property) names.emplace_back(method.name);
+  }
+  return names;
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
 
 const ScheduleMethod* find_method(std::string_view name) {
   const auto found = std::ranges::find(kMethods, name, &ScheduleMethod::name);

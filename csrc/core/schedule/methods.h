@@ -65,6 +65,12 @@ struct ScheduleMethod {
 
 std::span<const ScheduleMethod> schedule_methods();
 
+// The names of all methods, or of those that have the property.
+std::vector<std::string> schedule_names(bool ScheduleMethod::*property = nullptr);
+
+// "a, b, c"
+std::string joined(const std::vector<std::string>& names);
+
 // nullptr: there is none of that name.
 const ScheduleMethod* find_method(std::string_view name);
 

@@ -56,16 +56,12 @@ struct Token {
 std::vector<Token> lines_of(std::string_view text) {
   std::vector<Token> lines;
   int number = 0;
-  for (Token line : Token{text}.split('\n')) {
-    // split() trimmed it: the column is an offset in `text` and must become one in the line.
-    const auto offset = static_cast<std::size_t>(line.text.data() - text.data());
-    const std::size_t newline = offset == 0 ? text.npos : text.rfind('\n', offset - 1);
-    const std::size_t line_begin = newline == text.npos ? 0 : newline + 1;
-    line.column = static_cast<int>(offset - line_begin) + 1;
-    line.line = ++number;
-    line.text = line.text.substr(0, line.text.find('#'));
-    line = line.trimmed();
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string_view whole = text.substr(begin, end - begin);
+    const Token line = Token{whole.substr(0, whole.find('#')), ++number}.trimmed();
     if (!line.text.empty()) lines.push_back(line);
+    begin = end + 1;
   }
   return lines;
 }

@@ -41,18 +41,7 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
             "costs of edges: ", costs.edges.size(), ", num_stages: ", d,
             ": one for each two neighbours, num_stages - 1, or none");
   for (std::size_t i = 0; i < costs.stages.size(); ++i) {
-    const StageCosts& stage = costs.stages[i];
-    check_cost("forward", i, stage.forward);
-    check_cost("input_grad", i, stage.input_grad);
-    check_cost("weight_grad", i, stage.weight_grad);
-    check_cost("recompute", i, stage.recompute);
-    check_cost("all_reduce", i, stage.all_reduce);
-    check_cost("update", i, stage.update);
-    check_cost("activation_bytes", i, stage.activation_bytes);
-    check_cost("input_bytes", i, stage.input_bytes);
-    check_cost("weight_bytes", i, stage.weight_bytes);
-    check_cost("gradient_bytes", i, stage.gradient_bytes);
-    check_cost("state_bytes", i, stage.state_bytes);
+    for (const auto& [name, cost] : kStageCosts) check_cost(name, i, costs.stages[i].*cost);
   }
   for (std::size_t i = 0; i < costs.edges.size(); ++i) check_edge("", i, costs.edges[i]);
   std::set<std::pair<int, int>> pairs;

@@ -4,6 +4,8 @@
 
 #include "core/schedule/schedule.h"
 
+#include <array>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -26,6 +28,20 @@ struct StageCosts {
   double gradient_bytes = 0;
   double state_bytes = 0;  // the optimizer's
 };
+
+inline constexpr std::array<std::pair<const char*, double StageCosts::*>, 11> kStageCosts = {{
+    {"forward", &StageCosts::forward},
+    {"input_grad", &StageCosts::input_grad},
+    {"weight_grad", &StageCosts::weight_grad},
+    {"recompute", &StageCosts::recompute},
+    {"all_reduce", &StageCosts::all_reduce},
+    {"update", &StageCosts::update},
+    {"activation_bytes", &StageCosts::activation_bytes},
+    {"input_bytes", &StageCosts::input_bytes},
+    {"weight_bytes", &StageCosts::weight_bytes},
+    {"gradient_bytes", &StageCosts::gradient_bytes},
+    {"state_bytes", &StageCosts::state_bytes},
+}};
 
 // From stage i to stage i + 1, and the same back for the gradients. Of two stages on one rank:
 // free.

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "core/schedule/generate.h"
+#include "core/schedule/methods.h"
 
 #include <vector>
 

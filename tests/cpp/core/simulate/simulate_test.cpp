@@ -4,6 +4,7 @@
 
 #include "core/schedule/generate.h"
 #include "core/schedule/made_schedules.h"
+#include "core/schedule/methods.h"
 
 #include <gtest/gtest.h>
 

@@ -4,6 +4,7 @@
 #include "core/schedule/errors.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/made_schedules.h"
+#include "core/schedule/methods.h"
 #include "core/simulate/simulate.h"
 #include "raises.h"
 
