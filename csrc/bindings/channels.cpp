@@ -1,7 +1,6 @@
 // Channels and messages, as Python sees them. Stages send and receive in the engine; Python
 // measures links.
 #include "bindings/bindings.h"
-#include "bindings/groups.h"
 #include "engine/channels/local_channel.h"
 #include "engine/channels/process_group_channel.h"
 

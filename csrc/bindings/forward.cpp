@@ -1,6 +1,7 @@
-#include "bindings/forward.h"
-
-#include "bindings/lifetime.h"
+// The forward of a stage that is a Python function.
+#include "bindings/bindings.h"
+#include "bindings/python_lock.h"
+#include "engine/run/run.h"
 
 #include <ATen/core/Tensor.h>
 

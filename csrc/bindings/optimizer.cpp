@@ -1,7 +1,5 @@
 // The fused optimizer and its hyper-parameters, as Python sees them.
 #include "bindings/bindings.h"
-#include "bindings/parse_optimizer.h"
-#include "core/check.h"
 #include "engine/weights/fused_optimizer.h"
 
 #include <ATen/core/Tensor.h>
@@ -55,11 +53,6 @@ void bind_group_options(py::module_& module) {
 }
 
 }  // namespace
-
-OptimizerKind parse_optimizer(const std::string& kind) {
-  PD2_CHECK(kind == "sgd" || kind == "adam", "fused optimizer: ", kind, ", known: sgd, adam");
-  return kind == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdam;
-}
 
 void bind_optimizer(py::module_& module) {
   bind_group_options(module);

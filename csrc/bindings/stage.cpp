@@ -2,8 +2,6 @@
 #include "engine/stage/stage.h"
 
 #include "bindings/bindings.h"
-#include "bindings/groups.h"
-#include "bindings/parse_optimizer.h"
 #include "engine/fault.h"
 
 #include <ATen/core/Tensor.h>

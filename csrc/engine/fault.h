@@ -25,9 +25,9 @@ struct Failure {
   std::optional<int> stage{}, replica{};
   std::optional<std::int64_t> batch{};
   std::optional<int> microbatch{};  // in the batch
-  std::string action{};             // empty: none
-  std::string cause{};              // the exception, with its type if it is Python's
-  std::string traceback{};          // the whole of it, for logs; empty: none
+  std::optional<std::string> action{};
+  std::string cause{};      // the exception, with its type if it is Python's
+  std::string traceback{};  // the whole of it, for logs; empty: none
   // The number by which this process's Python keeps the exception; negative: it does not.
   int kept = -1;
 };

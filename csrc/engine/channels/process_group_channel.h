@@ -16,26 +16,6 @@
 
 namespace pd2 {
 
-// What both ends know of a layout once its first message has passed: enough to allocate a receive
-// buffer, so that later messages need no header and can be received ahead.
-struct MessageHeader {
-  struct Entry {
-    bool defined = false;
-    bool requires_grad = false;
-    at::ScalarType dtype = at::kFloat;
-    std::vector<std::int64_t> sizes;
-    std::vector<std::int64_t> strides;  // of a dense tensor: it travels in storage order
-  };
-  std::string structure;
-  std::vector<Entry> entries;
-
-  std::size_t bytes() const;  // of all tensors
-
-  static MessageHeader of(const Message& message);
-  at::Tensor pack() const;  // int64, one dimension
-  static MessageHeader unpack(const at::Tensor& packed);
-};
-
 // The other end of a channel.
 struct Peer {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
@@ -44,8 +24,9 @@ struct Peer {
 };
 
 // One group per edge and direction, so a forward message never waits behind a backward one. The
-// first message of a layout is preceded by its header; the tensors follow in storage order, keeping
-// their strides, because the next stage's kernels (and so their bits) may depend on them.
+// first message of a layout is preceded by its header: what a receive buffer is allocated from, so
+// that later messages need none and can be received ahead. The tensors follow in storage order,
+// keeping their strides, because the next stage's kernels (and so their bits) may depend on them.
 //
 // Between processes of one machine there may be a ring, which messages go through that fit in.
 class ProcessGroupSender : public Sender {
@@ -60,6 +41,8 @@ class ProcessGroupSender : public Sender {
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
   void post(std::vector<Work>& works, at::Tensor flat);
+  // Tensor i of the message as its header says that it is; throws ValueError if it is another one.
+  at::Tensor laid_out(const Message& message, std::size_t i, const Message& header) const;
   void await_oldest(std::vector<Work> newest);
 
   const Peer peer_;
@@ -68,7 +51,7 @@ class ProcessGroupSender : public Sender {
   const std::size_t max_unawaited_;
   const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
-  std::map<LayoutId, MessageHeader> headers_;
+  std::map<LayoutId, Message> headers_;      // of tensors without memory
   std::mutex mutex_;                         // guards what abort() touches
   std::deque<std::vector<Work>> unawaited_;  // a Work keeps its tensor alive
   bool aborted_ = false;
@@ -93,7 +76,7 @@ class ProcessGroupReceiver : public Receiver {
   };
   Work post(at::Tensor flat);
   void post_known_layouts();  // holds mutex_
-  MessageHeader receive_header();
+  Message receive_header();
   void wait(const Work& work);
 
   const Peer peer_;
@@ -102,7 +85,7 @@ class ProcessGroupReceiver : public Receiver {
   const std::size_t posted_ahead_;
   const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
-  std::map<LayoutId, MessageHeader> headers_;
+  std::map<LayoutId, Message> headers_;  // of tensors without memory
   mutable std::mutex mutex_;
   std::deque<LayoutId> expected_;  // not posted yet
   std::deque<Posted> posted_;

@@ -47,14 +47,14 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
 
 LossBoard::~LossBoard() { close(); }
 
-std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t run) {
-  auto slot = std::make_shared<LossSlot>();
+std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
+  auto loss = std::make_shared<AwaitedNumbers>(fault_);
   {
     const std::lock_guard lock(mutex_);
-    expected_.emplace_back(run, slot);
+    expected_.emplace_back(run, loss);
   }
   changed_.notify_all();
-  return slot;
+  return loss;
 }
 
 void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
@@ -63,21 +63,6 @@ void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
     published_[pipeline].push_back({run, std::move(loss)});
   }
   changed_.notify_all();
-}
-
-bool LossBoard::done(const LossSlot& slot) const {
-  const std::lock_guard lock(mutex_);
-  return slot.there();
-}
-
-bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
-  std::unique_lock lock(mutex_);
-  const bool there =
-      changed_.wait_for(lock, timeout, [&] { return slot.there() || fault_->raised(); });
-  if (there && !slot.there()) {
-    fault_->rethrow_if_raised();
-  }
-  return there;
 }
 
 std::optional<LossBoard::Next> LossBoard::wait_for_next() {
@@ -126,7 +111,6 @@ void LossBoard::send_losses() {
         const std::lock_guard lock(mutex_);
         deliver(sum);
       }
-      changed_.notify_all();
       send(sum, readers_);
     } catch (...) {
       fail(next->run, "sending it failed");
@@ -164,7 +148,7 @@ void LossBoard::receive_losses() {
 
 void LossBoard::deliver(const at::Tensor& numbers) {
   const double* data = numbers.const_data_ptr<double>();
-  expected_.front().second->numbers.assign(data, data + numbers.numel());
+  expected_.front().second->give({data, data + numbers.numel()});
 }
 
 void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {

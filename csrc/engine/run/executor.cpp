@@ -12,24 +12,28 @@
 namespace pd2 {
 
 Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
-    : workers_(make_workers(setup)), setup_(std::move(setup)), fault_(std::move(fault)) {
+    : setup_(std::move(setup)), fault_(std::move(fault)) {
+  for (const StageSetup& each : setup_.stages) {
+    UpdateCallbacks updates;
+    updates.begin_thread = [this, stage = each.index] {
+      name_this_thread("pd2 update " + std::to_string(stage));
+      begin_thread();
+    };
+    updates.is_stopped = [this] {
+      const std::lock_guard lock(mutex_);
+      return closed_ || fault_->raised();
+    };
+    updates.failed = [this, stage = each.index](std::int64_t run) {
+      fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
+    };
+    workers_.push_back(std::make_unique<StageWorker>(
+        setup_, each, [this](const ExecutedAction& action) { log(action); }, std::move(updates)));
+  }
   for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
       worker(action.stage);
       most_runs_before_ = std::max(most_runs_before_, runs_before(action));
     }
-  }
-  for (const auto& worker : workers_) {
-    worker->set_callbacks(
-        {[this](const ExecutedAction& action) { log(action); },
-         [this] {
-           const std::lock_guard lock(mutex_);
-           return closed_ || fault_->raised();
-         },
-         [this] { begin_thread(); },
-         [this, stage = worker->stage()](std::int64_t run) {
-           fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
-         }});
   }
   fault_->on_raise(this, [this] {
     abort_channels();
@@ -152,12 +156,7 @@ void Executor::abort_channels() {
 }
 
 bool Executor::is_empty() const {
-  for (const auto& worker : workers_) {
-    if (!worker->is_empty()) {
-      return false;
-    }
-  }
-  return true;
+  return std::ranges::all_of(workers_, [](const auto& worker) { return worker->is_empty(); });
 }
 
 void Executor::begin_thread() const {

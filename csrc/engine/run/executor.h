@@ -97,9 +97,9 @@ class Executor {
   void fail(const Doing& doing);
   void begin_thread() const;
 
-  const std::vector<std::unique_ptr<StageWorker>> workers_;
-  const ExecutorSetup setup_;  // without the stages, which are the workers'
+  const ExecutorSetup setup_;
   const std::shared_ptr<Fault> fault_;
+  std::vector<std::unique_ptr<StageWorker>> workers_;
 
   // Used by the executor's thread alone.
   // The runs since the pipeline was empty, as far as `steady` and `epilogue` go back; runs missing

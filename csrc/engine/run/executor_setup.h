@@ -5,7 +5,6 @@
 #include "engine/fault.h"
 #include "engine/loss/run_loss.h"
 #include "engine/run/run.h"
-#include "engine/run/stage_worker.h"
 #include "engine/stage/stage.h"
 
 #include <cstdint>
@@ -21,8 +20,10 @@ struct StageSetup {
   int index = 0;  // the schedule's
   std::shared_ptr<Stage> stage;
   Forward forward;
-  bool recompute = false;          // see StageWorkerOptions
-  bool recomputes_blocks = false;  // the same
+  // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
+  // 1604.06174).
+  bool recompute = false;
+  bool recomputes_blocks = false;  // parts of the forward are called again by themselves
 };
 
 struct ExecutorSetup {
@@ -30,7 +31,8 @@ struct ExecutorSetup {
   int rank = 0;  // of the schedule's
   int replica = 0;
   int num_replicas = 1;
-  // The first batches, each of which begins with an empty pipeline and all updates made.
+  // The first batches, each of which begins with an empty pipeline and all updates made: they have
+  // no delay, whatever the schedule's is.
   std::int64_t warmup_batches = 0;
   std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
   int num_threads = 0;             // intra-op threads of the executor's thread, 0: as they are
@@ -43,8 +45,5 @@ struct ExecutorSetup {
   // failure_of() for exceptions that come out of a forward or a backward, also Python ones.
   std::function<Failure(const std::exception_ptr& error, int here)> describe = failure_of;
 };
-
-// The workers of `setup.stages`, which this moves out of the setup.
-std::vector<std::unique_ptr<StageWorker>> make_workers(ExecutorSetup& setup);
 
 }  // namespace pd2

@@ -3,7 +3,6 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
-#include "engine/channels/message.h"
 
 #include <ATen/core/Tensor.h>
 

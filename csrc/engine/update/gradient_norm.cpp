@@ -37,23 +37,9 @@ GradientNorm::Batch& GradientNorm::batch(std::int64_t run) {
   return batch;
 }
 
-std::shared_ptr<NormSlot> GradientNorm::expect(std::int64_t run) {
+std::shared_ptr<AwaitedNumbers> GradientNorm::expect(std::int64_t run) {
   const std::lock_guard lock(mutex_);
-  return this->batch(run).slot = std::make_shared<NormSlot>();
-}
-
-bool GradientNorm::done(const NormSlot& slot) const {
-  const std::lock_guard lock(mutex_);
-  return slot.value.has_value();
-}
-
-bool GradientNorm::wait_for(const NormSlot& slot, std::chrono::milliseconds timeout) const {
-  std::unique_lock lock(mutex_);
-  const bool there = changed_.wait_for(lock, timeout, [&] { return slot.value.has_value(); });
-  if (!there) {
-    fault_->rethrow_if_raised();
-  }
-  return there;
+  return this->batch(run).expected = std::make_shared<AwaitedNumbers>(fault_);
 }
 
 void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
@@ -82,8 +68,8 @@ void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
     }
     Batch& mine = this->batch(run);
     mine.total = total;
-    if (mine.slot) {
-      mine.slot->value = total.item<double>();
+    if (mine.expected) {
+      mine.expected->give({total.item<double>()});
     }
   }
   changed_.notify_all();

@@ -7,7 +7,7 @@
 #endif
 
 #include "core/check.h"
-#include "engine/weights/huge_pages.h"
+#include "engine/weights/flat_buffer.h"
 
 #include <algorithm>
 #include <array>
@@ -51,6 +51,11 @@ struct FusedOptimizer::Buffers {
     return state[which] == nullptr ? nullptr : static_cast<T*>(state[which]) + i;
   }
 };
+
+OptimizerKind parse_optimizer(std::string_view kind) {
+  PD2_CHECK(kind == "sgd" || kind == "adam", "fused optimizer: ", kind, ", known: sgd, adam");
+  return kind == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdam;
+}
 
 bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
 #ifdef PD2_WITH_CUDA

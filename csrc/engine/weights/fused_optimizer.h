@@ -16,6 +16,9 @@ namespace pd2 {
 // AdamW is kAdam with decoupled weight decay.
 enum class OptimizerKind { kSgd, kAdam };
 
+// Throws ValueError unless it is "sgd" or "adam".
+OptimizerKind parse_optimizer(std::string_view kind);
+
 // Hyper-parameters of one param_group. The optimizer fills in `sgd.first_step` and `adam.step`.
 struct GroupOptions {
   kernels::SgdOptions sgd;
