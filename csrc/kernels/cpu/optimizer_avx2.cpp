@@ -2,6 +2,7 @@
 
 #if defined(__x86_64__)
 
+#include <cmath>  // here, as what headers define inline is compiled for the instruction set below
 #include <cstdint>
 #include <immintrin.h>
 #include <type_traits>
