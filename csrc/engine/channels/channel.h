@@ -33,6 +33,11 @@ struct Message {
   }
 };
 
+// The memory of a dense tensor as a vector, in storage order.
+inline at::Tensor storage_order(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1});
+}
+
 // A layout names the shapes, dtypes, strides and structure of a message: two microbatches of one
 // layout send messages that differ in their tensors' contents alone. Both ends number layouts
 // alike.

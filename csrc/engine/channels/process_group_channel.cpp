@@ -1,7 +1,6 @@
 #include "engine/channels/process_group_channel.h"
 
 #include "core/check.h"
-#include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -16,9 +15,6 @@ namespace {
 
 // A stream of messages shares one group: the running tag matches the n-th send to the n-th receive.
 constexpr int kTags = 1 << 15;
-
-// The memory of a dense tensor as a vector, in storage order.
-at::Tensor storage_order(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 
 // How many bytes of a message go through the ring: all or none.
 std::size_t bytes_through(const SharedRing* ring, const Message& header) {
@@ -91,14 +87,6 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-ProcessGroupSender::ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
-                                       std::shared_ptr<SharedRing> ring)
-    : peer_(std::move(peer)),
-      timeout_(timeout_of(peer_.group.get())),
-      device_(device),
-      max_unawaited_(max_unawaited),
-      ring_(std::move(ring)) {}
-
 void ProcessGroupSender::post(std::vector<Work>& works, at::Tensor flat) {
   if (flat.numel() == 0) {
     return;
@@ -114,7 +102,7 @@ at::Tensor ProcessGroupSender::laid_out(const Message& message, std::size_t i,
   const at::Tensor& form = header.tensors[i];
   at::Tensor tensor = message.tensors[i];
   if (!tensor.defined() && form.defined()) {
-    tensor = at::zeros(form.sizes(), form.options().device(device_));
+    tensor = at::zeros(form.sizes(), form.options().device(peer_.device));
   }
   PD2_CHECK(tensor.defined() == form.defined() &&
                 (!form.defined() ||
@@ -150,10 +138,10 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
       "values between stages must follow from the shapes of the model's inputs: a message of ",
       message.tensors.size(), " tensors, where one of ", header.tensors.size(),
       " tensors with other constants was sent for the same input shapes");
-  const std::size_t ring_bytes = bytes_through(ring_.get(), header);
+  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), header);
   std::byte* to = nullptr;
   if (ring_bytes > 0) {
-    to = with_peer(timeout_, peer_.rank, [&] { return ring_->begin_write(ring_bytes); });
+    to = with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_write(ring_bytes); });
     if (to == nullptr) {
       throw ChannelAborted();
     }
@@ -171,7 +159,7 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
     }
   }
   if (to != nullptr) {
-    ring_->end_write();
+    peer_.ring->end_write();
   }
   if (!works.empty()) {
     await_oldest(std::move(works));
@@ -203,12 +191,12 @@ void ProcessGroupSender::await_oldest(std::vector<Work> newest) {
 }
 
 std::int64_t ProcessGroupSender::buffer_bytes() const {
-  return ring_ ? static_cast<std::int64_t>(ring_->used_bytes()) : 0;
+  return peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
 }
 
 void ProcessGroupSender::abort() {
-  if (ring_) {
-    ring_->abort();
+  if (peer_.ring) {
+    peer_.ring->abort();
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -218,14 +206,6 @@ void ProcessGroupSender::abort() {
     }
   }
 }
-
-ProcessGroupReceiver::ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
-                                           std::shared_ptr<SharedRing> ring)
-    : peer_(std::move(peer)),
-      timeout_(timeout_of(peer_.group.get())),
-      device_(device),
-      posted_ahead_(posted_ahead),
-      ring_(std::move(ring)) {}
 
 ProcessGroupReceiver::Work ProcessGroupReceiver::post(at::Tensor flat) {
   std::vector<at::Tensor> tensors{std::move(flat)};
@@ -250,11 +230,12 @@ void ProcessGroupReceiver::post_known_layouts() {
     Posted posted;
     posted.message.structure = known->second.structure;
     posted.message.requires_grad = known->second.requires_grad;
-    posted.ring_bytes = bytes_through(ring_.get(), known->second);
+    posted.ring_bytes = bytes_through(peer_.ring.get(), known->second);
     for (const at::Tensor& form : known->second.tensors) {
       at::Tensor tensor;
       if (form.defined()) {
-        tensor = at::empty_strided(form.sizes(), form.strides(), form.options().device(device_));
+        tensor =
+            at::empty_strided(form.sizes(), form.strides(), form.options().device(peer_.device));
         if (tensor.numel() > 0 && posted.ring_bytes == 0) {
           posted.works.push_back(post(storage_order(tensor)));
         }
@@ -328,7 +309,7 @@ Message ProcessGroupReceiver::receive() {
   }
   if (next.ring_bytes > 0) {
     const std::byte* from =
-        with_peer(timeout_, peer_.rank, [&] { return ring_->begin_read(next.ring_bytes); });
+        with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_read(next.ring_bytes); });
     if (from == nullptr) {
       throw ChannelAborted();
     }
@@ -338,14 +319,14 @@ Message ProcessGroupReceiver::receive() {
         from += tensor.nbytes();
       }
     }
-    ring_->end_read();
+    peer_.ring->end_read();
   }
   return std::move(next.message);
 }
 
 void ProcessGroupReceiver::abort() {
-  if (ring_) {
-    ring_->abort();
+  if (peer_.ring) {
+    peer_.ring->abort();
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -361,7 +342,7 @@ void ProcessGroupReceiver::abort() {
 
 std::int64_t ProcessGroupReceiver::buffer_bytes() const {
   const std::lock_guard lock(mutex_);
-  std::int64_t sum = ring_ ? static_cast<std::int64_t>(ring_->used_bytes()) : 0;
+  std::int64_t sum = peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
   for (const Posted& posted : posted_) {
     sum += posted.message.bytes();
   }

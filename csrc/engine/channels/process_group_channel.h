@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/channels/channel.h"
+#include "engine/with_peer.h"
 #include "transport/shared_ring.h"
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -19,8 +20,10 @@ namespace pd2 {
 // The other end of a channel.
 struct Peer {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  int number = 0;  // in the group
-  int rank = 0;    // among all processes, which errors name
+  int number = 0;                              // in the group
+  int rank = 0;                                // among all processes, which errors name
+  c10::Device device = at::kCPU;               // of this end's tensors
+  std::shared_ptr<SharedRing> ring = nullptr;  // null: everything goes through the group
 };
 
 // One group per edge and direction, so a forward message never waits behind a backward one. The
@@ -32,8 +35,8 @@ struct Peer {
 class ProcessGroupSender : public Sender {
  public:
   // At most `max_unawaited` messages are on their way before send() waits for the oldest.
-  ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
-                     std::shared_ptr<SharedRing> ring);
+  ProcessGroupSender(Peer peer, std::size_t max_unawaited)
+      : peer_(std::move(peer)), max_unawaited_(max_unawaited) {}
   void send(LayoutId layout, Message message) override;
   void abort() override;
   std::int64_t buffer_bytes() const override;
@@ -46,10 +49,8 @@ class ProcessGroupSender : public Sender {
   void await_oldest(std::vector<Work> newest);
 
   const Peer peer_;
-  const double timeout_;  // seconds
-  const c10::Device device_;
+  const double timeout_ = timeout_of(peer_.group.get());  // seconds
   const std::size_t max_unawaited_;
-  const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
   std::map<LayoutId, Message> headers_;      // of tensors without memory
   std::mutex mutex_;                         // guards what abort() touches
@@ -60,8 +61,8 @@ class ProcessGroupSender : public Sender {
 class ProcessGroupReceiver : public Receiver {
  public:
   // `posted_ahead`: how many messages may have a buffer waiting for them.
-  ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
-                       std::shared_ptr<SharedRing> ring);
+  ProcessGroupReceiver(Peer peer, std::size_t posted_ahead)
+      : peer_(std::move(peer)), posted_ahead_(posted_ahead) {}
   void expect(LayoutId layout) override;
   Message receive() override;
   void abort() override;
@@ -80,10 +81,8 @@ class ProcessGroupReceiver : public Receiver {
   void wait(const Work& work);
 
   const Peer peer_;
-  const double timeout_;  // seconds
-  const c10::Device device_;
+  const double timeout_ = timeout_of(peer_.group.get());  // seconds
   const std::size_t posted_ahead_;
-  const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
   std::map<LayoutId, Message> headers_;  // of tensors without memory
   mutable std::mutex mutex_;

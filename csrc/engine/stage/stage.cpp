@@ -389,9 +389,7 @@ std::int64_t Stage::step_count(std::size_t parameter) const {
 void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
                                 const at::Tensor& value) {
   const Stepped& stepped = this->stepped(parameter);
-  if (!stepped.by->state(name).defined()) {
-    stepped.by->set_state(name, at::zeros({stepped.by->state_numel()}, value.options()));
-  }
+  stepped.by->state_or_zeros(name);
   optimizer_state(name, parameter).copy_(value);
   stepped.by->mark_loaded(stepped.index);
 }

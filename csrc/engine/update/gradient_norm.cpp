@@ -80,7 +80,8 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
   if (!shared_) {
     if (group_) {
       std::vector<at::Tensor> tensors{norms};
-      wait_for_work(*group_->allreduce(tensors), timeout_of(group_.get()), is_stopped);
+      wait_for_work(*group_->allreduce(tensors), timeout_of(group_.get()), /*on_host=*/true,
+                    is_stopped);
     }
     return;
   }

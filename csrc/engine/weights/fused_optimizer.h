@@ -68,12 +68,8 @@ class FusedOptimizer {
   at::Tensor state(std::string_view name) const;
   // Where parameter i's part of every state buffer begins, in elements.
   std::int64_t state_offset(std::size_t i) const { return state_offsets_.at(i); }
-  std::int64_t state_numel() const { return state_numel_; }  // of a state buffer, with padding
-  // Copies `flat` in; an undefined tensor drops the state.
-  void set_state(std::string_view name, const at::Tensor& flat);
-  // Whether parameter i's part of that state has content: a momentum buffer begins at the first
-  // step with momentum, and may have begun for some parameters only.
-  bool has_state(std::string_view name, std::size_t i) const;
+  // The same; where there is none yet, zeros are it from now on.
+  at::Tensor state_or_zeros(std::string_view name);
 
   // Steps that parameter i has taken. SGD counts them too; 0 means that it has no momentum yet.
   std::int64_t step_count(std::size_t i) const;
@@ -119,6 +115,7 @@ class FusedOptimizer {
     at::Tensor flat;
   };
   const State& find_state(std::string_view name) const;
+  at::Tensor state_or_zeros(std::size_t which);
   std::int64_t num_states() const;
 
   OptimizerKind kind_;
