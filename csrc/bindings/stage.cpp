@@ -2,6 +2,7 @@
 #include "engine/stage/stage.h"
 
 #include "bindings/bindings.h"
+#include "bindings/structs.h"
 #include "engine/fault.h"
 #include "engine/weights/fused_optimizer.h"
 
@@ -126,13 +127,9 @@ void bind_group_options(py::module_& module) {
 
 void bind_fused_optimizer(py::module_& module) {
   bind_group_options(module);
-  py::class_<ParameterSlice>(module, "ParameterSlice")
-      .def(py::init([](std::int64_t offset, std::int64_t numel, int group) {
-             return ParameterSlice{offset, numel, group};
-           }),
-           py::kw_only(), py::arg("offset"), py::arg("numel"), py::arg("group"))
-      .def_readonly("offset", &ParameterSlice::offset)
-      .def_readonly("numel", &ParameterSlice::numel);
+  bind_struct(module, "ParameterSlice", std::pair("offset", &ParameterSlice::offset),
+              std::pair("numel", &ParameterSlice::numel),
+              std::pair("group", &ParameterSlice::group));
   py::class_<FusedOptimizer>(module, "FusedOptimizer")
       .def(py::init([](const std::string& kind, std::vector<ParameterSlice> slices,
                        const at::Tensor& flat_example) {
@@ -162,12 +159,11 @@ void bind_stage(py::module_& module) {
              return std::make_shared<TiedSum>(std::move(processes), resolve_group(group));
            }),
            py::arg("processes"), py::arg("group"));
-  py::class_<StageBytes>(module, "StageBytes")
-      .def_readonly("weights", &StageBytes::weights)
-      .def_readonly("masters", &StageBytes::masters)
-      .def_readonly("gradients", &StageBytes::gradients)
-      .def_readonly("optimizer_state", &StageBytes::optimizer_state)
-      .def_readonly("padding", &StageBytes::padding);
+  bind_struct(module, "StageBytes", std::pair("weights", &StageBytes::weights),
+              std::pair("masters", &StageBytes::masters),
+              std::pair("gradients", &StageBytes::gradients),
+              std::pair("optimizer_state", &StageBytes::optimizer_state),
+              std::pair("padding", &StageBytes::padding));
   StageClass stage(module, "Stage");
   bind_making(stage);
   bind_weights(stage);

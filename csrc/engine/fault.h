@@ -57,7 +57,7 @@ class Fault {
   // The first call's failure is kept and the registered callbacks run (they end blocked channels);
   // later calls, mostly consequences of the first, are ignored.
   void raise(Failure failure);
-  bool raised() const;
+  bool raised() const { return raised_; }
   // The first failure, if there is one.
   std::optional<Failure> failure() const;
   // Runs `end_waiting` when the fault is raised, at once if it has been; until forgotten by

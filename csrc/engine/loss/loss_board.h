@@ -100,8 +100,7 @@ class LossBoard {
   const std::shared_ptr<SharedBoard> shared_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
   const int last_stage_;          // of the model
-  const int replica_, num_replicas_;
-  const int num_numbers_;
+  const LossBoardOptions options_;
   std::vector<int> readers_;  // the replica's other ranks
 
   std::mutex mutex_;

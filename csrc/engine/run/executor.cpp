@@ -7,9 +7,18 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ranges>
 #include <utility>
 
 namespace pd2 {
+namespace {
+
+// Whether the stage is the first pipeline's.
+bool evaluates(const std::unique_ptr<StageWorker>& worker) {
+  return worker->first_microbatch() == 0;
+}
+
+}  // namespace
 
 Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     : setup_(std::move(setup)), fault_(std::move(fault)) {
@@ -115,7 +124,7 @@ Executor::Ticket Executor::submit_drain() {
 }
 
 Executor::Ticket Executor::submit_evaluation(Run run) {
-  for (StageWorker* worker : evaluating()) {
+  for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
     worker->expect_values(run, static_cast<int>(run.layouts.size()));
   }
   return submit([this, run = std::move(run)] { evaluate(run); });
@@ -232,16 +241,6 @@ std::string Executor::where(const Doing& doing) const {
                                name_of(doing.kind));
 }
 
-std::vector<StageWorker*> Executor::evaluating() const {
-  std::vector<StageWorker*> workers;
-  for (const auto& worker : workers_) {
-    if (worker->first_microbatch() == 0) {
-      workers.push_back(worker.get());
-    }
-  }
-  return workers;
-}
-
 int Executor::runs_before(const Action& action) const {
   // Microbatch numbers count from this run's first; negative ones are the previous runs'.
   const int m = setup_.schedule.num_microbatches;
@@ -317,7 +316,7 @@ void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
-    for (StageWorker* worker : evaluating()) {
+    for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
       doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
       worker->evaluate(run, microbatch);
     }

@@ -3,7 +3,6 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
-#include "engine/run/executor_setup.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
 
@@ -87,8 +86,6 @@ class Executor {
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
-  // The stages of the first pipeline.
-  std::vector<StageWorker*> evaluating() const;
   void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;

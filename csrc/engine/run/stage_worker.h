@@ -4,7 +4,6 @@
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
-#include "engine/run/executor_setup.h"
 #include "engine/run/private_generator.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"

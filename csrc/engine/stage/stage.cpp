@@ -342,9 +342,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
   if (to != from && optimizers_.empty()) {
     PD2_ASSERT(!rotates() || places_.empty(),
                "the gradients are where the weights would be copied");
-    for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
-      slots_[to][buffer].copy_(slots_[from][buffer]);
-    }
+    repeat_newest();
   } else if (to != from) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       if (stepped_[i].by == nullptr) {

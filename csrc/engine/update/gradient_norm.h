@@ -15,15 +15,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
 
-// The norms of the gradients of some parameters.
-struct ParameterNorms {
-  std::vector<std::int64_t> parameters;  // numbers in the model
-  at::Tensor norms;                      // [parameters], float64 on the CPU
-};
+// The norms of the gradients of some parameters, by number in the model; each [], on any device.
+using ParameterNorms = std::vector<std::pair<std::int64_t, at::Tensor>>;
 
 struct GradientNormOptions {
   std::int64_t num_parameters = 0;  // of the model

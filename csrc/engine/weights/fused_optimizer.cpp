@@ -113,7 +113,11 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
   const std::vector<Segment> segments = merge_into_segments(groups, has_gradient);
   const c10::DeviceGuard guard(w.device());
   const auto run = [&](const auto& weights) {
-    this->run(weights, w.is_cpu(), buffers, segments, groups);
+    if (w.is_cpu()) {
+      run_on_cpu(weights, buffers, segments, groups);
+    } else {
+      run_on_cuda(weights, buffers, segments, groups);
+    }
   };
   const auto* halves = static_cast<const std::uint16_t*>(buffers.w);
   auto* halves_out = static_cast<std::uint16_t*>(buffers.w_out);
@@ -224,17 +228,6 @@ std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
     segments.push_back(next);
   }
   return segments;
-}
-
-template <typename Weights>
-void FusedOptimizer::run(const Weights& weights, bool on_cpu, const Buffers& buffers,
-                         std::span<const Segment> segments,
-                         std::span<const GroupOptions> groups) const {
-  if (on_cpu) {
-    run_on_cpu(weights, buffers, segments, groups);
-  } else {
-    run_on_cuda(weights, buffers, segments, groups);
-  }
 }
 
 template <typename Weights>

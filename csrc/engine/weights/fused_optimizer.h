@@ -101,9 +101,6 @@ class FusedOptimizer {
   std::vector<Segment> merge_into_segments(std::span<const GroupOptions> groups,
                                            const std::vector<bool>& has_gradient) const;
   template <typename Weights>
-  void run(const Weights& weights, bool on_cpu, const Buffers& buffers,
-           std::span<const Segment> segments, std::span<const GroupOptions> groups) const;
-  template <typename Weights>
   void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Segment> segments,
                   std::span<const GroupOptions> groups) const;
   template <typename Weights>
