@@ -2,8 +2,6 @@
 #include "engine/update/clipping.h"
 
 #include "bindings/bindings.h"
-#include "bindings/groups.h"
-#include "bindings/interruptible_wait.h"
 
 #include <cstdint>
 #include <memory>
@@ -31,7 +29,6 @@ void bind_loss_scale(py::module_& module) {
 }
 
 void bind_norm(py::module_& module) {
-  py::class_<NormSlot, std::shared_ptr<NormSlot>>(module, "NormSlot");
   py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
       .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
                        int num_readers, double norm_type, bool is_double, const std::string& group,
@@ -44,15 +41,7 @@ void bind_norm(py::module_& module) {
            py::kw_only(), py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
            py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
            py::arg("shared").none(true), py::arg("loss_scale").none(true))
-      .def("expect", &GradientNorm::expect, py::arg("run"))
-      .def("done", &GradientNorm::done, py::arg("slot"))
-      .def(
-          "wait",
-          [](const GradientNorm& self, const NormSlot& slot) {
-            wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-            return *slot.value;  // which does not change any more
-          },
-          py::arg("slot"));
+      .def("expect", &GradientNorm::expect, py::arg("run"));
 }
 
 }  // namespace

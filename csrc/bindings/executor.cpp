@@ -2,10 +2,7 @@
 #include "engine/run/executor.h"
 
 #include "bindings/bindings.h"
-#include "bindings/fault.h"
-#include "bindings/forward.h"
-#include "bindings/interruptible_wait.h"
-#include "bindings/lifetime.h"
+#include "bindings/python_lock.h"
 #include "bindings/structs.h"
 #include "engine/loss/loss_board.h"
 
@@ -32,19 +29,15 @@ void bind_structs(py::module_& module) {
            py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
            py::arg("recompute"), py::arg("recomputes_blocks"));
   py::class_<InboundEdge>(module, "InboundEdge")
-      .def(py::init([](int producer, std::shared_ptr<Receiver> values,
-                       std::shared_ptr<Sender> gradients) {
-             return InboundEdge{producer, std::move(values), std::move(gradients)};
+      .def(py::init([](std::shared_ptr<Receiver> values, std::shared_ptr<Sender> gradients) {
+             return InboundEdge{std::move(values), std::move(gradients)};
            }),
-           py::kw_only(), py::arg("producer"), py::arg("values").none(false),
-           py::arg("gradients").none(false));
+           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false));
   py::class_<OutboundEdge>(module, "OutboundEdge")
-      .def(py::init([](int consumer, std::shared_ptr<Sender> values,
-                       std::shared_ptr<Receiver> gradients) {
-             return OutboundEdge{consumer, std::move(values), std::move(gradients)};
+      .def(py::init([](std::shared_ptr<Sender> values, std::shared_ptr<Receiver> gradients) {
+             return OutboundEdge{std::move(values), std::move(gradients)};
            }),
-           py::kw_only(), py::arg("consumer"), py::arg("values").none(false),
-           py::arg("gradients").none(false));
+           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false));
   bind_struct(module, "Run", std::pair("id", &Run::id), std::pair("wiring", &Run::wiring),
               std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
               std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
@@ -102,15 +95,10 @@ void bind_making(ExecutorClass& executor) {
                        int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
                        std::vector<StageSetup> stages, std::shared_ptr<Fault> fault,
                        const std::shared_ptr<LossBoard>& losses, py::function keep_error) {
-             ExecutorSetup setup;
-             setup.schedule = schedule;
-             setup.rank = rank;
-             setup.replica = replica;
-             setup.num_replicas = num_replicas;
-             setup.num_threads = num_threads;
-             setup.seed = seed;
-             setup.warmup_batches = warmup_batches;
-             setup.stages = std::move(stages);
+             ExecutorSetup setup{
+                 schedule, rank,        replica,           num_replicas, warmup_batches,
+                 seed,     num_threads, std::move(stages), {},           {},
+                 {}};
              return make_executor(std::move(setup), std::move(fault), losses,
                                   std::move(keep_error));
            }),
@@ -159,6 +147,9 @@ void bind_submitting(ExecutorClass& executor) {
 }
 
 void bind_reports(ExecutorClass& executor) {
+  const auto of_stage = [](auto method) {
+    return [method](const Executor& self, int stage) { return (self.worker(stage).*method)(); };
+  };
   executor.def("record", &Executor::record, py::arg("on"), py::call_guard<py::gil_scoped_release>())
       .def("take_record", &Executor::take_record)
       .def(
@@ -167,24 +158,14 @@ void bind_reports(ExecutorClass& executor) {
             return self.worker(stage).version_of_batch(batch);
           },
           py::arg("stage"), py::arg("batch"))
-      .def(
-          "most_bytes_in_flight",
-          [](const Executor& self, int stage) { return self.worker(stage).most_bytes_in_flight(); },
-          py::arg("stage"))
-      .def(
-          "most_in_flight",
-          [](const Executor& self, int stage) { return self.worker(stage).most_in_flight(); },
-          py::arg("stage"))
-      .def(
-          "message_buffer_bytes",
-          [](const Executor& self, int stage) { return self.worker(stage).message_buffer_bytes(); },
-          py::arg("stage"));
+      .def("most_bytes_in_flight", of_stage(&StageWorker::most_bytes_in_flight), py::arg("stage"))
+      .def("most_in_flight", of_stage(&StageWorker::most_in_flight), py::arg("stage"))
+      .def("message_buffer_bytes", of_stage(&StageWorker::message_buffer_bytes), py::arg("stage"));
 }
 
 }  // namespace
 
 void bind_executor(py::module_& module) {
-  bind_forward(module);
   bind_structs(module);
   ExecutorClass executor(module, "Executor");
   bind_making(executor);

@@ -1,4 +1,5 @@
-#include "bindings/fault.h"
+// Failures of a running pipeline as the exceptions of pipedream2bw/errors.py.
+#include "engine/fault.h"
 
 #include "bindings/bindings.h"
 #include "transport/peer_error.h"
@@ -15,20 +16,12 @@ namespace {
 
 py::module_ errors() { return py::module_::import("pipedream2bw.errors"); }
 
-template <typename T>
-py::object value_or_none(const std::optional<T>& value) {
-  return value ? py::cast(*value) : py::none();
-}
-
 // As StageError of its type, with the traceback chained.
 py::object error_of(const Failure& failure) {
   const py::object error = errors().attr(failure.type.c_str())(
-      failure.text, py::arg("rank") = value_or_none(failure.rank),
-      py::arg("stage") = value_or_none(failure.stage),
-      py::arg("replica") = value_or_none(failure.replica),
-      py::arg("batch") = value_or_none(failure.batch),
-      py::arg("microbatch") = value_or_none(failure.microbatch),
-      py::arg("action") = failure.action.empty() ? py::none() : py::object(py::str(failure.action)),
+      failure.text, py::arg("rank") = failure.rank, py::arg("stage") = failure.stage,
+      py::arg("replica") = failure.replica, py::arg("batch") = failure.batch,
+      py::arg("microbatch") = failure.microbatch, py::arg("action") = failure.action,
       py::arg("cause") = failure.cause);
   if (!failure.traceback.empty()) {
     error.attr("__cause__") = errors().attr("RemoteTraceback")(failure.traceback);
@@ -46,12 +39,13 @@ Failure failure_from(const py::object& error) {
   failure.replica = error.attr("replica").cast<std::optional<int>>();
   failure.batch = error.attr("batch").cast<std::optional<std::int64_t>>();
   failure.microbatch = error.attr("microbatch").cast<std::optional<int>>();
-  failure.action = error.attr("action").cast<std::optional<std::string>>().value_or("");
+  failure.action = error.attr("action").cast<std::optional<std::string>>();
   failure.cause = error.attr("cause").cast<std::optional<std::string>>().value_or(failure.text);
   return failure;
 }
 
-void describe_python(const py::error_already_set& error, Failure& failure, const KeepError& keep) {
+void describe_python(const py::error_already_set& error, Failure& failure,
+                     const std::function<int(const py::object&)>& keep) {
   const py::object value = error.value();
   if (error.trace()) {  // which an exception out of C++ does not know itself
     PyException_SetTraceback(value.ptr(), error.trace().ptr());
@@ -69,11 +63,9 @@ void describe_python(const py::error_already_set& error, Failure& failure, const
   failure.kept = keep(value);
 }
 
-void raise_peer_error(const char* type, const PeerError& error) {
-  const py::object kind = errors().attr(type);
-  PyErr_SetObject(kind.ptr(), kind(error.what(), py::arg("rank") = value_or_none(error.rank()),
-                                   py::arg("cause") = error.what())
-                                  .ptr());
+void set_error(const Failure& failure) {
+  const py::object error = error_of(failure);
+  PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
 }
 
 void translate_failure(std::exception_ptr raised) {
@@ -82,18 +74,18 @@ void translate_failure(std::exception_ptr raised) {
       std::rethrow_exception(raised);
     }
   } catch (const PipelineError& error) {
-    const py::object value = error_of(error.failure());
-    PyErr_SetObject(py::type::of(value).ptr(), value.ptr());
-  } catch (const PeerTimeout& error) {
-    raise_peer_error("PeerTimeout", error);
-  } catch (const PeerLost& error) {
-    raise_peer_error("PeerLost", error);
+    set_error(error.failure());
+  } catch (const PeerError&) {
+    Failure failure = failure_of(raised, 0);
+    failure.text = failure.cause;
+    set_error(failure);
   }
 }
 
 }  // namespace
 
-Failure describe_exception(const std::exception_ptr& error, int here, const KeepError& keep) {
+Failure describe_exception(const std::exception_ptr& error, int here,
+                           const std::function<int(const py::object&)>& keep) {
   const py::gil_scoped_acquire gil;
   Failure failure;
   failure.rank = here;

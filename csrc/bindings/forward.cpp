@@ -1,10 +1,14 @@
-#include "bindings/forward.h"
-
-#include "bindings/lifetime.h"
+// The forward of a stage that is a Python function, and its random numbers.
+#include "bindings/bindings.h"
+#include "bindings/python_lock.h"
+#include "engine/run/private_generator.h"
+#include "engine/run/run.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -68,9 +72,28 @@ ForwardResult result_of(const py::tuple& fields) {
   return result;
 }
 
+void bind_random(py::module_& module) {
+  module.def("draw_seed", &draw_seed);
+  module.def("next_seed", &next_seed);
+  struct Entered {
+    std::optional<std::uint64_t> seed;
+    std::optional<PrivateGenerator> generator;
+  };
+  py::class_<Entered>(module, "PrivateGenerator")
+      .def(py::init([](std::optional<std::uint64_t> seed) {
+             auto made = std::make_unique<Entered>();
+             made->seed = seed;
+             return made;
+           }),
+           py::arg("seed"))
+      .def("__enter__", [](Entered& self) { self.generator.emplace(self.seed); })
+      .def("__exit__", [](Entered& self, const py::args&) { self.generator.reset(); });
+}
+
 }  // namespace
 
 void bind_forward(py::module_& module) {
+  bind_random(module);
   message_type =
       named_tuple(module, "Message", py::make_tuple("structure", "tensors"), py::tuple()).release();
   call_type =

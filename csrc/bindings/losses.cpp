@@ -1,7 +1,6 @@
 // Losses, as Python sees them.
 #include "bindings/bindings.h"
-#include "bindings/groups.h"
-#include "bindings/interruptible_wait.h"
+#include "bindings/python_lock.h"
 #include "engine/fault.h"
 #include "engine/loss/loss_board.h"
 #include "transport/shared_board.h"
@@ -15,7 +14,12 @@
 namespace pd2 {
 
 void bind_losses(py::module_& module) {
-  py::class_<LossSlot, std::shared_ptr<LossSlot>>(module, "LossSlot");
+  py::class_<AwaitedNumbers, std::shared_ptr<AwaitedNumbers>>(module, "AwaitedNumbers")
+      .def("done", &AwaitedNumbers::are_there)
+      .def("wait", [](const AwaitedNumbers& self) {
+        wait_interruptibly([&](auto timeout) { return self.wait_for(timeout); });
+        return self.get();
+      });
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
                        std::shared_ptr<SharedBoard> shared, std::vector<int> ranks, int replica,
@@ -31,14 +35,6 @@ void bind_losses(py::module_& module) {
       // Without Python's lock: the board posts its sends under its own, and a process group may
       // need Python's for that, if only to free an earlier call's tensors.
       .def("expect", &LossBoard::expect, py::arg("run"), py::call_guard<py::gil_scoped_release>())
-      .def("done", &LossBoard::done, py::arg("slot"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "wait",
-          [](const LossBoard& self, const LossSlot& slot) {
-            wait_interruptibly([&](auto timeout) { return self.wait_for(slot, timeout); });
-            return slot.numbers;  // which do not change any more
-          },
-          py::arg("slot"))
       .def(
           "finish",
           [](LossBoard& self, double timeout) {

@@ -7,13 +7,11 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_schedule(module);
   pd2::bind_partition(module);
   pd2::bind_plan(module);
-  pd2::bind_optimizer(module);
   pd2::bind_stage(module);
-  pd2::bind_transport(module);
   pd2::bind_channels(module);
-  pd2::bind_random(module);
   pd2::bind_fault(module);
   pd2::bind_losses(module);
   pd2::bind_clipping(module);
+  pd2::bind_forward(module);
   pd2::bind_executor(module);
 }

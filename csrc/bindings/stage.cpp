@@ -1,16 +1,17 @@
-// A stage's trainable state, as Python sees it.
+// A stage's trainable state and the fused optimizers, as Python sees them.
 #include "engine/stage/stage.h"
 
 #include "bindings/bindings.h"
-#include "bindings/groups.h"
-#include "bindings/parse_optimizer.h"
+#include "bindings/structs.h"
 #include "engine/fault.h"
+#include "engine/weights/fused_optimizer.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -86,21 +87,83 @@ void bind_optimizer_state(StageClass& stage) {
       .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"));
 }
 
+void bind_group_options(py::module_& module) {
+  const kernels::SgdOptions sgd;
+  const kernels::AdamOptions adam;
+  py::class_<GroupOptions>(module, "GroupOptions")
+      .def(py::init([](double lr, double weight_decay, bool maximize, double momentum,
+                       double dampening, bool nesterov, double beta1, double beta2, double eps,
+                       bool amsgrad, bool decoupled_weight_decay) {
+             return GroupOptions{.sgd = {.lr = lr,
+                                         .momentum = momentum,
+                                         .dampening = dampening,
+                                         .weight_decay = weight_decay,
+                                         .nesterov = nesterov,
+                                         .maximize = maximize},
+                                 .adam = {.lr = lr,
+                                          .beta1 = beta1,
+                                          .beta2 = beta2,
+                                          .eps = eps,
+                                          .weight_decay = weight_decay,
+                                          .decoupled_weight_decay = decoupled_weight_decay,
+                                          .amsgrad = amsgrad,
+                                          .maximize = maximize}};
+           }),
+           py::kw_only(), py::arg("lr") = sgd.lr, py::arg("weight_decay") = sgd.weight_decay,
+           py::arg("maximize") = sgd.maximize, py::arg("momentum") = sgd.momentum,
+           py::arg("dampening") = sgd.dampening, py::arg("nesterov") = sgd.nesterov,
+           py::arg("beta1") = adam.beta1, py::arg("beta2") = adam.beta2, py::arg("eps") = adam.eps,
+           py::arg("amsgrad") = adam.amsgrad,
+           py::arg("decoupled_weight_decay") = adam.decoupled_weight_decay)
+      .def(
+          "with_lr_divided",
+          [](GroupOptions self, double divisor) {
+            self.sgd.lr /= divisor;
+            self.adam.lr /= divisor;
+            return self;
+          },
+          py::arg("divisor"));
+}
+
+void bind_fused_optimizer(py::module_& module) {
+  bind_group_options(module);
+  bind_struct(module, "ParameterSlice", std::pair("offset", &ParameterSlice::offset),
+              std::pair("numel", &ParameterSlice::numel),
+              std::pair("group", &ParameterSlice::group));
+  py::class_<FusedOptimizer>(module, "FusedOptimizer")
+      .def(py::init([](const std::string& kind, std::vector<ParameterSlice> slices,
+                       const at::Tensor& flat_example) {
+             return std::make_unique<FusedOptimizer>(parse_optimizer(kind), std::move(slices),
+                                                     flat_example);
+           }),
+           py::arg("kind"), py::arg("slices"), py::arg("flat_example"))
+      .def(
+          "step",
+          [](FusedOptimizer& self, const at::Tensor& w, const at::Tensor& gradient,
+             const at::Tensor& w_out, const std::vector<GroupOptions>& groups,
+             const std::vector<bool>& has_gradient, const std::optional<at::Tensor>& master) {
+            self.step(w, gradient, w_out, groups, has_gradient, master.value_or(at::Tensor()));
+          },
+          py::kw_only(), py::arg("w"), py::arg("gradient"), py::arg("w_out"), py::arg("groups"),
+          py::arg("has_gradient"), py::arg("master") = py::none(),
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_stage(py::module_& module) {
+  bind_fused_optimizer(module);
   py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
   py::class_<TiedSum, std::shared_ptr<TiedSum>>(module, "TiedSum")
       .def(py::init([](std::vector<int> processes, const std::string& group) {
              return std::make_shared<TiedSum>(std::move(processes), resolve_group(group));
            }),
            py::arg("processes"), py::arg("group"));
-  py::class_<StageBytes>(module, "StageBytes")
-      .def_readonly("weights", &StageBytes::weights)
-      .def_readonly("masters", &StageBytes::masters)
-      .def_readonly("gradients", &StageBytes::gradients)
-      .def_readonly("optimizer_state", &StageBytes::optimizer_state)
-      .def_readonly("padding", &StageBytes::padding);
+  bind_struct(module, "StageBytes", std::pair("weights", &StageBytes::weights),
+              std::pair("masters", &StageBytes::masters),
+              std::pair("gradients", &StageBytes::gradients),
+              std::pair("optimizer_state", &StageBytes::optimizer_state),
+              std::pair("padding", &StageBytes::padding));
   StageClass stage(module, "Stage");
   bind_making(stage);
   bind_weights(stage);

@@ -44,8 +44,6 @@ void Fault::raise(Failure failure) {
   }
 }
 
-bool Fault::raised() const { return raised_; }
-
 std::optional<Failure> Fault::failure() const {
   const std::lock_guard lock(mutex_);
   return raised_ ? std::optional(failure_) : std::nullopt;

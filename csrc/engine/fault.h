@@ -25,9 +25,9 @@ struct Failure {
   std::optional<int> stage{}, replica{};
   std::optional<std::int64_t> batch{};
   std::optional<int> microbatch{};  // in the batch
-  std::string action{};             // empty: none
-  std::string cause{};              // the exception, with its type if it is Python's
-  std::string traceback{};          // the whole of it, for logs; empty: none
+  std::optional<std::string> action{};
+  std::string cause{};      // the exception, with its type if it is Python's
+  std::string traceback{};  // the whole of it, for logs; empty: none
   // The number by which this process's Python keeps the exception; negative: it does not.
   int kept = -1;
 };
@@ -57,7 +57,7 @@ class Fault {
   // The first call's failure is kept and the registered callbacks run (they end blocked channels);
   // later calls, mostly consequences of the first, are ignored.
   void raise(Failure failure);
-  bool raised() const;
+  bool raised() const { return raised_; }
   // The first failure, if there is one.
   std::optional<Failure> failure() const;
   // Runs `end_waiting` when the fault is raised, at once if it has been; until forgotten by

@@ -10,23 +10,32 @@
 #pragma once
 
 #include "kernels/host_device.h"
-#include "kernels/optimizer_coefficients.h"
+#include "kernels/optimizer.h"
+
+#include <cmath>
+#include <cstdint>
 
 namespace pd2::kernels {
+
+// The coefficients are computed in double, then rounded to V::Scalar once, as torch rounds Python
+// floats.
+template <typename V>
+V rounded(double coefficient) {
+  return V::broadcast(static_cast<typename V::Scalar>(coefficient));
+}
 
 template <typename V>
 class SgdStep {
  public:
-  template <typename T>
-  PD2_HOST_DEVICE explicit SgdStep(const SgdCoefficients<T>& c)
-      : negative_lr_(V::broadcast(c.negative_lr)),
-        momentum_(V::broadcast(c.momentum)),
-        one_minus_dampening_(V::broadcast(c.one_minus_dampening)),
-        weight_decay_(V::broadcast(c.weight_decay)),
-        has_weight_decay_(c.has_weight_decay),
-        nesterov_(c.nesterov),
-        maximize_(c.maximize),
-        first_step_(c.first_step) {}
+  explicit SgdStep(const SgdOptions& options)
+      : negative_lr_(rounded<V>(-options.lr)),
+        momentum_(rounded<V>(options.momentum)),
+        one_minus_dampening_(rounded<V>(1.0 - options.dampening)),
+        weight_decay_(rounded<V>(options.weight_decay)),
+        has_weight_decay_(options.weight_decay != 0.0),
+        nesterov_(options.nesterov),
+        maximize_(options.maximize),
+        first_step_(options.first_step) {}
 
   // Returns the new weights. kStates is 1 with momentum: state[0] is its buffer.
   template <int kStates>
@@ -49,20 +58,26 @@ class SgdStep {
 template <typename V>
 class AdamStep {
  public:
-  template <typename T>
-  PD2_HOST_DEVICE explicit AdamStep(const AdamCoefficients<T>& c)
-      : weight_factor_(V::broadcast(c.weight_factor)),
-        weight_decay_(V::broadcast(c.weight_decay)),
-        lerp_weight_(V::broadcast(c.lerp_weight)),
-        beta2_(V::broadcast(c.beta2)),
-        one_minus_beta2_(V::broadcast(c.one_minus_beta2)),
-        bias_correction2_sqrt_(V::broadcast(c.bias_correction2_sqrt)),
-        eps_(V::broadcast(c.eps)),
-        negative_step_size_(V::broadcast(c.negative_step_size)),
-        decoupled_decay_(c.decoupled_decay),
-        coupled_decay_(c.coupled_decay),
-        lerp_from_end_(c.lerp_from_end),
-        maximize_(c.maximize) {}
+  explicit AdamStep(const AdamOptions& options)
+      : weight_factor_(rounded<V>(1.0 - options.lr * options.weight_decay)),
+        weight_decay_(rounded<V>(options.weight_decay)),
+        beta2_(rounded<V>(options.beta2)),
+        one_minus_beta2_(rounded<V>(1.0 - options.beta2)),
+        eps_(rounded<V>(options.eps)),
+        decoupled_decay_(options.weight_decay != 0.0 && options.decoupled_weight_decay),
+        coupled_decay_(options.weight_decay != 0.0 && !options.decoupled_weight_decay),
+        maximize_(options.maximize) {
+    using T = typename V::Scalar;
+    const auto step = static_cast<double>(options.step);
+    const double bias_correction1 = 1.0 - std::pow(options.beta1, step);
+    const double bias_correction2 = 1.0 - std::pow(options.beta2, step);
+    bias_correction2_sqrt_ = rounded<V>(std::pow(bias_correction2, 0.5));
+    negative_step_size_ = rounded<V>(-(options.lr / bias_correction1));
+    // torch's lerp starts from the nearer end.
+    const T beta1_complement = static_cast<T>(1.0 - options.beta1);
+    lerp_from_end_ = !(T(-0.5) < beta1_complement && beta1_complement < T(0.5));
+    lerp_weight_ = V::broadcast(lerp_from_end_ ? beta1_complement - T(1) : beta1_complement);
+  }
 
   // Returns the new weights. state is exp_avg, exp_avg_sq and, where kStates is 3, max_exp_avg_sq.
   template <int kStates>
@@ -81,9 +96,21 @@ class AdamStep {
   }
 
  private:
-  V weight_factor_, weight_decay_, lerp_weight_, beta2_, one_minus_beta2_;
-  V bias_correction2_sqrt_, eps_, negative_step_size_;
-  bool decoupled_decay_, coupled_decay_, lerp_from_end_, maximize_;
+  V weight_factor_;  // decoupled decay: 1 - lr * weight_decay
+  V weight_decay_;   // coupled decay
+  V lerp_weight_;    // first moment: base + lerp_weight * (g - exp_avg)
+  V beta2_, one_minus_beta2_, bias_correction2_sqrt_, eps_, negative_step_size_;
+  bool decoupled_decay_, coupled_decay_;
+  bool lerp_from_end_;  // the base above is g, not exp_avg
+  bool maximize_;
+};
+
+template <typename Weights, int kStates>
+struct Arrays {
+  using T = typename Weights::Scalar;
+  Weights weights;
+  const T* g;
+  T* state[kStates + 1];  // the last is unused: no array is empty
 };
 
 }  // namespace pd2::kernels

@@ -1,20 +1,102 @@
 // Collectives that are delayed, for tests.
 #pragma once
 
+#include "testing/delayed_calls.h"
+
+#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <exception>
 #include <functional>
-#include <mutex>
-#include <random>
+#include <future>
+#include <memory>
+#include <stdexcept>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
+
+// What is going to be begun; later what has been.
+class DelayedWork : public c10d::Work {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  explicit DelayedWork(std::function<WorkPtr()> begin) : begin_(std::move(begin)) {}
+
+  void begin() {
+    if (is_settled_.exchange(true)) {
+      return;
+    }
+    try {
+      promise_.set_value(begin_());
+    } catch (...) {
+      promise_.set_exception(std::current_exception());
+    }
+    if (is_aborted_) {
+      abort();
+    }
+  }
+
+  // Before it begins, or a receive after that.
+  void abort() override {
+    is_aborted_ = true;
+    const WorkPtr work = drop() ? nullptr : begun_or_null();
+    if (work) {
+      work->abort();
+    }
+  }
+
+  // It will not begin; false if it has.
+  bool drop() {
+    if (is_settled_.exchange(true)) {
+      return false;
+    }
+    promise_.set_exception(std::make_exception_ptr(std::runtime_error("aborted before it began")));
+    return true;
+  }
+
+  bool isCompleted() override {
+    const WorkPtr work = begun_or_null();
+    return work ? work->isCompleted() : is_ready(std::chrono::milliseconds(0));
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout == kNoTimeout) {
+      return begun_.get()->wait();
+    }
+    const auto until = std::chrono::steady_clock::now() + timeout;
+    if (!is_ready(timeout)) {
+      throw std::runtime_error("not begun in time");
+    }
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+    return begun_.get()->wait(std::max(left, std::chrono::milliseconds(1)));
+  }
+
+ private:
+  bool is_ready(std::chrono::milliseconds timeout) const {
+    return begun_.wait_for(timeout) == std::future_status::ready;
+  }
+  // Null also if it could not begin.
+  WorkPtr begun_or_null() const {
+    try {
+      return is_ready(std::chrono::milliseconds(0)) ? begun_.get() : nullptr;
+    } catch (const std::exception&) {
+      return nullptr;
+    }
+  }
+
+  const std::function<WorkPtr()> begin_;
+  std::atomic<bool> is_settled_ = false;  // somebody is setting the promise, or has
+  std::atomic<bool> is_aborted_ = false;
+  std::promise<WorkPtr> promise_;
+  const std::shared_future<WorkPtr> begun_ = promise_.get_future().share();
+};
 
 // Begins every collective of a process group after a delay drawn evenly between two bounds, in the
 // order of the calls. Until then nothing reads the tensors, nothing is written to them and the work
@@ -22,42 +104,51 @@ namespace pd2 {
 // call waits for Python's lock, who keeps that lock from a thread that makes one.
 class DelayedBackend : public c10d::Backend {
  public:
-  using Seconds = std::chrono::duration<double>;
+  using Seconds = DelayedCalls::Seconds;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // Throws ValueError unless 0 <= shortest <= longest.
+  // The delays are those of DelayedCalls.
   DelayedBackend(c10::intrusive_ptr<c10d::Backend> backend, Seconds shortest, Seconds longest,
-                 std::uint64_t seed);
-  ~DelayedBackend() override;
-  DelayedBackend(const DelayedBackend&) = delete;
-  DelayedBackend& operator=(const DelayedBackend&) = delete;
+                 std::uint64_t seed)
+      : Backend(backend->getRank(), backend->getSize()),
+        backend_(std::move(backend)),
+        calls_(shortest, longest, seed) {}
 
   const std::string getBackendName() const override { return "delayed"; }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return later([=, this]() mutable { return backend_->allreduce(tensors, options); });
+  }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& options) override;
+                    const c10d::AllgatherOptions& options) override {
+    return later([=, this]() mutable { return backend_->allgather(outputs, inputs, options); });
+  }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override;
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
-  WorkPtr send(Tensors& tensors, int destination, int tag) override;
-  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+                 const c10d::GatherOptions& options) override {
+    return later([=, this]() mutable { return backend_->gather(outputs, inputs, options); });
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return later([=, this]() mutable { return backend_->broadcast(tensors, options); });
+  }
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    return later([=, this]() mutable { return backend_->send(tensors, destination, tag); });
+  }
+  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+    return later([=, this]() mutable { return backend_->recv(tensors, source, tag); });
+  }
 
  private:
-  class Delayed;
-
-  WorkPtr later(std::function<WorkPtr()> begin);
-  void loop();
+  WorkPtr later(std::function<WorkPtr()> begin) {
+    { const pybind11::gil_scoped_acquire needed; }  // as by a backend in Python
+    auto work = c10::make_intrusive<DelayedWork>(std::move(begin));
+    // Also where the call is dropped before it is due: somebody may wait for the work.
+    const auto drop = [work](DelayedWork*) { work->drop(); };
+    calls_.add([held = std::shared_ptr<DelayedWork>(work.get(), drop)] { held->begin(); });
+    return work;
+  }
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::mt19937_64 random_;
-  std::uniform_real_distribution<double> seconds_;
-  std::deque<c10::intrusive_ptr<Delayed>> to_begin_;
-  std::vector<c10::intrusive_ptr<Delayed>> begun_;
-  bool is_ended_ = false;
-  std::thread thread_;
+  DelayedCalls calls_;  // ends first
 };
 
 }  // namespace pd2

@@ -2,56 +2,64 @@
 #pragma once
 
 #include "engine/channels/channel.h"
+#include "testing/delayed_calls.h"
 
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <random>
-#include <thread>
+#include <utility>
 
 namespace pd2 {
 
-// Hands every message over to another sender after a delay drawn evenly between two bounds, in
-// another thread: neither end waits meanwhile, as if the message were on its way. Messages stay
-// in order, so one may be held up by the one before. What the other sender throws, the next send()
-// throws.
+// Hands every message over to another sender after a delay, in another thread: neither end waits
+// meanwhile, as if the message were on its way. Messages stay in order, so one may be held up by
+// the one before. What the other sender throws, the next send() throws.
 class DelayedSender : public Sender {
  public:
-  using Seconds = std::chrono::duration<double>;
+  using Seconds = DelayedCalls::Seconds;
 
-  // Throws ValueError unless 0 <= shortest <= longest.
+  // The delays are those of DelayedCalls.
   DelayedSender(std::shared_ptr<Sender> sender, Seconds shortest, Seconds longest,
-                std::uint64_t seed);
-  ~DelayedSender() override;
-  DelayedSender(const DelayedSender&) = delete;
-  DelayedSender& operator=(const DelayedSender&) = delete;
+                std::uint64_t seed)
+      : sender_(std::move(sender)), calls_(shortest, longest, seed) {}
+  ~DelayedSender() override { abort(); }
 
-  void send(LayoutId layout, Message message) override;
-  void abort() override;
+  void send(LayoutId layout, Message message) override {
+    if (const std::exception_ptr error = this->error()) {
+      std::rethrow_exception(error);
+    }
+    calls_.add([this, layout, message = std::move(message)]() mutable {
+      if (error()) {
+        return;
+      }
+      try {
+        sender_->send(layout, std::move(message));
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        error_ = std::current_exception();
+      }
+    });
+  }
+  void abort() override {
+    {
+      const std::lock_guard lock(mutex_);
+      error_ = std::make_exception_ptr(ChannelAborted());
+    }
+    sender_->abort();
+  }
   std::int64_t buffer_bytes() const override { return sender_->buffer_bytes(); }
 
  private:
-  struct Delayed {
-    std::chrono::steady_clock::time_point due;
-    LayoutId layout;
-    Message message;
-  };
-
-  void loop();
+  std::exception_ptr error() {
+    const std::lock_guard lock(mutex_);
+    return error_;
+  }
 
   const std::shared_ptr<Sender> sender_;
-  std::mt19937_64 random_;  // of the sending thread
-  std::uniform_real_distribution<double> seconds_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Delayed> under_way_;
-  std::exception_ptr error_;
-  bool aborted_ = false;
-  std::thread thread_;
+  std::exception_ptr error_;  // after which nothing is sent
+  DelayedCalls calls_;        // ends first
 };
 
 }  // namespace pd2

@@ -21,14 +21,12 @@ class PeerError : public std::runtime_error {
 };
 
 // The other process has ended or left, or the connection broke.
-class PeerLost : public PeerError {
- public:
+struct PeerLost : PeerError {
   using PeerError::PeerError;
 };
 
 // The other rank did nothing for the whole timeout.
-class PeerTimeout : public PeerError {
- public:
+struct PeerTimeout : PeerError {
   using PeerError::PeerError;
 };
 

@@ -116,12 +116,11 @@ class GradNorm(LazyNumber):
 
     def __init__(self, session: Session, norm: _C.GradientNorm) -> None:
         super().__init__(session)
-        self.norm = norm
-        self.slot = norm.expect(self.batch)
+        self.number = norm.expect(self.batch)
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
-        return self.norm.done(self.slot)
+        return self.number.done()
 
     def item(self) -> float:
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
@@ -130,4 +129,4 @@ class GradNorm(LazyNumber):
             RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
                 during which the norm comes has not been called.
         """
-        return self._wait_for_update(lambda: self.norm.wait(self.slot))
+        return self._wait_for_update(self.number.wait)[0]

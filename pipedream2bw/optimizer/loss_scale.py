@@ -57,16 +57,16 @@ class NewestScale(LazyNumber):
         self,
         session: Session,
         scale: _C.LossScale,
-        update: tuple[_C.GradientNorm, _C.NormSlot] | None,
+        norm: _C.AwaitedNumbers | None,
     ) -> None:
         super().__init__(session)
         self._scale = scale
         self._version = session.accumulation.num_updates
-        self._update = update
+        self._norm = norm
 
     def done(self) -> bool:
         """Whether every stage has come to the update."""
-        return self._update is None or self._update[0].done(self._update[1])
+        return self._norm is None or self._norm.done()
 
     def item(self) -> float:
         """The scale. Waits until the batch's last backward; under "2bw" that is during the next.
@@ -75,9 +75,8 @@ class NewestScale(LazyNumber):
             RuntimeError: the pipeline failed before. Or the ``train_step`` during which it comes
                 has not been called.
         """
-        if self._update is not None:
-            norm, slot = self._update
-            self._wait_for_update(lambda: norm.wait(slot))
+        if self._norm is not None:
+            self._wait_for_update(self._norm.wait)
         return self._scale.of_version(self._version)
 
 

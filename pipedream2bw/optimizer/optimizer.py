@@ -278,8 +278,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self._scale is None:
             raise ValueError("loss_scale: None was given, it must be a LossScale")
         norm = self._grad_norm
-        update = None if norm is None else (norm.norm, norm.slot)
-        return NewestScale(self._session, self._scale, update)
+        number = None if norm is None else norm.number
+        return NewestScale(self._session, self._scale, number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and begins each batch's with zeros."""

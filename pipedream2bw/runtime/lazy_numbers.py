@@ -77,16 +77,15 @@ class Loss(LazyNumber):
     this replica's own. The same holds for :attr:`metrics`, which travel with it.
     """
 
-    def __init__(self, session: Session, slot: _C.LossSlot) -> None:
+    def __init__(self, session: Session, slot: _C.AwaitedNumbers) -> None:
         super().__init__(session)
-        self._board = session.stages.losses
         self._slot = slot
         self._names = list(session.stages.options.metrics)
         self._numbers: list[float] | None = None
 
     def done(self) -> bool:
         """Whether the loss can be read without waiting for the pipeline."""
-        return self._numbers is not None or self._board.done(self._slot)
+        return self._numbers is not None or self._slot.done()
 
     def item(self) -> float:
         """The loss.
@@ -120,5 +119,5 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
-            self._numbers = self._wait(lambda: self._board.wait(self._slot))
+            self._numbers = self._wait(self._slot.wait)
         return self._numbers

@@ -246,7 +246,6 @@ class LocalStages:
                 id=mode.wiring,
                 inbound=[
                     _C.InboundEdge(
-                        producer=producer,
                         values=channels.receiver(producer, here),
                         gradients=channels.sender(here, producer),
                     )
@@ -254,7 +253,6 @@ class LocalStages:
                 ],
                 outbound=[
                     _C.OutboundEdge(
-                        consumer=consumer,
                         values=channels.sender(here, consumer),
                         gradients=channels.receiver(consumer, here),
                     )

@@ -100,7 +100,7 @@ class Session:
 
     # ------------------------------------------------------------------ running
 
-    def train_step(self, call: Call, *, is_train: bool) -> _C.LossSlot:
+    def train_step(self, call: Call, *, is_train: bool) -> _C.AwaitedNumbers:
         """Submits forward and backward of the call's microbatches; gives the place of its loss.
 
         Args:

@@ -1,11 +1,42 @@
-// How messages travel along one direction of an edge between two stages.
+// Messages, and how they travel along one direction of an edge between two stages.
 #pragma once
 
-#include "engine/channels/message.h"
+#include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
 
 namespace pd2 {
+
+// All values that cross one edge (producer stage -> consumer stage) for one microbatch, or the
+// gradients that come back. Tensors carry no autograd history.
+struct Message {
+  // Opaque to the engine: how the front end rebuilds its values from the tensors. Empty: each value
+  // is one tensor.
+  std::string structure;
+  std::vector<at::Tensor> tensors;  // in a gradient message, undefined if there is no gradient
+  std::vector<bool> requires_grad;  // by tensor
+
+  bool differentiable() const {
+    return std::ranges::find(requires_grad, true) != requires_grad.end();
+  }
+
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const at::Tensor& tensor : tensors) {
+      sum += tensor.defined() ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+    }
+    return sum;
+  }
+};
+
+// The memory of a dense tensor as a vector, in storage order.
+inline at::Tensor storage_order(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1});
+}
 
 // A layout names the shapes, dtypes, strides and structure of a message: two microbatches of one
 // layout send messages that differ in their tensors' contents alone. Both ends number layouts

@@ -17,10 +17,36 @@ class LocalChannel : public Sender, public Receiver {
  public:
   explicit LocalChannel(c10::Device destination) : destination_(destination) {}
 
-  void send(LayoutId layout, Message message) override;
+  void send(LayoutId, Message message) override {
+    for (at::Tensor& tensor : message.tensors) {
+      if (tensor.defined() && tensor.device() != destination_) {
+        tensor = tensor.to(destination_);
+      }
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      messages_.push_back(std::move(message));
+    }
+    arrived_.notify_one();
+  }
   void expect(LayoutId) override {}
-  Message receive() override;
-  void abort() override;
+  Message receive() override {
+    std::unique_lock lock(mutex_);
+    arrived_.wait(lock, [&] { return aborted_ || !messages_.empty(); });
+    if (aborted_) {
+      throw ChannelAborted();
+    }
+    Message message = std::move(messages_.front());
+    messages_.pop_front();
+    return message;
+  }
+  void abort() override {
+    {
+      const std::lock_guard lock(mutex_);
+      aborted_ = true;
+    }
+    arrived_.notify_all();
+  }
 
  private:
   const c10::Device destination_;

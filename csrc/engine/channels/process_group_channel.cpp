@@ -1,13 +1,14 @@
 #include "engine/channels/process_group_channel.h"
 
 #include "core/check.h"
-#include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <cstring>
+#include <optional>
 
 namespace pd2 {
 namespace {
@@ -15,100 +16,76 @@ namespace {
 // A stream of messages shares one group: the running tag matches the n-th send to the n-th receive.
 constexpr int kTags = 1 << 15;
 
-// The memory of a dense tensor as a vector, in storage order.
-at::Tensor storage_order(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
-
-bool same_form(const MessageHeader::Entry& entry, const at::Tensor& tensor) {
-  return tensor.scalar_type() == entry.dtype && tensor.sizes() == at::IntArrayRef(entry.sizes);
-}
-
 // How many bytes of a message go through the ring: all or none.
-std::size_t bytes_through(const SharedRing* ring, const MessageHeader& header) {
-  const std::size_t bytes = ring ? header.bytes() : 0;
+std::size_t bytes_through(const SharedRing* ring, const Message& header) {
+  const std::size_t bytes = ring ? static_cast<std::size_t>(header.bytes()) : 0;
   return bytes <= SharedRing::kMaxMessageBytes ? bytes : 0;
 }
 
-}  // namespace
-
-std::size_t MessageHeader::bytes() const {
-  std::size_t sum = 0;
-  for (const Entry& entry : entries) {
-    if (entry.defined) {
-      sum += c10::elementSize(entry.dtype) * c10::multiply_integers(entry.sizes);
+// The message's form: its tensors without memory, on the meta device. Those that are dense keep
+// their strides: they travel in storage order.
+Message header_of(const Message& message) {
+  Message header = message;
+  for (at::Tensor& tensor : header.tensors) {
+    if (tensor.defined()) {
+      const auto options = tensor.options().device(at::kMeta);
+      tensor = tensor.is_non_overlapping_and_dense()
+                   ? at::empty_strided(tensor.sizes(), tensor.strides(), options)
+                   : at::empty(tensor.sizes(), options);
     }
-  }
-  return sum;
-}
-
-MessageHeader MessageHeader::of(const Message& message) {
-  MessageHeader header;
-  header.structure = message.structure;
-  for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-    const at::Tensor& tensor = message.tensors[i];
-    Entry entry;
-    entry.defined = tensor.defined();
-    if (entry.defined) {
-      const bool dense = tensor.is_non_overlapping_and_dense();
-      entry.requires_grad = message.requires_grad[i];
-      entry.dtype = tensor.scalar_type();
-      entry.sizes = tensor.sizes().vec();
-      entry.strides =
-          (dense ? tensor : at::empty(tensor.sizes(), tensor.options().device(at::kMeta)))
-              .strides()
-              .vec();
-    }
-    header.entries.push_back(std::move(entry));
   }
   return header;
 }
 
-at::Tensor MessageHeader::pack() const {
-  std::vector<std::int64_t> words{static_cast<std::int64_t>(structure.size())};
-  words.insert(words.end(), structure.begin(), structure.end());
-  words.push_back(static_cast<std::int64_t>(entries.size()));
-  for (const Entry& entry : entries) {
-    words.push_back(entry.defined);
-    words.push_back(entry.requires_grad);
-    words.push_back(static_cast<std::int64_t>(entry.dtype));
-    words.push_back(static_cast<std::int64_t>(entry.sizes.size()));
-    words.insert(words.end(), entry.sizes.begin(), entry.sizes.end());
-    words.insert(words.end(), entry.strides.begin(), entry.strides.end());
+// A header as int64 numbers.
+at::Tensor pack(const Message& header) {
+  std::vector<std::int64_t> words{static_cast<std::int64_t>(header.structure.size())};
+  words.insert(words.end(), header.structure.begin(), header.structure.end());
+  words.push_back(static_cast<std::int64_t>(header.tensors.size()));
+  for (std::size_t i = 0; i < header.tensors.size(); ++i) {
+    const at::Tensor& tensor = header.tensors[i];
+    words.push_back(tensor.defined());
+    if (tensor.defined()) {
+      words.push_back(header.requires_grad[i]);
+      words.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
+      words.push_back(tensor.dim());
+      words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
+      words.insert(words.end(), tensor.strides().begin(), tensor.strides().end());
+    }
   }
-  at::Tensor packed = at::empty({static_cast<std::int64_t>(words.size())}, at::kLong);
-  std::copy(words.begin(), words.end(), packed.mutable_data_ptr<std::int64_t>());
-  return packed;
+  return at::tensor(words, at::kLong);
 }
 
-MessageHeader MessageHeader::unpack(const at::Tensor& packed) {
+Message unpack(const at::Tensor& packed) {
   const std::int64_t* word = packed.const_data_ptr<std::int64_t>();
   const auto list = [&word](std::int64_t count) {
-    std::vector<std::int64_t> values(word, word + count);
+    const at::IntArrayRef values(word, count);
     word += count;
     return values;
   };
-  MessageHeader header;
-  for (std::int64_t byte : list(*word++)) {
-    header.structure.push_back(static_cast<char>(byte));
-  }
-  header.entries.resize(static_cast<std::size_t>(*word++));
-  for (Entry& entry : header.entries) {
-    entry.defined = *word++ != 0;
-    entry.requires_grad = *word++ != 0;
-    entry.dtype = static_cast<at::ScalarType>(*word++);
-    const std::int64_t dimensions = *word++;
-    entry.sizes = list(dimensions);
-    entry.strides = list(entry.defined ? dimensions : 0);
+  Message header;
+  const at::IntArrayRef structure = list(*word++);
+  header.structure.assign(structure.begin(), structure.end());
+  header.tensors.resize(*word++);
+  header.requires_grad.resize(header.tensors.size());
+  for (std::size_t i = 0; i < header.tensors.size(); ++i) {
+    if (*word++ != 0) {
+      header.requires_grad[i] = *word++ != 0;
+      const auto dtype = static_cast<at::ScalarType>(*word++);
+      const std::int64_t dim = *word++;
+      const at::IntArrayRef sizes = list(dim), strides = list(dim);
+      header.tensors[i] =
+          at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(at::kMeta));
+    }
   }
   return header;
 }
 
-ProcessGroupSender::ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
-                                       std::shared_ptr<SharedRing> ring)
-    : peer_(std::move(peer)),
-      timeout_(timeout_of(peer_.group.get())),
-      device_(device),
-      max_unawaited_(max_unawaited),
-      ring_(std::move(ring)) {}
+std::string shape_of(const at::Tensor& tensor) {
+  return tensor.defined() ? c10::str(tensor.sizes()) : "none (no gradient)";
+}
+
+}  // namespace
 
 void ProcessGroupSender::post(std::vector<Work>& works, at::Tensor flat) {
   if (flat.numel() == 0) {
@@ -120,54 +97,59 @@ void ProcessGroupSender::post(std::vector<Work>& works, at::Tensor flat) {
   tag_ = (tag_ + 1) % kTags;
 }
 
+at::Tensor ProcessGroupSender::laid_out(const Message& message, std::size_t i,
+                                        const Message& header) const {
+  const at::Tensor& form = header.tensors[i];
+  at::Tensor tensor = message.tensors[i];
+  if (!tensor.defined() && form.defined()) {
+    tensor = at::zeros(form.sizes(), form.options().device(peer_.device));
+  }
+  PD2_CHECK(tensor.defined() == form.defined() &&
+                (!form.defined() ||
+                 (tensor.scalar_type() == form.scalar_type() && tensor.sizes() == form.sizes())),
+            "values between stages must follow from the shapes of the model's inputs: tensor ", i,
+            " has shape ", shape_of(tensor), ", for the same input shapes it had ", shape_of(form));
+  if (!form.defined()) {
+    return tensor;
+  }
+  PD2_CHECK(header.requires_grad[i] == message.requires_grad[i],
+            "values between stages must follow from the shapes of the model's inputs: tensor ", i,
+            message.requires_grad[i] ? " requires" : " does not require",
+            " a gradient, for the same input shapes it did", header.requires_grad[i] ? "" : " not");
+  tensor = tensor.resolve_conj().resolve_neg();  // bits that only this process would know of
+  if (tensor.strides() != form.strides()) {
+    tensor = at::empty_strided(form.sizes(), form.strides(), tensor.options()).copy_(tensor);
+  }
+  return tensor;
+}
+
 void ProcessGroupSender::send(LayoutId layout, Message message) {
   std::vector<Work> works;
   auto known = headers_.find(layout);
   if (known == headers_.end()) {
-    known = headers_.emplace(layout, MessageHeader::of(message)).first;
-    const at::Tensor packed = known->second.pack();
-    at::Tensor length = at::empty({1}, at::kLong);
-    *length.mutable_data_ptr<std::int64_t>() = packed.numel();
-    post(works, length);
+    known = headers_.emplace(layout, header_of(message)).first;
+    const at::Tensor packed = pack(known->second);
+    post(works, at::tensor({packed.numel()}, at::kLong));
     post(works, packed);
   }
-  const MessageHeader& header = known->second;
+  const Message& header = known->second;
   PD2_CHECK(
-      header.structure == message.structure && header.entries.size() == message.tensors.size(),
+      header.structure == message.structure && header.tensors.size() == message.tensors.size(),
       "values between stages must follow from the shapes of the model's inputs: a message of ",
-      message.tensors.size(), " tensors, where one of ", header.entries.size(),
+      message.tensors.size(), " tensors, where one of ", header.tensors.size(),
       " tensors with other constants was sent for the same input shapes");
-  const std::size_t ring_bytes = bytes_through(ring_.get(), header);
+  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), header);
   std::byte* to = nullptr;
   if (ring_bytes > 0) {
-    to = with_peer(timeout_, peer_.rank, [&] { return ring_->begin_write(ring_bytes); });
-  }
-  if (ring_bytes > 0 && to == nullptr) {
-    throw ChannelAborted();
+    to = with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_write(ring_bytes); });
+    if (to == nullptr) {
+      throw ChannelAborted();
+    }
   }
   for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-    const MessageHeader::Entry& entry = header.entries[i];
-    at::Tensor tensor = message.tensors[i];
-    if (!tensor.defined() && entry.defined) {
-      tensor = at::zeros(entry.sizes, at::TensorOptions(entry.dtype).device(device_));
-    }
-    PD2_CHECK(tensor.defined() == entry.defined && (!entry.defined || same_form(entry, tensor)),
-              "values between stages must follow from the shapes of the model's inputs: tensor ", i,
-              " has shape ",
-              tensor.defined() ? c10::str(tensor.sizes()) : std::string("none (no gradient)"),
-              ", for the same input shapes it had ",
-              entry.defined ? c10::str(entry.sizes) : std::string("none (no gradient)"));
-    if (!entry.defined) {
+    const at::Tensor tensor = laid_out(message, i, header);
+    if (!tensor.defined()) {
       continue;
-    }
-    PD2_CHECK(entry.requires_grad == message.requires_grad[i],
-              "values between stages must follow from the shapes of the model's inputs: tensor ", i,
-              message.requires_grad[i] ? " requires" : " does not require",
-              " a gradient, for the same input shapes it did", entry.requires_grad ? "" : " not");
-    tensor = tensor.resolve_conj().resolve_neg();  // bits that only this process would know of
-    if (tensor.strides() != at::IntArrayRef(entry.strides)) {
-      at::Tensor laid_out = at::empty_strided(entry.sizes, entry.strides, tensor.options());
-      tensor = laid_out.copy_(tensor);
     }
     if (to != nullptr) {
       std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
@@ -177,7 +159,7 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
     }
   }
   if (to != nullptr) {
-    ring_->end_write();
+    peer_.ring->end_write();
   }
   if (!works.empty()) {
     await_oldest(std::move(works));
@@ -209,12 +191,12 @@ void ProcessGroupSender::await_oldest(std::vector<Work> newest) {
 }
 
 std::int64_t ProcessGroupSender::buffer_bytes() const {
-  return ring_ ? static_cast<std::int64_t>(ring_->used_bytes()) : 0;
+  return peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
 }
 
 void ProcessGroupSender::abort() {
-  if (ring_) {
-    ring_->abort();
+  if (peer_.ring) {
+    peer_.ring->abort();
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -224,14 +206,6 @@ void ProcessGroupSender::abort() {
     }
   }
 }
-
-ProcessGroupReceiver::ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
-                                           std::shared_ptr<SharedRing> ring)
-    : peer_(std::move(peer)),
-      timeout_(timeout_of(peer_.group.get())),
-      device_(device),
-      posted_ahead_(posted_ahead),
-      ring_(std::move(ring)) {}
 
 ProcessGroupReceiver::Work ProcessGroupReceiver::post(at::Tensor flat) {
   std::vector<at::Tensor> tensors{std::move(flat)};
@@ -255,18 +229,18 @@ void ProcessGroupReceiver::post_known_layouts() {
     }
     Posted posted;
     posted.message.structure = known->second.structure;
-    posted.ring_bytes = bytes_through(ring_.get(), known->second);
-    for (const MessageHeader::Entry& entry : known->second.entries) {
+    posted.message.requires_grad = known->second.requires_grad;
+    posted.ring_bytes = bytes_through(peer_.ring.get(), known->second);
+    for (const at::Tensor& form : known->second.tensors) {
       at::Tensor tensor;
-      if (entry.defined) {
-        tensor = at::empty_strided(entry.sizes, entry.strides,
-                                   at::TensorOptions(entry.dtype).device(device_));
+      if (form.defined()) {
+        tensor =
+            at::empty_strided(form.sizes(), form.strides(), form.options().device(peer_.device));
         if (tensor.numel() > 0 && posted.ring_bytes == 0) {
           posted.works.push_back(post(storage_order(tensor)));
         }
       }
       posted.message.tensors.push_back(std::move(tensor));
-      posted.message.requires_grad.push_back(entry.requires_grad);
     }
     posted_.push_back(std::move(posted));
     expected_.pop_front();
@@ -289,7 +263,7 @@ void ProcessGroupReceiver::wait(const Work& work) {
   }
 }
 
-MessageHeader ProcessGroupReceiver::receive_header() {
+Message ProcessGroupReceiver::receive_header() {
   const auto receive_words = [this](std::int64_t count) {
     at::Tensor words = at::empty({count}, at::kLong);
     Work work;
@@ -301,12 +275,11 @@ MessageHeader ProcessGroupReceiver::receive_header() {
     return words;
   };
   const at::Tensor length = receive_words(1);
-  return MessageHeader::unpack(receive_words(*length.const_data_ptr<std::int64_t>()));
+  return unpack(receive_words(*length.const_data_ptr<std::int64_t>()));
 }
 
 Message ProcessGroupReceiver::receive() {
-  LayoutId unknown = 0;
-  bool needs_header = false;
+  std::optional<LayoutId> unknown;
   {
     const std::lock_guard lock(mutex_);
     if (aborted_) {
@@ -314,14 +287,13 @@ Message ProcessGroupReceiver::receive() {
     }
     PD2_ASSERT(!posted_.empty() || !expected_.empty(), "no message was announced");
     if (posted_.empty()) {
-      needs_header = true;
       unknown = expected_.front();
     }
   }
-  if (needs_header) {
-    MessageHeader header = receive_header();
+  if (unknown) {
+    Message header = receive_header();
     const std::lock_guard lock(mutex_);
-    headers_.emplace(unknown, std::move(header));
+    headers_.emplace(*unknown, std::move(header));
     post_known_layouts();
   }
   Posted next;
@@ -337,7 +309,7 @@ Message ProcessGroupReceiver::receive() {
   }
   if (next.ring_bytes > 0) {
     const std::byte* from =
-        with_peer(timeout_, peer_.rank, [&] { return ring_->begin_read(next.ring_bytes); });
+        with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_read(next.ring_bytes); });
     if (from == nullptr) {
       throw ChannelAborted();
     }
@@ -347,14 +319,14 @@ Message ProcessGroupReceiver::receive() {
         from += tensor.nbytes();
       }
     }
-    ring_->end_read();
+    peer_.ring->end_read();
   }
   return std::move(next.message);
 }
 
 void ProcessGroupReceiver::abort() {
-  if (ring_) {
-    ring_->abort();
+  if (peer_.ring) {
+    peer_.ring->abort();
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -370,7 +342,7 @@ void ProcessGroupReceiver::abort() {
 
 std::int64_t ProcessGroupReceiver::buffer_bytes() const {
   const std::lock_guard lock(mutex_);
-  std::int64_t sum = ring_ ? static_cast<std::int64_t>(ring_->used_bytes()) : 0;
+  std::int64_t sum = peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
   for (const Posted& posted : posted_) {
     sum += posted.message.bytes();
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/channels/channel.h"
+#include "engine/with_peer.h"
 #include "transport/shared_ring.h"
 
 #include <ATen/core/Tensor.h>
@@ -11,48 +12,31 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
 
-// What both ends know of a layout once its first message has passed: enough to allocate a receive
-// buffer, so that later messages need no header and can be received ahead.
-struct MessageHeader {
-  struct Entry {
-    bool defined = false;
-    bool requires_grad = false;
-    at::ScalarType dtype = at::kFloat;
-    std::vector<std::int64_t> sizes;
-    std::vector<std::int64_t> strides;  // of a dense tensor: it travels in storage order
-  };
-  std::string structure;
-  std::vector<Entry> entries;
-
-  std::size_t bytes() const;  // of all tensors
-
-  static MessageHeader of(const Message& message);
-  at::Tensor pack() const;  // int64, one dimension
-  static MessageHeader unpack(const at::Tensor& packed);
-};
-
 // The other end of a channel.
 struct Peer {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  int number = 0;  // in the group
-  int rank = 0;    // among all processes, which errors name
+  int number = 0;                              // in the group
+  int rank = 0;                                // among all processes, which errors name
+  c10::Device device = at::kCPU;               // of this end's tensors
+  std::shared_ptr<SharedRing> ring = nullptr;  // null: everything goes through the group
 };
 
 // One group per edge and direction, so a forward message never waits behind a backward one. The
-// first message of a layout is preceded by its header; the tensors follow in storage order, keeping
-// their strides, because the next stage's kernels (and so their bits) may depend on them.
+// first message of a layout is preceded by its header: what a receive buffer is allocated from, so
+// that later messages need none and can be received ahead. The tensors follow in storage order,
+// keeping their strides, because the next stage's kernels (and so their bits) may depend on them.
 //
 // Between processes of one machine there may be a ring, which messages go through that fit in.
 class ProcessGroupSender : public Sender {
  public:
   // At most `max_unawaited` messages are on their way before send() waits for the oldest.
-  ProcessGroupSender(Peer peer, c10::Device device, std::size_t max_unawaited,
-                     std::shared_ptr<SharedRing> ring);
+  ProcessGroupSender(Peer peer, std::size_t max_unawaited)
+      : peer_(std::move(peer)), max_unawaited_(max_unawaited) {}
   void send(LayoutId layout, Message message) override;
   void abort() override;
   std::int64_t buffer_bytes() const override;
@@ -60,15 +44,15 @@ class ProcessGroupSender : public Sender {
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
   void post(std::vector<Work>& works, at::Tensor flat);
+  // Tensor i of the message as its header says that it is; throws ValueError if it is another one.
+  at::Tensor laid_out(const Message& message, std::size_t i, const Message& header) const;
   void await_oldest(std::vector<Work> newest);
 
   const Peer peer_;
-  const double timeout_;  // seconds
-  const c10::Device device_;
+  const double timeout_ = timeout_of(peer_.group.get());  // seconds
   const std::size_t max_unawaited_;
-  const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
-  std::map<LayoutId, MessageHeader> headers_;
+  std::map<LayoutId, Message> headers_;      // of tensors without memory
   std::mutex mutex_;                         // guards what abort() touches
   std::deque<std::vector<Work>> unawaited_;  // a Work keeps its tensor alive
   bool aborted_ = false;
@@ -77,8 +61,8 @@ class ProcessGroupSender : public Sender {
 class ProcessGroupReceiver : public Receiver {
  public:
   // `posted_ahead`: how many messages may have a buffer waiting for them.
-  ProcessGroupReceiver(Peer peer, c10::Device device, std::size_t posted_ahead,
-                       std::shared_ptr<SharedRing> ring);
+  ProcessGroupReceiver(Peer peer, std::size_t posted_ahead)
+      : peer_(std::move(peer)), posted_ahead_(posted_ahead) {}
   void expect(LayoutId layout) override;
   Message receive() override;
   void abort() override;
@@ -93,16 +77,14 @@ class ProcessGroupReceiver : public Receiver {
   };
   Work post(at::Tensor flat);
   void post_known_layouts();  // holds mutex_
-  MessageHeader receive_header();
+  Message receive_header();
   void wait(const Work& work);
 
   const Peer peer_;
-  const double timeout_;  // seconds
-  const c10::Device device_;
+  const double timeout_ = timeout_of(peer_.group.get());  // seconds
   const std::size_t posted_ahead_;
-  const std::shared_ptr<SharedRing> ring_;
   int tag_ = 0;
-  std::map<LayoutId, MessageHeader> headers_;
+  std::map<LayoutId, Message> headers_;  // of tensors without memory
   mutable std::mutex mutex_;
   std::deque<LayoutId> expected_;  // not posted yet
   std::deque<Posted> posted_;

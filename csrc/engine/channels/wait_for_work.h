@@ -13,10 +13,14 @@
 namespace pd2 {
 
 // Looks now and then whether the pipeline has failed meanwhile, and throws ChannelAborted if so; a
-// PeerError if the work fails, whose group has this timeout. For works of the host, which stay as
-// they are when a wait for them has run out of time.
-inline void wait_for_work(c10d::Work& work, double timeout,
+// PeerError if the work fails, whose group has this timeout. Works of the host stay as they are
+// when a wait for them has run out of time; a device's work is only enqueued: its stream waits.
+inline void wait_for_work(c10d::Work& work, double timeout, bool on_host,
                           const std::function<bool()>& is_stopped) {
+  if (!on_host) {
+    work.wait();
+    return;
+  }
   const bool is_done = with_peer(timeout, std::nullopt, [&] {
     while (true) {
       // Asked before: a work that completes between a slice's end and the question has not failed.
@@ -36,16 +40,6 @@ inline void wait_for_work(c10d::Work& work, double timeout,
   });
   if (!is_done) {
     throw ChannelAborted();
-  }
-}
-
-// For works of the host or of a device. Device work is only enqueued: its stream waits.
-inline void wait_for_work(c10d::Work& work, double timeout, bool on_host,
-                          const std::function<bool()>& is_stopped) {
-  if (on_host) {
-    wait_for_work(work, timeout, is_stopped);
-  } else {
-    work.wait();
   }
 }
 

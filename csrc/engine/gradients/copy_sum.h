@@ -1,6 +1,8 @@
 // The sum of the gradients of a stage's two copies, where both run in this process.
 #pragma once
 
+#include "core/check.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -20,14 +22,32 @@ class CopySum {
  public:
   // `flat` of copy 0 or 1 holds the sum once the work has completed; nobody may touch it before.
   // `buffer` is the number of one of the stage's buffers.
-  c10::intrusive_ptr<c10d::Work> add(int copy, std::size_t buffer, const at::Tensor& flat);
+  c10::intrusive_ptr<c10d::Work> add(int copy, std::size_t buffer, const at::Tensor& flat) {
+    const std::lock_guard lock(mutex_);
+    const auto [place, is_first] = pending_.try_emplace(buffer);
+    if (is_first) {
+      place->second = c10::make_intrusive<Pending>(copy, flat);
+      return place->second;
+    }
+    const auto pending = std::move(place->second);
+    pending_.erase(place);
+    pending->end_with(copy, flat);
+    return pending;
+  }
 
  private:
   // One copy has come.
   class Pending : public c10d::Work {
    public:
     Pending(int copy, at::Tensor flat) : copy_(copy), flat_(std::move(flat)) {}
-    void end_with(int copy, at::Tensor flat);
+    void end_with(int copy, at::Tensor flat) {
+      PD2_ASSERT(copy != copy_, "copy ", copy, " came twice");
+      at::Tensor& first = copy_ == 0 ? flat_ : flat;
+      at::Tensor& second = copy_ == 0 ? flat : flat_;
+      first.add_(second.to(first.device()));
+      second.copy_(first);
+      finish();
+    }
 
    private:
     const int copy_;

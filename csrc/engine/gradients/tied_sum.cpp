@@ -5,8 +5,8 @@
 #include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,52 +16,16 @@
 namespace pd2 {
 namespace {
 
-// Views of every parameter's gradient in a row; behind them a byte for each: whether it exists.
-class RowPacking {
- public:
-  explicit RowPacking(std::span<const TiedGradient> gradients) : gradients_(gradients) {
-    for (const TiedGradient& each : gradients) {
-      offsets_.push_back(size_);
-      size_ += aligned(static_cast<std::int64_t>(each.gradient.nbytes()));
-    }
-    flags_ = size_;
-    size_ += aligned(static_cast<std::int64_t>(gradients.size()));
+// The bytes of every parameter's gradient; behind them a byte for each: whether it exists.
+at::Tensor pack(std::span<const TiedGradient> gradients) {
+  std::vector<at::Tensor> parts;
+  std::vector<std::uint8_t> flags;
+  for (const TiedGradient& each : gradients) {
+    parts.push_back(storage_order(each.gradient).view(at::kByte));
+    flags.push_back(each.exists);
   }
-
-  std::int64_t size() const { return size_; }
-
-  at::Tensor view(const at::Tensor& row, std::size_t parameter) const {
-    const at::Tensor& like = gradients_[parameter].gradient;
-    const auto nbytes = static_cast<std::int64_t>(like.nbytes());
-    const at::Tensor flat = row.narrow(0, offsets_[parameter], nbytes).view(like.scalar_type());
-    return flat.as_strided(like.sizes(), like.strides(), flat.storage_offset());
-  }
-
-  at::Tensor flags(const at::Tensor& row) const {
-    return row.narrow(0, flags_, static_cast<std::int64_t>(gradients_.size()));
-  }
-
- private:
-  static std::int64_t aligned(std::int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
-
-  std::span<const TiedGradient> gradients_;
-  std::vector<std::int64_t> offsets_;
-  std::int64_t flags_ = 0;
-  std::int64_t size_ = 0;
-};
-
-at::Tensor pack(const RowPacking& packing, std::span<const TiedGradient> gradients) {
-  const at::Tensor row = at::empty(
-      {packing.size()}, at::TensorOptions(at::kByte).device(gradients.front().gradient.device()));
-  at::Tensor flags = at::empty({static_cast<std::int64_t>(gradients.size())}, at::kByte);
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    flags.mutable_data_ptr<std::uint8_t>()[i] = gradients[i].exists ? 1 : 0;
-    if (gradients[i].exists) {
-      packing.view(row, i).copy_(gradients[i].gradient);
-    }
-  }
-  packing.flags(row).copy_(flags);
-  return row;
+  parts.push_back(at::tensor(flags, at::kByte).to(parts.front().device()));
+  return at::cat(parts);
 }
 
 }  // namespace
@@ -80,20 +44,24 @@ TiedSum::TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGro
 void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> gradients,
                   const std::function<bool()>& is_stopped) {
   PD2_ASSERT(!gradients.empty(), "no gradients");
-  const RowPacking packing(gradients);
-  const std::vector<at::Tensor> rows = exchange(batch, copy, pack(packing, gradients), is_stopped);
+  const std::vector<at::Tensor> rows = exchange(batch, copy, pack(gradients), is_stopped);
+  const auto num_flags = static_cast<std::int64_t>(gradients.size());
   std::vector<at::Tensor> flags;
   for (const at::Tensor& row : rows) {
-    flags.push_back(packing.flags(row).to(at::kCPU));
+    flags.push_back(row.narrow(0, row.numel() - num_flags, num_flags).to(at::kCPU));
   }
+  std::int64_t offset = 0;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     auto& [sum, exists] = gradients[i];
+    const auto nbytes = static_cast<std::int64_t>(sum.nbytes());
     exists = false;
     for (std::size_t other = 0; other < rows.size(); ++other) {
       if (flags[other].const_data_ptr<std::uint8_t>()[i] == 0) {
         continue;
       }
-      const at::Tensor part = packing.view(rows[other], i);
+      // Copied, because another dtype's gradients before it may have left it unaligned.
+      const at::Tensor flat = rows[other].narrow(0, offset, nbytes).clone().view(sum.scalar_type());
+      const at::Tensor part = flat.as_strided(sum.sizes(), sum.strides());
       if (exists) {
         sum.add_(part.to(sum.device()));
       } else if (other != copy) {  // the copy's own is there
@@ -101,6 +69,7 @@ void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> 
       }
       exists = true;
     }
+    offset += nbytes;
   }
 }
 

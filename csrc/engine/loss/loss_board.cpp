@@ -9,11 +9,8 @@
 #include <set>
 
 namespace pd2 {
-namespace {
 
 constexpr int kTag = 7;
-
-}  // namespace
 
 LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fault,
                      c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -22,9 +19,7 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
       group_(std::move(group)),
       shared_(std::move(shared)),
       last_stage_(static_cast<int>(options.ranks.size()) / options.num_pipelines - 1),
-      replica_(options.replica),
-      num_replicas_(options.num_replicas),
-      num_numbers_(options.num_numbers),
+      options_(options),
       published_(options.num_pipelines) {
   const std::vector<int>& ranks = options.ranks;
   for (int pipeline = 0; pipeline < options.num_pipelines; ++pipeline) {
@@ -47,14 +42,14 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
 
 LossBoard::~LossBoard() { close(); }
 
-std::shared_ptr<LossSlot> LossBoard::expect(std::int64_t run) {
-  auto slot = std::make_shared<LossSlot>();
+std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
+  auto loss = std::make_shared<AwaitedNumbers>(fault_);
   {
     const std::lock_guard lock(mutex_);
-    expected_.emplace_back(run, slot);
+    expected_.emplace_back(run, loss);
   }
   changed_.notify_all();
-  return slot;
+  return loss;
 }
 
 void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
@@ -63,21 +58,6 @@ void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
     published_[pipeline].push_back({run, std::move(loss)});
   }
   changed_.notify_all();
-}
-
-bool LossBoard::done(const LossSlot& slot) const {
-  const std::lock_guard lock(mutex_);
-  return slot.there();
-}
-
-bool LossBoard::wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const {
-  std::unique_lock lock(mutex_);
-  const bool there =
-      changed_.wait_for(lock, timeout, [&] { return slot.there() || fault_->raised(); });
-  if (there && !slot.there()) {
-    fault_->rethrow_if_raised();
-  }
-  return there;
 }
 
 std::optional<LossBoard::Next> LossBoard::wait_for_next() {
@@ -116,17 +96,16 @@ void LossBoard::send_losses() {
           sum = next->parts[pipeline]->numbers(sum);
           continue;
         }
-        sum = at::empty({num_numbers_}, at::kDouble);
+        sum = at::empty({options_.num_numbers}, at::kDouble);
         if (!receive(sum, last_stages_[pipeline])) {
           return;
         }
       }
-      PD2_ASSERT(sum.numel() == num_numbers_, "a loss and ", sum.numel() - 1, " metrics");
+      PD2_ASSERT(sum.numel() == options_.num_numbers, "a loss and ", sum.numel() - 1, " metrics");
       {
         const std::lock_guard lock(mutex_);
         deliver(sum);
       }
-      changed_.notify_all();
       send(sum, readers_);
     } catch (...) {
       fail(next->run, "sending it failed");
@@ -141,7 +120,7 @@ void LossBoard::send_losses() {
 void LossBoard::receive_losses() {
   while (std::optional<Next> next = wait_for_next()) {
     const int sender = last_stages_.back();
-    const at::Tensor value = at::empty({num_numbers_}, at::kDouble);
+    const at::Tensor value = at::empty({options_.num_numbers}, at::kDouble);
     try {
       for (const std::optional<RunLoss>& part : next->parts) {
         if (part) {
@@ -164,7 +143,7 @@ void LossBoard::receive_losses() {
 
 void LossBoard::deliver(const at::Tensor& numbers) {
   const double* data = numbers.const_data_ptr<double>();
-  expected_.front().second->numbers.assign(data, data + numbers.numel());
+  expected_.front().second->give({data, data + numbers.numel()});
 }
 
 void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {
@@ -226,11 +205,11 @@ void LossBoard::fail(std::int64_t run, const std::string& what) {
   }
   Failure failure = failure_of(std::current_exception(), fault_->rank());
   failure.stage = last_stage_;
-  failure.replica = replica_;
+  failure.replica = options_.replica;
   failure.batch = run;
   failure.action = "loss";
-  failure.text = detail::concat(stage_name(last_stage_, replica_, num_replicas_), ", batch ", run,
-                                ", loss: ", what, ": ", failure.cause);
+  failure.text = detail::concat(stage_name(last_stage_, options_.replica, options_.num_replicas),
+                                ", batch ", run, ", loss: ", what, ": ", failure.cause);
   fault_->raise(std::move(failure));
   changed_.notify_all();
 }

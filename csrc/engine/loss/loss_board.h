@@ -1,6 +1,7 @@
 // Brings a run's loss from the last stage to those who ask for it.
 #pragma once
 
+#include "engine/awaited_numbers.h"
 #include "engine/fault.h"
 #include "engine/loss/run_loss.h"
 #include "transport/shared_board.h"
@@ -20,13 +21,6 @@
 #include <vector>
 
 namespace pd2 {
-
-// One run's loss and, after it, its metrics: set soon after the last stage has forwarded the run's
-// last microbatch.
-struct LossSlot {
-  std::vector<double> numbers;  // empty until then
-  bool there() const { return !numbers.empty(); }
-};
 
 struct LossBoardOptions {
   // By stage of the replica, in the order of the pipelines: its rank within the board's group.
@@ -60,13 +54,10 @@ class LossBoard {
   LossBoard(const LossBoard&) = delete;
   LossBoard& operator=(const LossBoard&) = delete;
 
-  std::shared_ptr<LossSlot> expect(std::int64_t run);
+  // The run's loss and, after it, its metrics: given soon after the last stage has forwarded the
+  // run's last microbatch.
+  std::shared_ptr<AwaitedNumbers> expect(std::int64_t run);
   void publish(std::int64_t run, RunLoss loss, int pipeline = 0);
-
-  bool done(const LossSlot& slot) const;
-  // True if the loss is set within `timeout`; throws PipelineError if the pipeline has failed
-  // before it arrived.
-  bool wait_for(const LossSlot& slot, std::chrono::milliseconds timeout) const;
 
   // True if every expected loss has arrived here and, if this process sends it, everywhere else.
   bool finish_for(std::chrono::milliseconds timeout);
@@ -89,7 +80,7 @@ class LossBoard {
     std::vector<std::optional<RunLoss>> parts;  // by pipeline
   };
   std::optional<Next> wait_for_next();
-  // Sets the slot of the next expected loss. Called under the lock.
+  // Gives the next expected loss. Called under the lock.
   void deliver(const at::Tensor& numbers);
 
   void send_losses();
@@ -109,14 +100,13 @@ class LossBoard {
   const std::shared_ptr<SharedBoard> shared_;
   std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
   const int last_stage_;          // of the model
-  const int replica_, num_replicas_;
-  const int num_numbers_;
+  const LossBoardOptions options_;
   std::vector<int> readers_;  // the replica's other ranks
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
   // By run: losses that are not yet here, or not yet everywhere if they are sent from here.
-  std::deque<std::pair<std::int64_t, std::shared_ptr<LossSlot>>> expected_;
+  std::deque<std::pair<std::int64_t, std::shared_ptr<AwaitedNumbers>>> expected_;
   std::vector<std::deque<Part>> published_;  // by pipeline: not yet added
   std::vector<Work> under_way_;              // transfers over the group that the thread waits for
   bool closed_ = false;

@@ -7,29 +7,42 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ranges>
 #include <utility>
 
 namespace pd2 {
+namespace {
+
+// Whether the stage is the first pipeline's.
+bool evaluates(const std::unique_ptr<StageWorker>& worker) {
+  return worker->first_microbatch() == 0;
+}
+
+}  // namespace
 
 Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
-    : workers_(make_workers(setup)), setup_(std::move(setup)), fault_(std::move(fault)) {
+    : setup_(std::move(setup)), fault_(std::move(fault)) {
+  for (const StageSetup& each : setup_.stages) {
+    UpdateCallbacks updates;
+    updates.begin_thread = [this, stage = each.index] {
+      name_this_thread("pd2 update " + std::to_string(stage));
+      begin_thread();
+    };
+    updates.is_stopped = [this] {
+      const std::lock_guard lock(mutex_);
+      return closed_ || fault_->raised();
+    };
+    updates.failed = [this, stage = each.index](std::int64_t run) {
+      fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
+    };
+    workers_.push_back(std::make_unique<StageWorker>(
+        setup_, each, [this](const ExecutedAction& action) { log(action); }, std::move(updates)));
+  }
   for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
       worker(action.stage);
       most_runs_before_ = std::max(most_runs_before_, runs_before(action));
     }
-  }
-  for (const auto& worker : workers_) {
-    worker->set_callbacks(
-        {[this](const ExecutedAction& action) { log(action); },
-         [this] {
-           const std::lock_guard lock(mutex_);
-           return closed_ || fault_->raised();
-         },
-         [this] { begin_thread(); },
-         [this, stage = worker->stage()](std::int64_t run) {
-           fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
-         }});
   }
   fault_->on_raise(this, [this] {
     abort_channels();
@@ -111,7 +124,7 @@ Executor::Ticket Executor::submit_drain() {
 }
 
 Executor::Ticket Executor::submit_evaluation(Run run) {
-  for (StageWorker* worker : evaluating()) {
+  for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
     worker->expect_values(run, static_cast<int>(run.layouts.size()));
   }
   return submit([this, run = std::move(run)] { evaluate(run); });
@@ -152,12 +165,7 @@ void Executor::abort_channels() {
 }
 
 bool Executor::is_empty() const {
-  for (const auto& worker : workers_) {
-    if (!worker->is_empty()) {
-      return false;
-    }
-  }
-  return true;
+  return std::ranges::all_of(workers_, [](const auto& worker) { return worker->is_empty(); });
 }
 
 void Executor::begin_thread() const {
@@ -231,16 +239,6 @@ std::string Executor::where(const Doing& doing) const {
   return text + detail::concat(", microbatch ",
                                schedule.number_in_batch(doing.stage, doing.microbatch), ", ",
                                name_of(doing.kind));
-}
-
-std::vector<StageWorker*> Executor::evaluating() const {
-  std::vector<StageWorker*> workers;
-  for (const auto& worker : workers_) {
-    if (worker->first_microbatch() == 0) {
-      workers.push_back(worker.get());
-    }
-  }
-  return workers;
 }
 
 int Executor::runs_before(const Action& action) const {
@@ -318,7 +316,7 @@ void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
-    for (StageWorker* worker : evaluating()) {
+    for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
       doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
       worker->evaluate(run, microbatch);
     }

@@ -3,7 +3,6 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
-#include "engine/run/executor_setup.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
 
@@ -87,8 +86,6 @@ class Executor {
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
-  // The stages of the first pipeline.
-  std::vector<StageWorker*> evaluating() const;
   void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;
@@ -97,9 +94,9 @@ class Executor {
   void fail(const Doing& doing);
   void begin_thread() const;
 
-  const std::vector<std::unique_ptr<StageWorker>> workers_;
-  const ExecutorSetup setup_;  // without the stages, which are the workers'
+  const ExecutorSetup setup_;
   const std::shared_ptr<Fault> fault_;
+  std::vector<std::unique_ptr<StageWorker>> workers_;
 
   // Used by the executor's thread alone.
   // The runs since the pipeline was empty, as far as `steady` and `epilogue` go back; runs missing

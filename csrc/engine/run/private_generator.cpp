@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -22,13 +23,17 @@ constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 thread_local at::Generator* drawn_from = nullptr;
 thread_local std::optional<std::uint64_t> forward_seed;
 
+bool is_generator(const c10::Argument& argument) {
+  return *argument.type() == *c10::OptionalType::create(c10::GeneratorType::get());
+}
+
 // An operator with a `Generator? generator` argument.
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   // Factory calls are dispatched a second time with their output.
   for (std::size_t i = 0; i < arguments.size() && keys.has(c10::DispatchKey::CPU); ++i) {
     c10::IValue& value = stack->at(stack->size() - arguments.size() + i);
-    if (*arguments[i].type() != *c10::OptionalType::create(c10::GeneratorType::get())) {
+    if (!is_generator(arguments[i])) {
       continue;
     }
     if (value.isNone()) {
@@ -55,17 +60,9 @@ void register_operators() {
       made->push_back(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFallthrough(),
                                                   "pipedream2bw: all other operators"));
     }
-    const auto draws = [](const c10::FunctionSchema& schema) {
-      for (const auto& argument : schema.arguments()) {
-        if (*argument.type() == *c10::OptionalType::create(c10::GeneratorType::get())) {
-          return true;
-        }
-      }
-      return false;
-    };
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findSchema(name);
-      if (op && draws(op->schema())) {
+      if (op && std::ranges::any_of(op->schema().arguments(), is_generator)) {
         made->push_back(dispatcher.registerImpl(
             name, kKey, c10::KernelFunction::makeFromBoxedFunction<&draw>(), std::nullopt, nullptr,
             "pipedream2bw: random numbers that can be drawn again"));

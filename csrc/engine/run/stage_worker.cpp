@@ -4,10 +4,10 @@
 #include "engine/clock.h"
 #include "engine/run/input_sink.h"
 #include "engine/run/private_generator.h"
-#include "engine/this_thread.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -15,29 +15,60 @@
 
 namespace pd2 {
 
-void StageWorker::set_callbacks(WorkerCallbacks callbacks) {
-  callbacks_ = std::move(callbacks);
-  const auto record = [this](std::int64_t run, std::int64_t version,
-                             const std::function<void()>& update) {
-    const double start = now();
+namespace {
+
+// While it lives, profilers that record this thread show a range: "pd2 stage 1 forward batch 3
+// microbatch 2 version 2". If none records, it costs one look at the thread's callbacks.
+class ActionRange {
+ public:
+  explicit ActionRange(const ExecutedAction& action) {
+    if (range_.isActive()) {
+      const std::string microbatch = action.kind == ActionKind::kUpdate
+                                         ? std::string()
+                                         : detail::concat(" microbatch ", action.microbatch);
+      range_.before(detail::concat("pd2 stage ", action.stage, " ", name_of(action.kind), " batch ",
+                                   action.run, microbatch, " version ", action.version));
+    }
+  }
+  // The range of an evaluation.
+  ActionRange(int stage, int microbatch, std::int64_t version) {
+    if (range_.isActive()) {
+      range_.before(detail::concat("pd2 stage ", stage, " evaluation microbatch ", microbatch,
+                                   " version ", version));
+    }
+  }
+
+ private:
+  at::RecordFunction range_{at::RecordScope::USER_SCOPE};
+};
+
+}  // namespace
+
+StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
+                         std::function<void(const ExecutedAction&)> log, UpdateCallbacks updates)
+    : setup_(setup),
+      mine_(mine),
+      first_microbatch_(setup.schedule.number_in_batch(mine.index, 0)),
+      seed_(mix_seed(mix_seed(setup.seed, setup.replica), mine.index)),
+      log_(std::move(log)),
+      updates_(*stage_, with_record(std::move(updates))) {}
+
+UpdateCallbacks StageWorker::with_record(UpdateCallbacks callbacks) {
+  callbacks.record = [this](std::int64_t run, std::int64_t version,
+                            const std::function<void()>& update) {
+    const ExecutedAction action = begin(ActionKind::kUpdate, run, last_microbatch(), version);
     {
-      const ActionRange range = this->range(ActionKind::kUpdate, run, 0, version);
+      const ActionRange range(action);
       update();
     }
-    log(ActionKind::kUpdate, run, options_.num_microbatches - 1, version, start, now());
+    log(action, now());
   };
-  const auto begin_thread = [this] {
-    name_this_thread("pd2 update " + std::to_string(options_.stage));
-    callbacks_.begin_thread();
-  };
-  updates_ = std::make_unique<StageUpdates>(
-      *stage_,
-      UpdateCallbacks{begin_thread, callbacks_.is_stopped, record, callbacks_.update_failed});
+  return callbacks;
 }
 
 std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
-  return std::max(stage_->versions().version_of_batch(batch, options_.delay),
-                  std::min(batch, options_.warmup_batches - 1));
+  return std::max(stage_->versions().version_of_batch(batch, setup_.schedule.delay.at(mine_.index)),
+                  std::min(batch, setup_.warmup_batches - 1));
 }
 
 void StageWorker::expect_values(const Run& run, int num_microbatches) {
@@ -51,11 +82,11 @@ void StageWorker::expect_values(const Run& run, int num_microbatches) {
 void StageWorker::drop_connections() {
   wirings_.clear();
   stage_->drop_connections();
-  updates_->drop_connections();
+  updates_.drop_connections();
 }
 
 void StageWorker::clear() {
-  updates_->end();
+  updates_.end();
   in_flight_.clear();
   loss_ = {};
 }
@@ -132,11 +163,11 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   const at::Tensor& loss = result.loss;
   if (microbatch == 0) {
     loss_.rows = run.rows;
-    loss_.first = options_.first_microbatch;
+    loss_.first = first_microbatch_;
   }
   if (loss.requires_grad()) {
     // The mean over replicas: each adds its gradients with weight 1/w.
-    at::Tensor seed = at::full_like(loss, 1.0 / options_.num_replicas);
+    at::Tensor seed = at::full_like(loss, 1.0 / setup_.num_replicas);
     if (run.num_averaged > 1) {
       seed = seed / static_cast<std::int64_t>(run.num_averaged);
     }
@@ -149,8 +180,8 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   if (result.metrics.defined()) {
     loss_.metrics = loss_.metrics.defined() ? loss_.metrics + result.metrics : result.metrics;
   }
-  if (microbatch == options_.num_microbatches - 1) {
-    options_.on_loss(run.id, std::exchange(loss_, {}));
+  if (microbatch == last_microbatch()) {
+    setup_.on_loss(run.id, std::exchange(loss_, {}), setup_.schedule.pipeline(mine_.index));
   }
 }
 
@@ -161,17 +192,16 @@ void StageWorker::forward(const Run& run, int microbatch) {
   in_flight.version = version_of_batch(run.batch);
   ForwardCall call = receive_values(run, microbatch);
   if (in_flight.version > stage_->versions().newest()) {
-    updates_->finish();
+    updates_.finish();
   }
-  const double start = now();
-  const ActionRange range =
-      this->range(ActionKind::kForward, run.id, microbatch, in_flight.version);
+  const ExecutedAction action = begin(ActionKind::kForward, run.id, microbatch, in_flight.version);
+  const ActionRange range(action);
   stage_->versions().pin(in_flight.version);
   call.slot = stage_->versions().slot(in_flight.version);
-  in_flight.loss_scale = updates_->scale_losses(run.id, run.begins_batch, in_flight.version);
+  in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, in_flight.version);
   call.loss_scale = in_flight.loss_scale;
   std::int64_t bytes = 0;
-  if (options_.recompute) {
+  if (mine_.recompute) {
     in_flight.call = call;
     in_flight.call.again = true;
     for (Message& message : in_flight.call.inbound) {
@@ -182,19 +212,19 @@ void StageWorker::forward(const Run& run, int microbatch) {
     }
   }
   add_sinks(call, in_flight);
-  const bool owes_gradients = std::any_of(in_flight.sinks.begin(), in_flight.sinks.end(),
-                                          [](const NodePtr& sink) { return sink != nullptr; });
+  const bool owes_gradients =
+      std::ranges::any_of(in_flight.sinks, [](const NodePtr& sink) { return sink != nullptr; });
   ForwardResult result = call_forward(std::move(call));
   if (result.loss.defined()) {
     add_loss(run, microbatch, result, in_flight);
   }
-  if (options_.recompute) {
+  if (mine_.recompute) {
     in_flight.sinks.clear();
   } else {
     keep_edges(result, in_flight);
   }
   const bool has_backward = owes_gradients || is_differentiable(result);
-  log(ActionKind::kForward, run.id, microbatch, in_flight.version, start, now());
+  log(action, now());
   send_values(run, microbatch, result, &in_flight);
   if (!has_backward) {
     stage_->versions().unpin(in_flight.version);
@@ -208,25 +238,24 @@ void StageWorker::forward(const Run& run, int microbatch) {
 bool StageWorker::is_differentiable(const ForwardResult& result) {
   const auto needs = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
   return (result.loss.defined() && needs(result.loss)) ||
-         std::any_of(result.outbound.begin(), result.outbound.end(), [&](const Message& message) {
-           return std::any_of(message.tensors.begin(), message.tensors.end(), needs);
+         std::ranges::any_of(result.outbound, [&](const Message& message) {
+           return std::ranges::any_of(message.tensors, needs);
          });
 }
 
 ForwardResult StageWorker::call_forward(ForwardCall call) const {
   // The same for any schedule, and however threads and processes take turns.
-  std::uint64_t seed = mix_seed(options_.seed, options_.stage);
-  seed = mix_seed(mix_seed(seed, call.run), call.microbatch);
+  const std::uint64_t seed = mix_seed(mix_seed(seed_, call.run), call.microbatch);
   const ForwardSeeds seeds(seed);
   std::optional<PrivateGenerator> generator;
-  if (options_.recompute) {
+  if (mine_.recompute) {
     generator.emplace(seed);
   }
-  return options_.forward(std::move(call));
+  return mine_.forward(std::move(call));
 }
 
 std::unique_ptr<PrivateGenerator> StageWorker::forbid_drawing() const {
-  return options_.recompute || options_.recomputes_blocks
+  return mine_.recompute || mine_.recomputes_blocks
              ? std::make_unique<PrivateGenerator>(std::nullopt)
              : nullptr;
 }
@@ -238,14 +267,14 @@ void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
 }
 
 void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_flight) {
-  const double start = now();
-  const ActionRange range = this->range(ActionKind::kRecompute, run, microbatch, in_flight.version);
+  const ExecutedAction action = begin(ActionKind::kRecompute, run, microbatch, in_flight.version);
+  const ActionRange range(action);
   ForwardCall call = std::exchange(in_flight.call, {});
   add_sinks(call, in_flight);
   const ForwardResult result = call_forward(std::move(call));
   keep_edges(result, in_flight);
   count_bytes(in_flight, result.bytes_kept);
-  log(ActionKind::kRecompute, run, microbatch, in_flight.version, start, now());
+  log(action, now());
 }
 
 StageWorker::InFlight& StageWorker::in_flight(std::int64_t run, int microbatch) {
@@ -258,18 +287,18 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
   if (in_flight_.contains({run.id, microbatch})) {
     return false;
   }
-  log(kind, run.id, microbatch, version_of_batch(run.batch), now(), now());
+  log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
   return true;
 }
 
 void StageWorker::begin_gradients(const Run& run, int microbatch) {
   if (microbatch == 0 && run.begins_batch) {
     if (!stage_->overlaps()) {  // the one buffer is in use
-      updates_->finish();
+      updates_.finish();
     }
     stage_->begin_batch(run.batch);
   }
-  const bool is_last = run.ends_batch && microbatch == options_.num_microbatches - 1;
+  const bool is_last = run.ends_batch && microbatch == last_microbatch();
   stage_->begin_microbatch(run.batch, is_last);
 }
 
@@ -315,9 +344,9 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
     return;
   }
   InFlight& in_flight = this->in_flight(run.id, microbatch);
-  const double start = now();
-  const ActionRange range =
-      this->range(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
+  const ExecutedAction action =
+      begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
+  const ActionRange range(action);
   {
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
     in_flight.split->run_weight_half();
@@ -325,14 +354,14 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
   for (const HeldGradient& held : in_flight.held) {
     held.accumulator->add(held.parameter, held.gradient);
   }
-  log(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version, start, now());
+  log(action, now());
   end_flight(run.id, microbatch);
 }
 
 void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch,
                                const Backward& execute) {
   InFlight& in_flight = this->in_flight(run, microbatch);
-  if (options_.recompute) {
+  if (mine_.recompute) {
     recompute(run, microbatch, in_flight);  // before waiting for the gradients
   }
   const Wiring& wiring = wirings_.at(in_flight.wiring);
@@ -351,8 +380,8 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch
       }
     }
   }
-  const double start = now();
-  const ActionRange range = this->range(kind, run, microbatch, in_flight.version);
+  const ExecutedAction action = begin(kind, run, microbatch, in_flight.version);
+  const ActionRange range(action);
   if (in_flight.loss.is_valid()) {
     roots.push_back(in_flight.loss);
     gradients.push_back(in_flight.loss_seed);
@@ -380,7 +409,7 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch
     const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
     execute(roots, gradients);
   }
-  log(kind, run, microbatch, in_flight.version, start, sent_at.value_or(now()));
+  log(action, sent_at.value_or(now()));
   for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
     if (in_flight.sinks[e] && !sent[e]) {
       send(e);
@@ -391,21 +420,20 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch
 void StageWorker::evaluate(const Run& run, int microbatch) {
   const at::NoGradGuard no_grad;
   ForwardCall call = receive_values(run, microbatch);
-  const ActionRange range(options_.stage, microbatch, stage_->versions().newest());
+  const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
   call.slot = stage_->versions().slot(stage_->versions().newest());
-  ForwardResult result = options_.forward(std::move(call));
+  ForwardResult result = mine_.forward(std::move(call));
   send_values(run, microbatch, result, nullptr);
 }
 
-ActionRange StageWorker::range(ActionKind kind, std::int64_t run, int microbatch,
-                               std::int64_t version) const {
-  return {options_.stage, kind, run, options_.first_microbatch + microbatch, version};
+ExecutedAction StageWorker::begin(ActionKind kind, std::int64_t run, int microbatch,
+                                  std::int64_t version) const {
+  return {mine_.index, kind, run, first_microbatch_ + microbatch, version, now(), 0};
 }
 
-void StageWorker::log(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version,
-                      double start, double end) {
-  callbacks_.log(
-      {options_.stage, kind, run, options_.first_microbatch + microbatch, version, start, end});
+void StageWorker::log(ExecutedAction action, double end) const {
+  action.end = end;
+  log_(action);
 }
 
 }  // namespace pd2

@@ -4,7 +4,6 @@
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
-#include "engine/run/action_range.h"
 #include "engine/run/private_generator.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"
@@ -26,48 +25,22 @@
 
 namespace pd2 {
 
-struct StageWorkerOptions {
-  int stage = 0;
-  int num_replicas = 1;
-  int num_microbatches = 1;
-  // The number in the run of the stage's first microbatch: each of two pipelines has a part.
-  int first_microbatch = 0;
-  int delay = 0;
-  // The first batches that have no delay, whatever `delay` is.
-  std::int64_t warmup_batches = 0;
-  // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
-  // 1604.06174).
-  bool recompute = false;
-  bool recomputes_blocks = false;  // parts of the forward are called again by themselves
-  std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
-  Forward forward;
-  // Gets a run's loss when its last microbatch has been forwarded; must not take long.
-  std::function<void(std::int64_t run, RunLoss loss)> on_loss;
-};
-
-// By which a worker calls its executor.
-struct WorkerCallbacks {
-  std::function<void(const ExecutedAction&)> log;
-  std::function<bool()> is_stopped;    // true: nothing waits any longer
-  std::function<void()> begin_thread;  // called in a thread that works beside the executor's
-  std::function<void(std::int64_t run)> update_failed;  // called while the exception is handled
-};
-
 // Used by one executor's thread; methods that other threads may call say so.
 class StageWorker {
  public:
-  StageWorker(StageWorkerOptions options, std::shared_ptr<Stage> stage)
-      : options_(std::move(options)), stage_(std::move(stage)) {}
+  // `setup` and `mine`, which is one of its stages, must outlive the worker. `log` gets every
+  // action that was executed, also from the updates' thread. `updates`: all but `record`.
+  StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
+              std::function<void(const ExecutedAction&)> log, UpdateCallbacks updates);
   StageWorker(const StageWorker&) = delete;
   StageWorker& operator=(const StageWorker&) = delete;
 
-  int stage() const { return options_.stage; }
-  int first_microbatch() const { return options_.first_microbatch; }
+  int stage() const { return mine_.index; }
+  // The number in the run of the stage's first microbatch: each of two pipelines has a part.
+  int first_microbatch() const { return first_microbatch_; }
   // The version that the batch's microbatches read: v(t) = t in the warm-up of n batches, then
   // max(t - delay, n - 1), so that batch n need not wait for the update of the one before.
   std::int64_t version_of_batch(std::int64_t batch) const;
-  // Before the thread begins.
-  void set_callbacks(WorkerCallbacks callbacks);
 
   // From the submitting thread, before the first run that uses it.
   void set_wiring(int id, Wiring wiring) { wirings_.set(id, std::move(wiring)); }
@@ -83,7 +56,7 @@ class StageWorker {
   // The two halves of a backward.
   void input_grad(const Run& run, int microbatch);
   void weight_grad(const Run& run, int microbatch);
-  StageUpdates& updates() { return *updates_; }
+  StageUpdates& updates() { return updates_; }
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
@@ -119,8 +92,9 @@ class StageWorker {
       std::function<void(const torch::autograd::edge_list&, const torch::autograd::variable_list&)>;
 
   LayoutId layout(const Run& run, int microbatch) const {
-    return run.layouts.at(options_.first_microbatch + microbatch);
+    return run.layouts.at(first_microbatch_ + microbatch);
   }
+  int last_microbatch() const { return setup_.schedule.num_microbatches - 1; }
   ForwardCall receive_values(const Run& run, int microbatch);
   static void add_sinks(ForwardCall& call, InFlight& in_flight);
   void keep_edges(const ForwardResult& result, InFlight& in_flight);
@@ -142,20 +116,24 @@ class StageWorker {
   void begin_gradients(const Run& run, int microbatch);
   void end_flight(std::int64_t run, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
-  ActionRange range(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version) const;
-  void log(ActionKind kind, std::int64_t run, int microbatch, std::int64_t version, double start,
-           double end);
+  ExecutedAction begin(ActionKind kind, std::int64_t run, int microbatch,
+                       std::int64_t version) const;
+  void log(ExecutedAction action, double end) const;
+  UpdateCallbacks with_record(UpdateCallbacks callbacks);
 
-  const StageWorkerOptions options_;
-  const std::shared_ptr<Stage> stage_;
-  WorkerCallbacks callbacks_;
+  const ExecutorSetup& setup_;
+  const StageSetup& mine_;
+  const std::shared_ptr<Stage> stage_ = mine_.stage;
+  const int first_microbatch_;
+  const std::uint64_t seed_;  // of the random numbers of forwards that are called again
+  const std::function<void(const ExecutedAction&)> log_;
   Wirings wirings_;
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch
   RunLoss loss_;                                                // of the run's microbatches so far
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
-  std::unique_ptr<StageUpdates> updates_;  // ends first
+  StageUpdates updates_;  // ends first
 };
 
 }  // namespace pd2

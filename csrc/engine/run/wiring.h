@@ -3,24 +3,26 @@
 
 #include "engine/channels/channel.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <ranges>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
 
 // An edge as its consumer sees it: values come in, their gradients go back.
 struct InboundEdge {
-  int producer = 0;
   std::shared_ptr<Receiver> values;
   std::shared_ptr<Sender> gradients;
 };
 
 // An edge as its producer sees it.
 struct OutboundEdge {
-  int consumer = 0;
   std::shared_ptr<Sender> values;
   std::shared_ptr<Receiver> gradients;
 };
@@ -35,17 +37,46 @@ struct Wiring {
 // channels. Thread-safe.
 class Wirings {
  public:
-  void set(int id, Wiring wiring);
+  void set(int id, Wiring wiring) {
+    const std::lock_guard lock(mutex_);
+    wirings_[id] = std::move(wiring);
+  }
   // Throws std::out_of_range if there is none. It stays as it is until clear().
-  const Wiring& at(int id) const;
+  const Wiring& at(int id) const {
+    const std::lock_guard lock(mutex_);
+    return wirings_.at(id);
+  }
   // Ends all waiting on the channels, now and later.
-  void abort() const;
+  void abort() const {
+    for_each_channel([](auto& channel) { channel.abort(); });
+  }
   // Releases the channels. No other thread may use a wiring any more.
-  void clear();
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    wirings_.clear();
+  }
   // Bytes of the channels' buffers, each channel counted once.
-  std::int64_t buffer_bytes() const;
+  std::int64_t buffer_bytes() const {
+    std::map<const void*, std::int64_t> bytes;
+    for_each_channel([&](auto& channel) { bytes[&channel] = channel.buffer_bytes(); });
+    const auto values = std::views::values(bytes);
+    return std::accumulate(values.begin(), values.end(), std::int64_t{0});
+  }
 
  private:
+  template <typename Use>
+  void for_each_channel(Use use) const {
+    const auto use_both = [&](const auto& edge) {
+      use(*edge.values);
+      use(*edge.gradients);
+    };
+    const std::lock_guard lock(mutex_);
+    for (const auto& [id, wiring] : wirings_) {
+      std::ranges::for_each(wiring.inbound, use_both);
+      std::ranges::for_each(wiring.outbound, use_both);
+    }
+  }
+
   mutable std::mutex mutex_;
   std::map<int, Wiring> wirings_;
 };

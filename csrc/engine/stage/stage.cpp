@@ -2,8 +2,9 @@
 
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
-#include "engine/weights/master_weights.h"
 
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -14,8 +15,21 @@
 namespace pd2 {
 namespace {
 
-void check_stepped(const FusedOptimizer* by, std::size_t parameter) {
-  PD2_CHECK(by != nullptr, "parameter ", parameter, ": no fused optimizer steps it");
+// Float32 weights in two buffers of 16 bits, as whole tensors: see kernels/half.h. `high` is
+// bfloat16, `remainder` int16, both contiguous and of one shape; the result is float32.
+at::Tensor join_master(const at::Tensor& high, const at::Tensor& remainder) {
+  const at::Tensor bits = high.view(at::kShort).to(at::kInt).bitwise_left_shift(16);
+  return bits.add_(remainder).view(at::kFloat);
+}
+
+// Writes the two parts of `master`.
+void split_master(const at::Tensor& master, const at::Tensor& high, const at::Tensor& remainder) {
+  const at::Tensor given = master.contiguous().view(at::kInt);
+  const at::Tensor bits =
+      at::where(master.isnan(), at::full_like(given, std::int32_t{0x7FC00000}), given);
+  // To int16 means the lower half, with its sign.
+  remainder.copy_(bits.to(at::kShort));
+  high.view(at::kShort).copy_(bits.add(0x8000).bitwise_right_shift(16).to(at::kShort));
 }
 
 }  // namespace
@@ -328,9 +342,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
   if (to != from && optimizers_.empty()) {
     PD2_ASSERT(!rotates() || places_.empty(),
                "the gradients are where the weights would be copied");
-    for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
-      slots_[to][buffer].copy_(slots_[from][buffer]);
-    }
+    repeat_newest();
   } else if (to != from) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       if (stepped_[i].by == nullptr) {
@@ -350,8 +362,7 @@ void Stage::repeat_newest() {
 }
 
 at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) const {
-  const Stepped& stepped = stepped_.at(parameter);
-  check_stepped(stepped.by, parameter);
+  const Stepped& stepped = this->stepped(parameter);
   const at::Tensor flat = stepped.by->state(name);
   if (!flat.defined()) {
     return {};
@@ -362,26 +373,27 @@ at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) 
                          flat.storage_offset() + stepped.by->state_offset(stepped.index));
 }
 
-std::int64_t Stage::step_count(std::size_t parameter) const {
+const Stage::Stepped& Stage::stepped(std::size_t parameter) const {
   const Stepped& stepped = stepped_.at(parameter);
-  check_stepped(stepped.by, parameter);
+  PD2_CHECK(stepped.by != nullptr, "parameter ", parameter, ": no fused optimizer steps it");
+  return stepped;
+}
+
+std::int64_t Stage::step_count(std::size_t parameter) const {
+  const Stepped& stepped = this->stepped(parameter);
   return stepped.by->step_count(stepped.index);
 }
 
 void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
                                 const at::Tensor& value) {
-  const Stepped& stepped = stepped_.at(parameter);
-  check_stepped(stepped.by, parameter);
-  if (!stepped.by->state(name).defined()) {
-    stepped.by->set_state(name, at::zeros({stepped.by->state_numel()}, value.options()));
-  }
+  const Stepped& stepped = this->stepped(parameter);
+  stepped.by->state_or_zeros(name);
   optimizer_state(name, parameter).copy_(value);
   stepped.by->mark_loaded(stepped.index);
 }
 
 void Stage::set_step_count(std::size_t parameter, std::int64_t count) {
-  const Stepped& stepped = stepped_.at(parameter);
-  check_stepped(stepped.by, parameter);
+  const Stepped& stepped = this->stepped(parameter);
   stepped.by->set_step_count(stepped.index, count);
 }
 

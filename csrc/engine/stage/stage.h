@@ -178,6 +178,8 @@ class Stage {
     FusedOptimizer* by = nullptr;
     std::size_t index = 0;
   };
+  // Throws ValueError if none steps it.
+  const Stepped& stepped(std::size_t parameter) const;
 
   const int num_versions_;
   bool reads_first_ = true;

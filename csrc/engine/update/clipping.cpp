@@ -4,7 +4,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <cmath>
@@ -14,19 +13,13 @@ namespace {
 
 ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& parameters,
                         double norm_type) {
-  ParameterNorms found;
-  std::vector<at::Tensor> norms;
+  ParameterNorms norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i] >= 0 && stage.has_gradient(i)) {
-      found.parameters.push_back(parameters[i]);
-      norms.push_back(at::linalg_vector_norm(stage.gradient(i), norm_type));
+      norms.emplace_back(parameters[i], at::linalg_vector_norm(stage.gradient(i), norm_type));
     }
   }
-  found.norms = at::empty({static_cast<std::int64_t>(norms.size())}, at::kDouble);
-  for (std::size_t i = 0; i < norms.size(); ++i) {
-    found.norms[static_cast<std::int64_t>(i)].copy_(norms[i]);
-  }
-  return found;
+  return norms;
 }
 
 }  // namespace

@@ -37,36 +37,25 @@ GradientNorm::Batch& GradientNorm::batch(std::int64_t run) {
   return batch;
 }
 
-std::shared_ptr<NormSlot> GradientNorm::expect(std::int64_t run) {
+std::shared_ptr<AwaitedNumbers> GradientNorm::expect(std::int64_t run) {
   const std::lock_guard lock(mutex_);
-  return this->batch(run).slot = std::make_shared<NormSlot>();
-}
-
-bool GradientNorm::done(const NormSlot& slot) const {
-  const std::lock_guard lock(mutex_);
-  return slot.value.has_value();
-}
-
-bool GradientNorm::wait_for(const NormSlot& slot, std::chrono::milliseconds timeout) const {
-  std::unique_lock lock(mutex_);
-  const bool there = changed_.wait_for(lock, timeout, [&] { return slot.value.has_value(); });
-  if (!there) {
-    fault_->rethrow_if_raised();
-  }
-  return there;
+  return this->batch(run).expected = std::make_shared<AwaitedNumbers>(fault_);
 }
 
 void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
                         const std::function<bool()>& is_stopped) {
+  std::vector<double> values;  // without the lock: a device may still compute them
+  for (const auto& [parameter, norm] : norms) {
+    values.push_back(norm.item<double>());
+  }
   at::Tensor all;
   {
     const std::lock_guard lock(mutex_);
     Batch& mine = this->batch(run);
-    auto values = mine.norms.accessor<double, 2>();
-    const double* given = norms.norms.const_data_ptr<double>();
-    for (std::size_t i = 0; i < norms.parameters.size(); ++i) {
-      values[0][norms.parameters[i]] = given[i];
-      values[1][norms.parameters[i]] = 1;
+    auto rows = mine.norms.accessor<double, 2>();
+    for (std::size_t i = 0; i < norms.size(); ++i) {
+      rows[0][norms[i].first] = values[i];
+      rows[1][norms[i].first] = 1;
     }
     if (++mine.stages_given < options_.num_stages) {
       return;
@@ -82,8 +71,8 @@ void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
     }
     Batch& mine = this->batch(run);
     mine.total = total;
-    if (mine.slot) {
-      mine.slot->value = total.item<double>();
+    if (mine.expected) {
+      mine.expected->give({total.item<double>()});
     }
   }
   changed_.notify_all();
@@ -94,7 +83,8 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
   if (!shared_) {
     if (group_) {
       std::vector<at::Tensor> tensors{norms};
-      wait_for_work(*group_->allreduce(tensors), timeout_of(group_.get()), is_stopped);
+      wait_for_work(*group_->allreduce(tensors), timeout_of(group_.get()), /*on_host=*/true,
+                    is_stopped);
     }
     return;
   }

@@ -1,6 +1,7 @@
 // The norm of a batch's gradients over all stages, as torch.nn.utils.get_total_norm has it.
 #pragma once
 
+#include "engine/awaited_numbers.h"
 #include "engine/fault.h"
 #include "engine/update/loss_scale.h"
 #include "transport/shared_board.h"
@@ -8,28 +9,19 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
 
-// The norm of one batch: set when every stage has come to its update.
-struct NormSlot {
-  std::optional<double> value;
-};
-
-// The norms of the gradients of some parameters.
-struct ParameterNorms {
-  std::vector<std::int64_t> parameters;  // numbers in the model
-  at::Tensor norms;                      // [parameters], float64 on the CPU
-};
+// The norms of the gradients of some parameters, by number in the model; each [], on any device.
+using ParameterNorms = std::vector<std::pair<std::int64_t, at::Tensor>>;
 
 struct GradientNormOptions {
   std::int64_t num_parameters = 0;  // of the model
@@ -54,11 +46,9 @@ class GradientNorm {
 
   double norm_type() const { return options_.norm_type; }
 
-  // Called by the thread that submits the updates, before it submits the batch's.
-  std::shared_ptr<NormSlot> expect(std::int64_t run);
-  bool done(const NormSlot& slot) const;
-  // True if the norm is set within `timeout`; throws PipelineError if the pipeline has failed.
-  bool wait_for(const NormSlot& slot, std::chrono::milliseconds timeout) const;
+  // The batch's norm, given when every stage has come to its update. Called by the thread that
+  // submits the updates, before it submits the batch's.
+  std::shared_ptr<AwaitedNumbers> expect(std::int64_t run);
 
   // Called by the updates' threads. Both throw ChannelAborted when `is_stopped`.
   void give(std::int64_t run, const ParameterNorms& norms, const std::function<bool()>& is_stopped);
@@ -73,7 +63,7 @@ class GradientNorm {
     int stages_given = 0;
     at::Tensor total;
     int times_read = 0;
-    std::shared_ptr<NormSlot> slot;
+    std::shared_ptr<AwaitedNumbers> expected;  // null: nobody asked
   };
   Batch& batch(std::int64_t run);
   // Adds up the norms of all processes.
@@ -86,8 +76,8 @@ class GradientNorm {
   std::shared_ptr<SharedBoard> shared_;
   const std::shared_ptr<LossScale> loss_scale_;
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
   std::map<std::int64_t, Batch> batches_;  // by last run; those whose total some have not read
 };
 

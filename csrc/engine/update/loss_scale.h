@@ -1,7 +1,9 @@
 // Dynamic loss scaling by torch.amp.GradScaler's rule, where a scale belongs to a weight version.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -23,15 +25,47 @@ struct LossScaleOptions {
 class LossScale {
  public:
   // `version`: the newest there is.
-  LossScale(const LossScaleOptions& options, std::int64_t version);
+  LossScale(const LossScaleOptions& options, std::int64_t version)
+      : options_(options),
+        changes_{{version, static_cast<float>(options.init_scale)}},
+        newest_(version) {}
 
-  float of_version(std::int64_t version) const;
+  float of_version(std::int64_t version) const {
+    const std::lock_guard lock(mutex_);
+    const auto after = changes_.upper_bound(version);
+    return (after == changes_.begin() ? after : std::prev(after))->second;
+  }
   // Decides the scale of the next version.
-  void decide(bool overflow);
+  void decide(bool overflow) {
+    const std::lock_guard lock(mutex_);
+    ++newest_;
+    const float newest = changes_.rbegin()->second;
+    float scale = newest;
+    if (overflow) {
+      growth_tracker_ = 0;
+      scale = static_cast<float>(newest * options_.backoff_factor);
+    } else if (++growth_tracker_ == options_.growth_interval) {
+      growth_tracker_ = 0;
+      const auto grown = static_cast<float>(newest * options_.growth_factor);
+      scale = std::isfinite(grown) ? grown : newest;
+    }
+    if (scale != newest) {
+      changes_.emplace(newest_, scale);
+    }
+  }
   // Updates without overflow since the scale last changed.
-  std::int64_t growth_tracker() const;
+  std::int64_t growth_tracker() const {
+    const std::lock_guard lock(mutex_);
+    return growth_tracker_;
+  }
   // Goes on from `version`, the newest there is, as if with this scale and tracker.
-  void set(std::int64_t version, float scale, std::int64_t growth_tracker);
+  void set(std::int64_t version, float scale, std::int64_t growth_tracker) {
+    const std::lock_guard lock(mutex_);
+    changes_.erase(changes_.lower_bound(version), changes_.end());
+    changes_.emplace(version, scale);
+    newest_ = version;
+    growth_tracker_ = growth_tracker;
+  }
 
  private:
   const LossScaleOptions options_;

@@ -7,7 +7,7 @@
 #endif
 
 #include "core/check.h"
-#include "engine/weights/huge_pages.h"
+#include "engine/weights/flat_buffer.h"
 
 #include <algorithm>
 #include <array>
@@ -51,6 +51,11 @@ struct FusedOptimizer::Buffers {
     return state[which] == nullptr ? nullptr : static_cast<T*>(state[which]) + i;
   }
 };
+
+OptimizerKind parse_optimizer(std::string_view kind) {
+  PD2_CHECK(kind == "sgd" || kind == "adam", "fused optimizer: ", kind, ", known: sgd, adam");
+  return kind == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdam;
+}
 
 bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
 #ifdef PD2_WITH_CUDA
@@ -108,7 +113,11 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
   const std::vector<Segment> segments = merge_into_segments(groups, has_gradient);
   const c10::DeviceGuard guard(w.device());
   const auto run = [&](const auto& weights) {
-    this->run(weights, w.is_cpu(), buffers, segments, groups);
+    if (w.is_cpu()) {
+      run_on_cpu(weights, buffers, segments, groups);
+    } else {
+      run_on_cuda(weights, buffers, segments, groups);
+    }
   };
   const auto* halves = static_cast<const std::uint16_t*>(buffers.w);
   auto* halves_out = static_cast<std::uint16_t*>(buffers.w_out);
@@ -173,19 +182,15 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
 
 void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
                                     const std::vector<bool>& has_gradient) {
-  const auto need = [&](std::size_t which) {
-    if (!states_[which].flat.defined())
-      states_[which].flat = zeros_on_huge_pages(state_numel_, options_);
-  };
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     if (!has_gradient[i]) continue;
     const GroupOptions& group = groups[slices_[i].group];
     if (kind_ == OptimizerKind::kSgd) {
-      if (group.sgd.momentum != 0.0) need(0);
+      if (group.sgd.momentum != 0.0) state_or_zeros(0);
     } else {
-      need(0);
-      need(1);
-      if (group.adam.amsgrad) need(2);
+      state_or_zeros(0);
+      state_or_zeros(1);
+      if (group.adam.amsgrad) state_or_zeros(2);
     }
   }
 }
@@ -223,17 +228,6 @@ std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
     segments.push_back(next);
   }
   return segments;
-}
-
-template <typename Weights>
-void FusedOptimizer::run(const Weights& weights, bool on_cpu, const Buffers& buffers,
-                         std::span<const Segment> segments,
-                         std::span<const GroupOptions> groups) const {
-  if (on_cpu) {
-    run_on_cpu(weights, buffers, segments, groups);
-  } else {
-    run_on_cuda(weights, buffers, segments, groups);
-  }
 }
 
 template <typename Weights>
@@ -330,22 +324,16 @@ const FusedOptimizer::State& FusedOptimizer::find_state(std::string_view name) c
 
 at::Tensor FusedOptimizer::state(std::string_view name) const { return find_state(name).flat; }
 
-void FusedOptimizer::set_state(std::string_view name, const at::Tensor& flat) {
-  State& state = states_[&find_state(name) - states_.data()];
-  if (!flat.defined()) {
-    state.flat = at::Tensor();
-  } else {
-    PD2_CHECK(flat.dim() == 1 && flat.numel() == state_numel_, name, ": shape ", flat.sizes(),
-              ", the flat buffer has ", state_numel_, " elements: must be equal");
-    if (!state.flat.defined()) state.flat = zeros_on_huge_pages(state_numel_, options_);
-    state.flat.copy_(flat);
-  }
-  if (kind_ == OptimizerKind::kSgd) has_momentum_.assign(slices_.size(), flat.defined());
+at::Tensor FusedOptimizer::state_or_zeros(std::string_view name) {
+  return state_or_zeros(&find_state(name) - states_.data());
 }
 
-bool FusedOptimizer::has_state(std::string_view name, std::size_t i) const {
-  return find_state(name).flat.defined() && step_counts_.at(i) > 0 &&
-         (kind_ == OptimizerKind::kAdam || has_momentum_.at(i));
+at::Tensor FusedOptimizer::state_or_zeros(std::size_t which) {
+  at::Tensor& flat = states_[which].flat;
+  if (!flat.defined()) {
+    flat = zeros_on_huge_pages(state_numel_, options_);
+  }
+  return flat;
 }
 
 std::int64_t FusedOptimizer::step_count(std::size_t i) const { return step_counts_.at(i); }

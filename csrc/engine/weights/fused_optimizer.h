@@ -16,6 +16,9 @@ namespace pd2 {
 // AdamW is kAdam with decoupled weight decay.
 enum class OptimizerKind { kSgd, kAdam };
 
+// Throws ValueError unless it is "sgd" or "adam".
+OptimizerKind parse_optimizer(std::string_view kind);
+
 // Hyper-parameters of one param_group. The optimizer fills in `sgd.first_step` and `adam.step`.
 struct GroupOptions {
   kernels::SgdOptions sgd;
@@ -65,12 +68,8 @@ class FusedOptimizer {
   at::Tensor state(std::string_view name) const;
   // Where parameter i's part of every state buffer begins, in elements.
   std::int64_t state_offset(std::size_t i) const { return state_offsets_.at(i); }
-  std::int64_t state_numel() const { return state_numel_; }  // of a state buffer, with padding
-  // Copies `flat` in; an undefined tensor drops the state.
-  void set_state(std::string_view name, const at::Tensor& flat);
-  // Whether parameter i's part of that state has content: a momentum buffer begins at the first
-  // step with momentum, and may have begun for some parameters only.
-  bool has_state(std::string_view name, std::size_t i) const;
+  // The same; where there is none yet, zeros are it from now on.
+  at::Tensor state_or_zeros(std::string_view name);
 
   // Steps that parameter i has taken. SGD counts them too; 0 means that it has no momentum yet.
   std::int64_t step_count(std::size_t i) const;
@@ -102,9 +101,6 @@ class FusedOptimizer {
   std::vector<Segment> merge_into_segments(std::span<const GroupOptions> groups,
                                            const std::vector<bool>& has_gradient) const;
   template <typename Weights>
-  void run(const Weights& weights, bool on_cpu, const Buffers& buffers,
-           std::span<const Segment> segments, std::span<const GroupOptions> groups) const;
-  template <typename Weights>
   void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Segment> segments,
                   std::span<const GroupOptions> groups) const;
   template <typename Weights>
@@ -116,6 +112,7 @@ class FusedOptimizer {
     at::Tensor flat;
   };
   const State& find_state(std::string_view name) const;
+  at::Tensor state_or_zeros(std::size_t which);
   std::int64_t num_states() const;
 
   OptimizerKind kind_;

@@ -3,10 +3,35 @@
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/optimizer_passes.h"
 
+#include <atomic>
 #include <cstdint>
+#include <stdexcept>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace pd2::kernels {
 namespace {
+
+#if defined(__x86_64__)
+// Not every compiler's __builtin_cpu_supports knows it.
+bool has_f16c() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
+InstructionSet best_supported() {
+  for (InstructionSet candidate : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
+    if (is_supported(candidate)) return candidate;
+  }
+  return InstructionSet::kPortable;
+}
+
+std::atomic<InstructionSet>& chosen() {
+  static std::atomic<InstructionSet> value{best_supported()};
+  return value;
+}
 
 template <typename Weights>
 Passes<Weights> current_passes() {
@@ -45,18 +70,39 @@ bool worth_streaming(const Weights& weights, const typename Weights::Scalar* g, 
 
 }  // namespace
 
+bool is_supported(InstructionSet instruction_set) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  if (instruction_set == InstructionSet::kAvx2) return avx2;
+  if (instruction_set == InstructionSet::kAvx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  }
+#endif
+  return instruction_set == InstructionSet::kPortable;
+}
+
+InstructionSet instruction_set() { return chosen().load(std::memory_order_relaxed); }
+
+void set_instruction_set(InstructionSet instruction_set) {
+  if (!is_supported(instruction_set)) {
+    throw std::invalid_argument("this machine does not support the instruction set");
+  }
+  chosen().store(instruction_set, std::memory_order_relaxed);
+}
+
 template <typename Weights, typename T>
 void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
              const SgdOptions& options) {
-  current_passes<Weights>().sgd(weights, g, momentum_buffer, n, round_coefficients<T>(options),
+  current_passes<Weights>().sgd(weights, g, momentum_buffer, n, options,
                                 worth_streaming(weights, g, n));
 }
 
 template <typename Weights, typename T>
 void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
               std::int64_t n, const AdamOptions& options) {
-  current_passes<Weights>().adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n,
-                                 round_coefficients<T>(options), worth_streaming(weights, g, n));
+  current_passes<Weights>().adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options,
+                                 worth_streaming(weights, g, n));
 }
 
 #define PD2_INSTANTIATE(Weights, T)                                                     \

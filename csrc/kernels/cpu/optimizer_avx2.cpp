@@ -2,8 +2,10 @@
 
 #if defined(__x86_64__)
 
+#include <cmath>  // here, as what headers define inline is compiled for the instruction set below
 #include <cstdint>
 #include <immintrin.h>
+#include <type_traits>
 
 #if defined(__clang__)
 #pragma clang fp contract(off)
@@ -120,30 +122,16 @@ inline Doubles max(Doubles a, Doubles b) {
 
 }  // namespace
 
-template <>
-Passes<PlainWeights<float>> avx2_passes() {
-  return passes<Floats, PlainWeights<float>>();
+template <typename Weights>
+Passes<Weights> avx2_passes() {
+  using V = std::conditional_t<std::is_same_v<typename Weights::Scalar, float>, Floats, Doubles>;
+  return passes<V, Weights>();
 }
-
-template <>
-Passes<PlainWeights<double>> avx2_passes() {
-  return passes<Doubles, PlainWeights<double>>();
-}
-
-template <>
-Passes<MasterWeights<HalfFormat::kBfloat16>> avx2_passes() {
-  return passes<Floats, MasterWeights<HalfFormat::kBfloat16>>();
-}
-
-template <>
-Passes<MasterWeights<HalfFormat::kFloat16>> avx2_passes() {
-  return passes<Floats, MasterWeights<HalfFormat::kFloat16>>();
-}
-
-template <>
-Passes<SplitWeights> avx2_passes() {
-  return passes<Floats, SplitWeights>();
-}
+template Passes<PlainWeights<float>> avx2_passes();
+template Passes<PlainWeights<double>> avx2_passes();
+template Passes<MasterWeights<HalfFormat::kBfloat16>> avx2_passes();
+template Passes<MasterWeights<HalfFormat::kFloat16>> avx2_passes();
+template Passes<SplitWeights> avx2_passes();
 
 }  // namespace pd2::kernels
 

@@ -18,14 +18,6 @@ constexpr std::int64_t kLineBytes = 64;
 // Ahead far enough to cover the memory's latency, near enough to be still in L1 when used.
 constexpr std::int64_t kPrefetchBytes = 1024;
 
-template <typename Weights, int kStates>
-struct Arrays {
-  using T = typename Weights::Scalar;
-  Weights weights;
-  const T* g;
-  T* state[kStates + 1];  // the last is unused: no array is empty
-};
-
 // How a vector of each kind of weights is read and written.
 
 template <typename V, typename T>
@@ -187,9 +179,9 @@ void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& s
 
 template <typename V, typename Weights, typename T = typename Weights::Scalar>
 void sgd_pass(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-              const SgdCoefficients<T>& c, bool stream) {
-  const SgdStep<V> step(c);
-  if (c.has_momentum) {
+              const SgdOptions& options, bool stream) {
+  const SgdStep<V> step(options);
+  if (options.momentum != 0.0) {
     step_array<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, stream);
   } else {
     step_array<V>(Arrays<Weights, 0>{weights, g, {}}, n, step, stream);
@@ -198,9 +190,9 @@ void sgd_pass(const Weights& weights, const T* g, T* momentum_buffer, std::int64
 
 template <typename V, typename Weights, typename T = typename Weights::Scalar>
 void adam_pass(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamCoefficients<T>& c, bool stream) {
-  const AdamStep<V> step(c);
-  if (c.amsgrad) {
+               std::int64_t n, const AdamOptions& options, bool stream) {
+  const AdamStep<V> step(options);
+  if (options.amsgrad) {
     step_array<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
                   stream);
   } else {

@@ -1,7 +1,7 @@
 // The tables of passes, one for each instruction set, each from a translation unit of its own.
 #pragma once
 
-#include "kernels/optimizer_coefficients.h"
+#include "kernels/optimizer.h"
 
 #include <cstdint>
 
@@ -12,9 +12,9 @@ struct Passes {
   using T = typename Weights::Scalar;
   // `stream`: w_out is 64-byte aligned, no other argument, and too large to be worth caching.
   void (*sgd)(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-              const SgdCoefficients<T>& c, bool stream);
+              const SgdOptions& options, bool stream);
   void (*adam)(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamCoefficients<T>& c, bool stream);
+               std::int64_t n, const AdamOptions& options, bool stream);
 };
 
 template <typename Weights>

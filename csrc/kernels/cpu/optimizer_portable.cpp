@@ -90,29 +90,14 @@ struct Lanes {
 
 }  // namespace
 
-template <>
-Passes<PlainWeights<float>> portable_passes() {
-  return passes<Lanes<float>, PlainWeights<float>>();
+template <typename Weights>
+Passes<Weights> portable_passes() {
+  return passes<Lanes<typename Weights::Scalar>, Weights>();
 }
-
-template <>
-Passes<PlainWeights<double>> portable_passes() {
-  return passes<Lanes<double>, PlainWeights<double>>();
-}
-
-template <>
-Passes<MasterWeights<HalfFormat::kBfloat16>> portable_passes() {
-  return passes<Lanes<float>, MasterWeights<HalfFormat::kBfloat16>>();
-}
-
-template <>
-Passes<MasterWeights<HalfFormat::kFloat16>> portable_passes() {
-  return passes<Lanes<float>, MasterWeights<HalfFormat::kFloat16>>();
-}
-
-template <>
-Passes<SplitWeights> portable_passes() {
-  return passes<Lanes<float>, SplitWeights>();
-}
+template Passes<PlainWeights<float>> portable_passes();
+template Passes<PlainWeights<double>> portable_passes();
+template Passes<MasterWeights<HalfFormat::kBfloat16>> portable_passes();
+template Passes<MasterWeights<HalfFormat::kFloat16>> portable_passes();
+template Passes<SplitWeights> portable_passes();
 
 }  // namespace pd2::kernels

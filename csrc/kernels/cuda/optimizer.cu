@@ -1,6 +1,5 @@
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
-#include "kernels/optimizer_coefficients.h"
 #include "kernels/optimizer_steps.h"
 
 #include <cuda_runtime.h>
@@ -17,11 +16,14 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;  // 2048 threads, all that one can hold
 
 // One number, with every rounding named: nvcc would otherwise fuse products and sums.
-struct Float {
-  using Scalar = float;
-  float v;
-  __host__ __device__ static Float broadcast(float x) { return {x}; }
+template <typename T>
+struct Number {
+  using Scalar = T;
+  T v;
+  __host__ __device__ static Number broadcast(T x) { return {x}; }
 };
+using Float = Number<float>;
+using Double = Number<double>;
 
 __device__ Float add(Float a, Float b) { return {__fadd_rn(a.v, b.v)}; }
 __device__ Float subtract(Float a, Float b) { return {__fsub_rn(a.v, b.v)}; }
@@ -29,12 +31,6 @@ __device__ Float multiply(Float a, Float b) { return {__fmul_rn(a.v, b.v)}; }
 __device__ Float divide(Float a, Float b) { return {__fdiv_rn(a.v, b.v)}; }
 __device__ Float fma(Float a, Float b, Float c) { return {__fmaf_rn(a.v, b.v, c.v)}; }
 __device__ Float sqrt(Float a) { return {__fsqrt_rn(a.v)}; }
-
-struct Double {
-  using Scalar = double;
-  double v;
-  __host__ __device__ static Double broadcast(double x) { return {x}; }
-};
 
 __device__ Double add(Double a, Double b) { return {__dadd_rn(a.v, b.v)}; }
 __device__ Double subtract(Double a, Double b) { return {__dsub_rn(a.v, b.v)}; }
@@ -51,14 +47,6 @@ template <typename V>
 __device__ V max(V a, V b) {
   return a.v > b.v || isnan(a.v) ? a : b;
 }
-
-template <typename Weights, int kStates>
-struct Arrays {
-  using T = typename Weights::Scalar;
-  Weights weights;
-  const T* g;
-  T* state[kStates + 1];  // the last is unused: no array is empty
-};
 
 template <typename T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
@@ -214,24 +202,13 @@ void launch(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& step,
   check(cudaGetLastError(), "optimizer kernel");
 }
 
-template <typename T>
-struct Number;
-template <>
-struct Number<float> {
-  using Type = Float;
-};
-template <>
-struct Number<double> {
-  using Type = Double;
-};
-
 }  // namespace
 
 template <typename Weights, typename T>
 void sgd_cuda(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
               const SgdOptions& options, void* stream) {
-  using V = typename Number<T>::Type;
-  const SgdStep<V> step(round_coefficients<T>(options));
+  using V = Number<T>;
+  const SgdStep<V> step(options);
   if (options.momentum != 0.0) {
     launch<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, stream);
   } else {
@@ -242,8 +219,8 @@ void sgd_cuda(const Weights& weights, const T* g, T* momentum_buffer, std::int64
 template <typename Weights, typename T>
 void adam_cuda(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
                std::int64_t n, const AdamOptions& options, void* stream) {
-  using V = typename Number<T>::Type;
-  const AdamStep<V> step(round_coefficients<T>(options));
+  using V = Number<T>;
+  const AdamStep<V> step(options);
   if (options.amsgrad) {
     launch<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
               stream);

@@ -200,9 +200,9 @@ class ProcessGroupChannelTest : public testing::TestWithParam<bool> {
     }
     auto mailbox = std::make_shared<Mailbox>();
     sender_ = std::make_unique<ProcessGroupSender>(
-        Peer{c10::make_intrusive<MailboxGroup>(0, mailbox), 1, 1}, at::kCPU, 4, writing);
+        Peer{c10::make_intrusive<MailboxGroup>(0, mailbox), 1, 1, at::kCPU, writing}, 4);
     receiver_ = std::make_unique<ProcessGroupReceiver>(
-        Peer{c10::make_intrusive<MailboxGroup>(1, mailbox), 0, 0}, at::kCPU, 2, reading);
+        Peer{c10::make_intrusive<MailboxGroup>(1, mailbox), 0, 0, at::kCPU, reading}, 2);
   }
 
   // Sends on another thread: a send may wait for its receive.

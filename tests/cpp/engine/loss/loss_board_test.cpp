@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace pd2 {
@@ -60,15 +61,15 @@ struct LossBoardTest : testing::Test {
 
 TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
   const auto first = board.expect(0), second = board.expect(1);
-  EXPECT_FALSE(board.done(*first));
-  EXPECT_FALSE(board.wait_for(*first, milliseconds(1)));
+  EXPECT_FALSE(first->are_there());
+  EXPECT_FALSE(first->wait_for(milliseconds(1)));
   publish(0, 3);
   publish(1, 4);
-  ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
-  ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
-  EXPECT_TRUE(board.done(*first));
-  EXPECT_EQ(first->numbers.at(0), 3);
-  EXPECT_EQ(second->numbers.at(0), 4);
+  ASSERT_TRUE(second->wait_for(milliseconds(10000)));
+  ASSERT_TRUE(first->wait_for(milliseconds(10000)));
+  EXPECT_TRUE(first->are_there());
+  EXPECT_EQ(first->get().at(0), 3);
+  EXPECT_EQ(second->get().at(0), 4);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
@@ -82,14 +83,14 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   };
   publish(0, 1, 1);
   publish(1, 10, 1);  // a batch ahead of the other
-  EXPECT_FALSE(board.wait_for(*first, milliseconds(50)));
+  EXPECT_FALSE(first->wait_for(milliseconds(50)));
   publish(0, 2, 0);
-  ASSERT_TRUE(board.wait_for(*first, milliseconds(10000)));
-  EXPECT_EQ(first->numbers.at(0), 1.5);
-  EXPECT_FALSE(board.done(*second));
+  ASSERT_TRUE(first->wait_for(milliseconds(10000)));
+  EXPECT_EQ(first->get().at(0), 1.5);
+  EXPECT_FALSE(second->are_there());
   publish(1, 20, 0);
-  ASSERT_TRUE(board.wait_for(*second, milliseconds(10000)));
-  EXPECT_EQ(second->numbers.at(0), 15);
+  ASSERT_TRUE(second->wait_for(milliseconds(10000)));
+  EXPECT_EQ(second->get().at(0), 15);
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
@@ -104,21 +105,24 @@ TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
   };
   publish(1, {10, 20}, 0);
   publish(2, {1, 2}, 1);
-  ASSERT_TRUE(board.wait_for(*slot, milliseconds(10000)));
-  EXPECT_EQ(slot->numbers, (std::vector<double>{1.5, 11, 22}));
+  ASSERT_TRUE(slot->wait_for(milliseconds(10000)));
+  EXPECT_EQ(slot->get(), (std::vector<double>{1.5, 11, 22}));
 }
 
 TEST_F(LossBoardTest, AFailureEndsTheWait) {
   const auto slot = board.expect(0);
   fault->raise({.text = "on purpose"});
-  EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
+  EXPECT_THROW(slot->wait_for(milliseconds(1)), PipelineError);
   EXPECT_THROW(board.finish_for(milliseconds(10000)), PipelineError);
 }
 
 TEST_F(LossBoardTest, AnUndefinedLossNamesStageAndBatch) {
   const auto slot = board.expect(5);
   board.publish(5, RunLoss{{1}, {at::Tensor()}});
-  EXPECT_THROW(board.wait_for(*slot, milliseconds(10000)), PipelineError);
+  while (!fault->raised()) {
+    std::this_thread::yield();
+  }
+  EXPECT_THROW(slot->wait_for(milliseconds(1)), PipelineError);
   const Failure failure = fault->failure().value();
   EXPECT_EQ(failure.text.find("stage 1, batch 5, loss: sending it failed: "), 0u) << failure.text;
   EXPECT_EQ(failure.type, "StageError");
@@ -131,9 +135,9 @@ TEST_F(LossBoardTest, WhatWasPublishedOutlivesTheThread) {
   const auto there = board.expect(0), never = board.expect(1);
   publish(0, 3);
   board.close();
-  ASSERT_TRUE(board.done(*there));
-  EXPECT_EQ(there->numbers.at(0), 3);
-  EXPECT_FALSE(board.done(*never));
+  ASSERT_TRUE(there->are_there());
+  EXPECT_EQ(there->get().at(0), 3);
+  EXPECT_FALSE(never->are_there());
 }
 
 }  // namespace

@@ -75,10 +75,10 @@ class ScalarPipeline {
     for (int i = 0; i < schedule.num_stages; ++i) {
       Wiring wiring;
       if (!schedule.is_first(i)) {
-        wiring.inbound.push_back({i - 1, down[i - 1], up[i - 1]});
+        wiring.inbound.push_back({down[i - 1], up[i - 1]});
       }
       if (!schedule.is_last(i)) {
-        wiring.outbound.push_back({i + 1, down[i], up[i]});
+        wiring.outbound.push_back({down[i], up[i]});
       }
       executors[schedule.placement[i]]->worker(i).set_wiring(0, std::move(wiring));
     }

@@ -1,12 +1,29 @@
-// Objects that Python and C++ threads share: who may drop the last reference to them, and how.
+// Python's lock where C++ threads are: waiting without it, and dropping what needs it.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <memory>
 #include <utility>
 
 namespace pd2 {
+
+// Repeats a bounded wait until it succeeds, so that Ctrl-C ends it.
+template <typename WaitFor>
+void wait_interruptibly(WaitFor wait_for) {
+  while (true) {
+    {
+      const py::gil_scoped_release no_gil;
+      if (wait_for(std::chrono::milliseconds(100))) {
+        return;
+      }
+    }
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
 
 // A deleter for objects whose destructor ends a thread: that thread may be waiting for Python's
 // lock, which the owner of the last reference may hold.
