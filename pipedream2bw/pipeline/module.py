@@ -18,8 +18,8 @@ from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
+from ..runtime.session import Timeline
 from ..runtime.stage_memory import StageMemory, memory_of
-from ..runtime.timeline import Timeline
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule

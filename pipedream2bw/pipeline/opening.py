@@ -20,12 +20,12 @@ from ..ranks.agreement import ControlPlane, join
 from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
 from ..runtime.local_stages import LocalStages
+from ..runtime.runner import StageOptions
 from ..runtime.session import Session
-from ..runtime.stage_options import StageOptions
+from ..runtime.tied_copies import check_ties, find_ties
 from ..schedules.load import check_runnable
 from ..stages.compile import compile_options
 from ..stages.modes import Modes
-from ..stages.tied import check_ties, find_ties
 from .arrangement import Arrangement, check_model
 from .auto_plan import plan_for_devices_at_hand
 from .options import Options, check_options, stage_devices, what_to_recompute
