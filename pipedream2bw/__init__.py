@@ -31,8 +31,8 @@ from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .runtime.lazy_numbers import Loss
+from .runtime.session import Timeline
 from .runtime.stage_memory import StageMemory
-from .runtime.timeline import Timeline
 from .schedules.events import Event
 from .schedules.load import load_schedule, make_schedule, schedule_names
 from .schedules.simulate import Simulation, simulate

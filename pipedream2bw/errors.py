@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from typing import Any, NamedTuple, TypeVar
 
 _Raised = TypeVar("_Raised", bound=Exception)
@@ -154,3 +155,24 @@ def reworded(error: _Raised, text: str) -> _Raised:
     other.args = (text,)
     other.__cause__ = error.__cause__
     return other
+
+
+def to_document(error: StageError) -> str:
+    """An error's class, text, data and traceback as JSON, by which one rank tells it to others."""
+    return json.dumps(
+        {
+            "type": type_of(error),
+            "text": str(error),
+            "traceback": traceback_of(error),
+            "data": {name: getattr(error, name) for name in StageError.__annotations__},
+        }
+    )
+
+
+def from_document(document: str) -> StageError:
+    """The error that :func:`to_document` told, with a :class:`RemoteTraceback` chained."""
+    told = json.loads(document)
+    error: StageError = globals()[told["type"]](told["text"], **told["data"])
+    if told["traceback"]:
+        error.__cause__ = RemoteTraceback(told["traceback"])
+    return error

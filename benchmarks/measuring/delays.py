@@ -12,7 +12,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from pipedream2bw import _C
 from pipedream2bw.optimizer import clipping
 from pipedream2bw.ranks import agreement
 from pipedream2bw.ranks.channels import Channels
@@ -40,17 +39,15 @@ def delayed_messages(
     """
 
     class Delayed(Channels):
-        def _direction(
-            self, source: int, destination: int
-        ) -> tuple[_C.Sender | None, _C.Receiver | None]:
-            sender, receiver = super()._direction(source, destination)
+        def _make(self, source: int, destination: int) -> None:
+            super()._make(source, destination)
+            sender = self.senders.get((source, destination))
             if sender is not None and not self._grid.share_a_rank(source, destination):
                 own_seed = hash((seed, source, destination)) % 2**64
                 latest = shortest if longest is None else longest
-                sender = _delays.DelayedSender(
+                self.senders[source, destination] = _delays.DelayedSender(
                     sender=sender, shortest=shortest, longest=latest, seed=own_seed
                 )
-            return sender, receiver
 
     with mock.patch.object(local_stages, "Channels", Delayed):
         yield

@@ -18,7 +18,7 @@ from ..model.clone import copies_of_buffers, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .captured import Captured, build_captured, first_layers
-from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential, sequential_graph
+from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
 from .exporting import export
 from .tracing import reason_of, trace
 
@@ -103,7 +103,7 @@ class _Search:
         if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
             reason = _why_not_sequential(root, signature, self.num_stages, self.names)
             if reason is None:
-                graph = sequential_graph(root, signature)
+                graph = chain_graph(root, signature)
                 return build_captured(root, "sequential", graph, signature, ())
             self.reasons.append(f"sequential: {reason}")
         second_best: list[Captured] = []

@@ -1,10 +1,10 @@
-"""A captured model: one graph whose computing nodes are the layers, and what they use and cost."""
+"""A captured model: a graph whose computing nodes are layers; what they use, cost and share."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ class Captured:
         how: the way by which it was captured: "list", "sequential", "fx" or "export".
         notes: why the earlier ways were not taken, and which modules are called as a whole.
         layers: the computing nodes in execution order.
-        edges: (producer layer, consumer layer, bytes) of every value between two layers; a model
-            input counts as produced by layer 0.
         model_inputs: the names of the tensors that the model takes, in the order in which
             ``split_model_args`` gives them.
         device: the device of the model's parameters.
@@ -56,7 +54,6 @@ class Captured:
     how: str
     notes: tuple[str, ...]
     layers: list[Layer]
-    edges: list[tuple[int, int, int]]
     model_inputs: tuple[str, ...]
     device: torch.device
     graph: fx.Graph = dataclasses.field(repr=False)
@@ -158,7 +155,9 @@ def build_captured(
         name: parameter.numel() * parameter.element_size()
         for name, parameter in root.named_parameters()
     }
-    costs = dry_run(root, graph, names.attribute_of, [leaf.example for leaf in signature.tensors])
+    examples = [leaf.example for leaf in signature.tensors]
+    tensors = [*root.parameters(), *examples]
+    costs = dry_run(root, graph, names.attribute_of, examples)
     layers = [
         Layer(
             layer_name(node),
@@ -172,9 +171,8 @@ def build_captured(
         how=how,
         notes=tuple(notes),
         layers=layers,
-        edges=edges_between(layer_nodes, costs.value_bytes),
         model_inputs=tuple(placeholders[i].name for i in positions),
-        device=_device_of(root, signature),
+        device=tensors[0].device if tensors else torch.device("cpu"),
         graph=graph,
         layer_nodes=layer_nodes,
         layer_parameters=[parameters for parameters, _ in uses],
@@ -186,11 +184,6 @@ def build_captured(
         signature=signature,
         input_positions=positions,
     )
-
-
-def _device_of(root: nn.Module, signature: CallSignature) -> torch.device:
-    tensors = [*root.parameters(), *(leaf.example for leaf in signature.tensors)]
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:
@@ -244,20 +237,18 @@ def layer_name(node: fx.Node) -> str:
     return node.name
 
 
-def edges_between(
-    layer_nodes: Sequence[fx.Node], value_bytes: Mapping[str, int]
-) -> list[tuple[int, int, int]]:
-    """Lists (producer, consumer, bytes) of the values between layers, see :class:`Captured`."""
+def values_between(layer_nodes: Sequence[fx.Node]) -> list[tuple[int, int, str]]:
+    """Lists (producer layer, consumer layer, value) of every use of a value in another layer.
+
+    A model input counts as produced by layer 0, whose rank gets the model's arguments.
+    """
     index_of = {node: index for index, node in enumerate(layer_nodes)}
-    edges = []
-    for consumer, node in enumerate(layer_nodes):
-        for value in node.all_input_nodes:
-            if value.op == "get_attr":
-                continue
-            producer = index_of.get(value, 0)
-            if producer < consumer:
-                edges.append((producer, consumer, value_bytes.get(value.name, 0)))
-    return edges
+    return [
+        (index_of.get(value, 0), consumer, value.name)
+        for consumer, node in enumerate(layer_nodes)
+        for value in node.all_input_nodes
+        if value.op != "get_attr" and index_of.get(value, 0) < consumer
+    ]
 
 
 class _Names:
@@ -305,3 +296,46 @@ class _Names:
             tuple(dict.fromkeys(self._parameters[id(item)] for item in parameters)),
             tuple(dict.fromkeys(self._buffers[id(item)] for item in buffers)),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bond:
+    """Layers first..last have to be on one stage because of ``what``."""
+
+    first: int
+    last: int
+    what: str
+
+
+class Bonds:
+    """The bonds of a model's layers."""
+
+    def __init__(self, bonds: Sequence[Bond]) -> None:
+        self._bonds = bonds
+        self._parting = {cut for bond in bonds for cut in range(bond.first + 1, bond.last + 1)}
+
+    def __iter__(self) -> Iterator[Bond]:
+        return iter(self._bonds)
+
+    def allow(self, cut: int) -> bool:
+        """Tells whether a stage may begin at layer ``cut``."""
+        return cut not in self._parting
+
+
+def bonds_of(captured: Captured) -> Bonds:
+    """Finds the layers that have to be on one stage.
+
+    These share a buffer that one of them writes, or a value that one of them writes in place.
+    Parameters may be on several stages, and so may buffers that are only read.
+    """
+    users: dict[str, list[int]] = {}
+    for layer, names in enumerate(captured.layer_buffers):
+        for name in names:
+            if name in captured.costs.written_buffers:
+                users.setdefault(name, []).append(layer)
+    found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
+    found.extend(
+        Bond(first, last, f"value {name!r}, which is written in place,")
+        for first, last, name in captured.costs.written_values
+    )
+    return Bonds([bond for bond in found if bond.first != bond.last])

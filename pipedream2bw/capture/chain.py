@@ -41,27 +41,18 @@ def call_chained(module: nn.Module, value: Any) -> Any:
     return module(*value) if type(value) is tuple else module(value)
 
 
-def chain_graph(root: ModuleChain, signature: CallSignature) -> fx.Graph:
-    """Makes the graph of a list of modules, with one node for each module."""
+def chain_graph(root: ModuleChain | nn.Sequential, signature: CallSignature) -> fx.Graph:
+    """Makes the graph of modules that are called one after another, with one node for each."""
     graph = fx.Graph()
     inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
     args, kwargs = signature.rebuild(inputs)
-    names = list(root._modules)
-    value = graph.call_module(names[0], args, kwargs)
-    for name in names[1:]:
-        value = graph.call_function(call_chained, (graph.get_attr(name), value))
-    graph.output(value)
-    return graph
-
-
-def sequential_graph(root: nn.Sequential, signature: CallSignature) -> fx.Graph:
-    """Makes the graph of an nn.Sequential, with one node for each child, which gets one value."""
-    graph = fx.Graph()
-    inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
-    args, kwargs = signature.rebuild(inputs)
-    (value,) = (*args, *kwargs.values())
-    for name in root._modules:
-        value = graph.call_module(name, (value,))
+    first, *rest = root._modules
+    value = graph.call_module(first, args, kwargs)
+    for name in rest:
+        if isinstance(root, ModuleChain):
+            value = graph.call_function(call_chained, (graph.get_attr(name), value))
+        else:
+            value = graph.call_module(name, (value,))
     graph.output(value)
     return graph
 

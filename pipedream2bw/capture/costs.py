@@ -23,13 +23,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..model.clone import structural_clone
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_counts import OperatorCounter, bytes_of, described, tensor_leaves
 from .saved_bytes import SavedBytes
 
 # A nominal link between stages.
@@ -110,6 +111,40 @@ def dry_run(
         return dry.run(graph)
 
 
+class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations and bytes moved, by operator.
+
+    Args:
+        free_ones_too: also counts operators that only make views or read a tensor's properties.
+    """
+
+    def __init__(self, *, free_ones_too: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free_ones_too = free_ones_too
+        self.work: list[Work] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._free_ones_too and (func.is_view or func.namespace == "prim"):
+            return result
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        flops = 0
+        if count is not None:
+            flops = int(count(*args, **kwargs, out_val=result))
+        elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
+            shapes = (item.shape for item in args[:3])
+            flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+        first = next((item for item in args if isinstance(item, torch.Tensor)), None)
+        dtype = first.dtype if flops and first is not None else torch.float32
+        moved = 0 if func.is_view else _bytes_of((args, kwargs, result))
+        self.work.append(Work(flops, dtype, moved))
+        return result
+
+
 class _DryRun:
     def __init__(
         self,
@@ -165,10 +200,10 @@ class _DryRun:
             self._unknown(node, parameters, buffers)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        inputs = tensor_leaves((args, kwargs))
+        inputs = _tensors_in((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = OperatorCounter(free_ones_too=self._figures.free_ones_too)
+        counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
         try:
             with counter, self._counting:
                 value = self._call(node, args, kwargs)
@@ -197,7 +232,9 @@ class _DryRun:
             for module in self._resolve(node).modules():
                 if isinstance(module, _NormBase) and module.training:
                     written.extend(module.buffers(recurse=False))
-        elif "batch_norm" in str(node.target) and _argument(node, 5, "training"):
+        elif "batch_norm" in str(node.target) and (
+            node.args[5] if len(node.args) > 5 else node.kwargs.get("training")
+        ):
             holders = (item for item in node.all_input_nodes if item.op == "get_attr")
             written.extend(map(self._resolve, holders))
         return set(map(id, written))
@@ -211,7 +248,7 @@ class _DryRun:
 
     def _cost(
         self,
-        counter: OperatorCounter,
+        counter: _OperatorCounter,
         parameters: list[nn.Parameter],
         inputs: list[torch.Tensor],
         value: Any,
@@ -219,7 +256,7 @@ class _DryRun:
         result, seconds = self._result, self._figures.seconds
         result.saved_bytes.append(self._saved.end_part())
         result.forward.append(seconds(counter.work))
-        if not any(item.requires_grad for item in tensor_leaves(value)):
+        if not any(item.requires_grad for item in _tensors_in(value)):
             result.backward.append(0.0)
             result.weight_grad.append(0.0)
             return
@@ -230,7 +267,7 @@ class _DryRun:
             counter.work,
             arithmetic=bool(trainable) + upstream,
             traffic=2,
-            more_bytes=bytes_of(trainable),
+            more_bytes=_bytes_of(trainable),
             operators=2,
         )
         result.backward.append(backward)
@@ -257,12 +294,12 @@ class _DryRun:
     def _record(self, node: fx.Node, value: Any) -> None:
         self._values[node] = value
         self._kept_alive.append(value)  # a storage's number is only unique while it lives
-        leaves, tensors = pytree.tree_leaves(value), tensor_leaves(value)
+        leaves, tensors = pytree.tree_leaves(value), _tensors_in(value)
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
         self._result.storages[node.name] = frozenset(map(storage_of, tensors))
-        self._result.described[node.name] = described(value)
-        self._result.value_bytes[node.name] = bytes_of(tensors)
+        self._result.described[node.name] = _described(value)
+        self._result.value_bytes[node.name] = _bytes_of(tensors)
         self._result.crossing[node.name] = sum(map(_crossing, tensors))
 
     def _value(self, node: fx.Node) -> Any:
@@ -315,10 +352,6 @@ def _stale_reads(layers: list[fx.Node], costs: LayerCosts) -> Iterable[tuple[int
                 yield first, max([writer, *readers]), next(iter(older)).name
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
-
-
 def _positions(item: torch.Tensor) -> int:
     features = item.shape[-1] if item.is_floating_point() and item.dim() > 1 else 1
     return item.numel() // max(features, 1)
@@ -328,5 +361,27 @@ def _crossing(item: torch.Tensor) -> float:
     directions = 2 if item.requires_grad else 1
     # A tensor that is not contiguous is copied before it is sent.
     copies = 1 if item.is_contiguous() else 2
-    seconds = bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
+    seconds = _bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
     return directions * (seconds + copies * _LINK_SECONDS_PER_TENSOR)
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a structure of lists, tuples and dictionaries."""
+    return [item for item in pytree.tree_leaves(tree) if isinstance(item, torch.Tensor)]
+
+
+def _bytes_of(tree: Any) -> int:
+    """Returns the number of bytes of all tensors in a structure."""
+    return sum(item.numel() * item.element_size() for item in _tensors_in(tree))
+
+
+def _described(value: Any) -> str:
+    """Describes structure, shapes, strides, dtypes and whether gradients are required."""
+    leaves, structure = pytree.tree_flatten(value)
+    parts = (
+        f"{list(item.shape)} {list(item.stride())} {item.dtype} {item.requires_grad}"
+        if isinstance(item, torch.Tensor)
+        else repr(item)
+        for item in leaves
+    )
+    return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"

@@ -116,34 +116,18 @@ NOMINAL = DeviceFigures(
 """Balances the stages where nothing is measured; only the ratios of its seconds matter."""
 
 # From NVIDIA's data sheets, without sparsity, for the memory size in the name.
+_BOTH_HALVES = (torch.float16, torch.bfloat16)
 KNOWN_DEVICES = {
-    "v100": DeviceFigures(
-        name="V100 SXM2 16GB",
+    key: DeviceFigures(
+        name=name,
         type="cuda",
-        flops_per_second={torch.float32: 15.7e12, torch.float16: 125e12},
-        bytes_per_second=900e9,
-        memory_bytes=16 * 2**30,
-    ),
-    "a100": DeviceFigures(
-        name="A100 SXM4 80GB",
-        type="cuda",
-        flops_per_second={
-            torch.float32: 19.5e12,
-            torch.float16: 312e12,
-            torch.bfloat16: 312e12,
-        },
-        bytes_per_second=2039e9,
-        memory_bytes=80 * 2**30,
-    ),
-    "h100": DeviceFigures(
-        name="H100 SXM5 80GB",
-        type="cuda",
-        flops_per_second={
-            torch.float32: 67e12,
-            torch.float16: 989e12,
-            torch.bfloat16: 989e12,
-        },
-        bytes_per_second=3350e9,
-        memory_bytes=80 * 2**30,
-    ),
+        flops_per_second={torch.float32: flops, **dict.fromkeys(halves, flops_of_halves)},
+        bytes_per_second=bandwidth,
+        memory_bytes=gib * 2**30,
+    )
+    for key, name, flops, halves, flops_of_halves, bandwidth, gib in (
+        ("v100", "V100 SXM2 16GB", 15.7e12, (torch.float16,), 125e12, 900e9, 16),
+        ("a100", "A100 SXM4 80GB", 19.5e12, _BOTH_HALVES, 312e12, 2039e9, 80),
+        ("h100", "H100 SXM5 80GB", 67e12, _BOTH_HALVES, 989e12, 3350e9, 80),
+    )
 }

@@ -59,7 +59,20 @@ class Precision:
                 )
 
     def _tensors(self) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-        return [] if self.dtype is None else list(_dtypes(self._root, self.dtype))
+        """Floating-point parameters and buffers, each once: name, tensor and stages' dtype."""
+        if self.dtype is None:
+            return []
+        full = {
+            id(tensor)
+            for module in self._root.modules()
+            if isinstance(module, _NormBase)
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        }
+        return [
+            (name, tensor, torch.float32 if id(tensor) in full else self.dtype)
+            for name, tensor in _named(self._root)
+            if tensor.is_floating_point()
+        ]
 
     def of_parameter(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """Returns the dtype in which stages compute with a parameter of the model."""
@@ -137,19 +150,6 @@ class Precision:
 def _named(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from root.named_parameters()
     yield from root.named_buffers()
-
-
-def _dtypes(root: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
-    """Yields name, tensor and stages' dtype of floating-point parameters and buffers, each once."""
-    full = {
-        id(tensor)
-        for module in root.modules()
-        if isinstance(module, _NormBase)
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-    }
-    for name, tensor in _named(root):
-        if tensor.is_floating_point():
-            yield name, tensor, torch.float32 if id(tensor) in full else dtype
 
 
 def _check_precision(precision: object, split_master: object) -> None:

@@ -27,9 +27,12 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
     """
     for name, module in root.named_modules():
         refuse_uncloneable(name, module)
-        _refuse_sharded(name, module)
-        _refuse_sparse(name, module)
-    _refuse_hooks(root)
+        _refuse_module(name, module)
+    if has_hooks(root):
+        raise ValueError(
+            f"model: {type(root).__name__} itself has hooks, it must have none: the stages call "
+            "parts of it; register them on modules inside it"
+        )
     for name, parameter in root.named_parameters():
         _refuse_lazy("parameter", name, parameter)
         _refuse_parameter(name, parameter)
@@ -39,7 +42,12 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
     _refuse_aliases(root)
     _refuse_views(root)
     if isinstance(loss_fn, nn.Module):
-        _refuse_trained_loss(loss_fn)
+        trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"loss_fn: {type(loss_fn).__name__} has {len(trained)} trainable parameters "
+                f"({', '.join(trained[:5])}), it must have none: make them a part of the model"
+            )
 
 
 def refuse_uncloneable(name: str, module: nn.Module) -> None:
@@ -88,7 +96,7 @@ def check_example(args: object, kwargs: object) -> None:
         raise TypeError(f"example_kwargs: {type(kwargs).__name__} given, it must be a dict")
 
 
-def _refuse_sharded(name: str, module: nn.Module) -> None:
+def _refuse_module(name: str, module: nn.Module) -> None:
     kinds = {kind.__name__ for kind in type(module).__mro__}  # without loading FSDP
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ValueError(
@@ -96,21 +104,10 @@ def _refuse_sharded(name: str, module: nn.Module) -> None:
             "that frees and gathers the parameters, of which each weight version has its own "
             "memory; shard a stage by tensor parallelism (mesh=) or use more stages"
         )
-
-
-def _refuse_sparse(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise ValueError(
             f"module {name!r} has sparse=True: a pipeline takes dense gradients only; set "
             "sparse=False"
-        )
-
-
-def _refuse_hooks(root: nn.Module) -> None:
-    if has_hooks(root):
-        raise ValueError(
-            f"model: {type(root).__name__} itself has hooks, it must have none: the stages call "
-            "parts of it; register them on modules inside it"
         )
 
 
@@ -226,12 +223,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in steps)
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
-
-
-def _refuse_trained_loss(loss_fn: nn.Module) -> None:
-    trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad]
-    if trained:
-        raise ValueError(
-            f"loss_fn: {type(loss_fn).__name__} has {len(trained)} trainable parameters "
-            f"({', '.join(trained[:5])}), it must have none: make them a part of the model"
-        )

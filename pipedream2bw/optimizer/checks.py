@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 
@@ -43,7 +44,7 @@ def agreed_session_of(
     with session.ending.failing_closes():
         session.control.agree(Operation.new_optimizer, session.num_train_steps, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        settings = {"optimizer": kinds, **clipping.settings(), **remedies.settings()}
+        settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
         session.control.agree_on_objects(None, settings)
     return session
 
@@ -86,12 +87,13 @@ def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:
-    given = {id(parameter) for each in optimizers for parameter in _parameters_of(each)}
+    given = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
     found = [
         session
         for session in open_sessions()
@@ -117,10 +119,8 @@ def _check_parameters(session: Session, optimizers: Sequence[torch.optim.Optimiz
     holder: dict[int, str] = {}  # by parameter
     for number, optimizer in enumerate(optimizers):
         here = _called(number, optimizers)
-        given = _parameters_of(optimizer)
-        given = [
-            parameter for parameter in given if parameter is not session.local_model.placeholder
-        ]
+        placeholder = session.local_model.placeholder
+        given = [p for p in parameters_of(optimizer) if p is not placeholder]
         foreign = [i for i, parameter in enumerate(given) if id(parameter) not in names]
         if foreign:
             what = _foreign(session, given[foreign[0]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 
@@ -60,14 +59,12 @@ class Clipping:
         # A loss scale needs it to know whether any gradient anywhere has overflowed.
         return self.max_grad_norm is not None or self.loss_scale is not None
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks."""
-        return dataclasses.asdict(self)
-
     def install(self, session: Session) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
         """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
         newest = session.accumulation.num_updates
-        scale = None if self.loss_scale is None else self.loss_scale.install(newest)
+        scale = None
+        if self.loss_scale is not None:
+            scale = _C.LossScale(**dataclasses.asdict(self.loss_scale), version=newest)
         norm = self._norm(session, scale) if self._needs_norm else None
         number_of = _numbers(session)
         for stage in session.stages:
@@ -87,8 +84,10 @@ class Clipping:
         return norm, scale
 
     def _norm(self, session: Session, scale: _C.LossScale | None) -> _C.GradientNorm:
-        group = session.grid.group_of_replica()
+        group, board = session.grid.group_of_replica(), None
         num_parameters = len(_numbers(session))
+        if group is not None:
+            board = make_board(group, 2 * num_parameters, session.control.timeout)
         dtypes = {parameter.dtype for parameter in session.root.parameters()}
         return _C.GradientNorm(
             fault=session.control.fault,
@@ -98,9 +97,7 @@ class Clipping:
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
             group="" if group is None else group.group_name,
-            shared=None
-            if group is None
-            else make_board(group, 2 * num_parameters, session.control.timeout),
+            shared=board,
             loss_scale=scale,
         )
 
@@ -116,11 +113,11 @@ class GradNorm(LazyNumber):
 
     def __init__(self, session: Session, norm: _C.GradientNorm) -> None:
         super().__init__(session)
-        self.number = norm.expect(self.batch)
+        self._number = norm.expect(self.batch)
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""
-        return self.number.done()
+        return self._number.done()
 
     def item(self) -> float:
         """The norm. Waits until the batch's last backward; under "2bw" that is during the next.
@@ -129,4 +126,4 @@ class GradNorm(LazyNumber):
             RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
                 during which the norm comes has not been called.
         """
-        return self._wait_for_update(self.number.wait)[0]
+        return self._wait_for_update(self._number.wait)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from .. import _C
 from ..checks import check_number, check_whole_number
@@ -45,28 +44,23 @@ class LossScale:
         check_number("LossScale: backoff_factor", self.backoff_factor, below=1.0)
         check_whole_number("LossScale: growth_interval", self.growth_interval)
 
-    def install(self, version: int) -> _C.LossScale:
-        """The scale of W(version), the newest there is, and of those that will follow."""
-        return _C.LossScale(**dataclasses.asdict(self), version=version)
-
 
 class NewestScale(LazyNumber):
-    """The scale of the version that an update makes, read when it is wanted."""
+    """The scale of the version that an update makes, read when it is wanted.
 
-    def __init__(
-        self,
-        session: Session,
-        scale: _C.LossScale,
-        norm: _C.AwaitedNumbers | None,
-    ) -> None:
+    Args:
+        update: what is known once every stage has come to the update; None: there has been none.
+    """
+
+    def __init__(self, session: Session, scale: _C.LossScale, update: LazyNumber | None) -> None:
         super().__init__(session)
         self._scale = scale
         self._version = session.accumulation.num_updates
-        self._norm = norm
+        self._update = update
 
     def done(self) -> bool:
         """Whether every stage has come to the update."""
-        return self._norm is None or self._norm.done()
+        return self._update is None or self._update.done()
 
     def item(self) -> float:
         """The scale. Waits until the batch's last backward; under "2bw" that is during the next.
@@ -75,16 +69,6 @@ class NewestScale(LazyNumber):
             RuntimeError: the pipeline failed before. Or the ``train_step`` during which it comes
                 has not been called.
         """
-        if self._norm is not None:
-            self._wait_for_update(self._norm.wait)
+        if self._update is not None:
+            self._wait_for_update(self._update.item)
         return self._scale.of_version(self._version)
-
-
-def state_of(scale: _C.LossScale, version: int) -> dict[str, Any]:
-    """The changing entries of ``GradScaler.state_dict``."""
-    return {"scale": scale.of_version(version), "_growth_tracker": scale.growth_tracker}
-
-
-def load_state(scale: _C.LossScale, version: int, state: dict[str, Any]) -> None:
-    """Goes on from ``version``, the newest, with what :func:`state_of` gave."""
-    scale.set(version, float(state["scale"]), int(state["_growth_tracker"]))

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from ..ranks.agreement import Operation
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of
+from .checks import agreed_session_of, parameters_of
 from .clipping import Clipping, GradNorm
 from .fused import fused_kind, fused_options, read_state, write_state
-from .loss_scale import LossScale, NewestScale, load_state, state_of
+from .loss_scale import LossScale, NewestScale
 from .own_step import StageStepper, changes, differ, options_of, update_with
 from .staleness import Remedies, Remedy, StepCorrection
 
@@ -93,20 +93,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizers
         self.defaults = _common_defaults(optimizers)
         self._weights = [stage.weights for stage in session.stages]
-        dtypes = {
-            id(original): dtype
-            for weights in self._weights
-            for original, dtype in zip(weights.originals, weights.stepped_dtypes(), strict=True)
-        }
+        dtypes: dict[int, torch.dtype] = {}  # by parameter
+        for weights in self._weights:
+            dtypes.update(zip(map(id, weights.originals), weights.stepped_dtypes(), strict=True))
         self._kinds = [
             fused_kind(
                 optimizer,
-                [
-                    dtypes[id(parameter)]
-                    for group in optimizer.param_groups
-                    for parameter in group["params"]
-                    if id(parameter) in dtypes
-                ],
+                [dtypes[id(p)] for p in parameters_of(optimizer) if id(p) in dtypes],
             )
             for optimizer in optimizers
         ]
@@ -131,12 +124,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         weights.show_newest()
         rule = self._remedies.correction
-        weights.correction = None
+        weights.correction_bytes = lambda: 0
         if rule is not None:
-            weights.correction = self._corrections[weights.index] = StepCorrection(rule, weights)
+            correction = self._corrections[weights.index] = StepCorrection(rule, weights)
+            weights.correction_bytes = correction.nbytes
         group_of = {
             id(parameter): (kind, number)
-            for number, (kind, group) in enumerate(self._kinds_and_groups())
+            for number, (kind, _, group) in enumerate(self._groups())
             for parameter in group["params"]
         }
         places = [group_of[id(original)] for original in weights.originals]
@@ -180,12 +174,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for weights in self._weights
         }
 
-    def _kinds_and_groups(self) -> list[tuple[str | None, dict[str, Any]]]:
-        return [
-            (kind, group)
-            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
-            for group in optimizer.param_groups
-        ]
+    def _groups(self) -> Iterator[tuple[str | None, torch.optim.Optimizer, dict[str, Any]]]:
+        """Every group as it is now, with its optimizer and the fused pass that computes that."""
+        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
+            for group in optimizer.param_groups:
+                yield kind, optimizer, group
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Registers the update of the last ``train_step``'s batch; returns at once.
@@ -198,17 +191,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
         self._check_in_charge()
-        now = [group for optimizer in self._wrapped for group in optimizer.param_groups]
-        if len(now) != len(self.param_groups):
-            raise ValueError(
-                f"param_groups: {len(now)}, when the PipelineOptimizer was made: "
-                f"{len(self.param_groups)}: make a new one over the changed optimizers"
-            )
         fused = [
             _C.GroupOptions() if kind is None else fused_options(optimizer, group)
-            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
-            for group in optimizer.param_groups
+            for kind, optimizer, group in self._groups()
         ]
+        if len(fused) != len(self.param_groups):
+            raise ValueError(
+                f"param_groups: {len(fused)}, when the PipelineOptimizer was made: "
+                f"{len(self.param_groups)}: make a new one over the changed optimizers"
+            )
         current = {
             number: options_of(self._wrapped[number].param_groups) for number in self._options
         }
@@ -219,7 +210,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         with self._session.update() as train_step:
             if self._norm is not None:
                 self._grad_norm = GradNorm(self._session, self._norm)
-            for stage in self._session.stages.in_update_order():
+            for stage in self._session.stages.in_update_order:
                 steppers = [self._steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
@@ -277,19 +268,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         if self._scale is None:
             raise ValueError("loss_scale: None was given, it must be a LossScale")
-        norm = self._grad_norm
-        number = None if norm is None else norm.number
-        return NewestScale(self._session, self._scale, number)
+        return NewestScale(self._session, self._scale, self._grad_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and begins each batch's with zeros."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: all parameters that the pipeline trains are in a group.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses with a ValueError: all parameters that the pipeline trains are in a group."""
         if hasattr(self, "_wrapped"):
             raise ValueError(
                 "add_param_group: every trainable parameter of the pipeline is in a group already; "
@@ -329,18 +314,20 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for weights in self._weights
             for i, handle in enumerate(weights.handles if weights.is_shown else ())
         }
-        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
-            for group in optimizer.param_groups if kind is not None else ():
-                for parameter in group["params"]:
-                    if kind is not None and id(parameter) in where:
-                        place = where[id(parameter)]
-                        optimizer.state[parameter] = read_state(kind, *place, group)
+        for kind, optimizer, group in self._groups():
+            for parameter in group["params"] if kind is not None else ():
+                if kind is not None and id(parameter) in where:
+                    place = where[id(parameter)]
+                    optimizer.state[parameter] = read_state(kind, *place, group)
         self._read_counters()
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
         result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
         if self._scale is not None:
-            result["loss_scale"] = state_of(self._scale, self._session.accumulation.num_updates)
+            result["loss_scale"] = {  # as in GradScaler.state_dict()
+                "scale": self._scale.of_version(self._session.accumulation.num_updates),
+                "_growth_tracker": self._scale.growth_tracker,
+            }
         if self._remedies:
             kept = [correction.state() for correction in self._corrections.values()]
             result["staleness"] = {
@@ -372,8 +359,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for optimizer, theirs in zip(self._wrapped, states, strict=True):
                 optimizer.load_state_dict(theirs)
         if self._scale is not None and "loss_scale" in state_dict:
-            version = self._session.accumulation.num_updates
-            load_state(self._scale, version, state_dict["loss_scale"])
+            version, scale = self._session.accumulation.num_updates, state_dict["loss_scale"]
+            self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))
         self._share()
         self._make_steppers()
         # One that was saved without remedies lets them begin again.
@@ -383,8 +370,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             correction.load(staleness["kept"])
         holder = {
             id(parameter): (kind, optimizer)
-            for kind, optimizer in zip(self._kinds, self._wrapped, strict=True)
-            for group in optimizer.param_groups
+            for kind, optimizer, group in self._groups()
             for parameter in group["params"]
         }
         for weights in self._weights:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..runtime.stage_weights import StageWeights
+from .checks import parameters_of
 from .staleness import StepCorrection
 
 
@@ -23,7 +24,7 @@ class StageStepper:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stage: StageWeights) -> None:
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        given = set(map(id, parameters_of(optimizer)))
         positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
         for i, name in enumerate(stage.trainable):
             if id(stage.originals[i]) in given:

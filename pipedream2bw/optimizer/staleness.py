@@ -126,20 +126,20 @@ Remedy = LearningRateDiscount | Correction
 
 
 class Remedies:
-    """The remedies that :class:`PipelineOptimizer` was given."""
+    """The remedies that :class:`PipelineOptimizer` was given.
+
+    Attributes:
+        discount, correction: the one of that kind, if there is one.
+    """
 
     def __init__(self, given: Remedy | Sequence[Remedy]) -> None:
         self._given = tuple(given) if isinstance(given, Sequence) else (given,)
-
-    @property
-    def discount(self) -> LearningRateDiscount | None:
-        """The one of that kind, if there is one."""
-        return next((r for r in self._given if isinstance(r, LearningRateDiscount)), None)
-
-    @property
-    def correction(self) -> Correction | None:
-        """The one of the two kinds, if there is one."""
-        return next((r for r in self._given if isinstance(r, Correction)), None)
+        self.discount: LearningRateDiscount | None = next(
+            (r for r in self._given if isinstance(r, LearningRateDiscount)), None
+        )
+        self.correction: Correction | None = next(
+            (r for r in self._given if isinstance(r, Correction)), None
+        )
 
     def __bool__(self) -> bool:
         return bool(self._given)
@@ -218,7 +218,6 @@ class StepCorrection:
         self._stage = stage
         self._kept: dict[int, torch.Tensor] = {}  # by parameter
 
-    @property
     def nbytes(self) -> int:
         """Bytes that it keeps from one step to the next."""
         return sum(tensor.nbytes for tensor in self._kept.values())

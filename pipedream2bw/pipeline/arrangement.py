@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
+from ..json_document import given_or_loaded
 from ..model.fingerprint import describe_parameters, fingerprint_of
 from ..model.materialize import Example
 from ..model.precision import Precision
@@ -27,107 +28,68 @@ DEFAULT_SCHEDULE = "2bw"
 class Arrangement:
     """How stages, microbatches and replicas are arranged over processes.
 
-    The attributes are those options of :class:`PipelineModule`; None: it was not given.
-
-    Attributes:
-        order: the process of each replica's rank, [replicas][ranks], if it is not the usual one.
+    The attributes are those options of :class:`PipelineModule`, as they were given, by default or
+    as the plan says.
     """
 
-    num_stages: int | None
+    num_stages: int
     num_microbatches: int | None
-    schedule: str | os.PathLike[str] | Schedule | None
-    stages_per_rank: int | None
-    split: str | Sequence[str] | None
-    width: int | None
-    recompute: bool | str | Sequence[bool] | Sequence[str] | None
+    schedule: str | os.PathLike[str] | Schedule
+    stages_per_rank: int
+    split: str | Sequence[str]
+    width: int
+    recompute: bool | str | Sequence[bool] | Sequence[str]
     mesh: DeviceMesh | None
-    order: list[list[int]] | None = None
+    plan: Plan | None
 
     @classmethod
-    def given(cls, options: Options) -> Arrangement:
-        """Takes what was given; ``num_stages="auto"`` counts as not given."""
-        num_stages: Any = options.num_stages
-        return cls(
-            num_stages=None if is_auto(options) else num_stages,
-            num_microbatches=options.num_microbatches,
-            schedule=options.schedule,
-            stages_per_rank=options.stages_per_rank,
-            split=options.split,
-            width=options.width,
-            recompute=options.recompute,
-            mesh=options.mesh,
-        )
-
-    def complete(self, model: nn.Module | Sequence[nn.Module], plan: Plan | None) -> Arrangement:
-        """The plan's arrangement; without a plan this one, with defaults where nothing was given.
+    def of(cls, options: Options, model: nn.Module | Sequence[nn.Module]) -> Arrangement:
+        """The plan's arrangement; without a plan what was given, with defaults for the rest.
 
         Raises:
             ValueError: there is no number of stages, or what was given is not what the plan says.
             ValueError, TypeError: the mesh does not fit.
         """
-        if plan is None:
-            return dataclasses.replace(
-                self,
-                num_stages=length_of(model) if self.num_stages is None else self.num_stages,
-                schedule=DEFAULT_SCHEDULE if self.schedule is None else self.schedule,
-                stages_per_rank=1 if self.stages_per_rank is None else self.stages_per_rank,
-                split="auto" if self.split is None else self.split,
-                width=check_mesh(self.mesh, 1 if self.width is None else self.width),
-                recompute=False if self.recompute is None else self.recompute,
+        if options.plan is not None:
+            plan = given_or_loaded("plan", options.plan, Plan)
+            _check_agreement(options, plan)
+            return cls(
+                num_stages=plan.num_stages,
+                num_microbatches=plan.num_microbatches,
+                schedule=plan.schedule,
+                stages_per_rank=plan.stages_per_rank,
+                split=plan.split,
+                width=check_mesh(options.mesh, plan.width),
+                recompute=plan.recompute,
+                mesh=options.mesh,
+                plan=plan,
             )
-        self._check_agreement(plan)
-        return Arrangement(
-            num_stages=plan.num_stages,
-            num_microbatches=plan.num_microbatches,
-            schedule=plan.schedule,
-            stages_per_rank=plan.stages_per_rank,
-            split=plan.split,
-            width=check_mesh(self.mesh, plan.width),
-            recompute=plan.recompute,
-            mesh=self.mesh,
-            order=order_of(plan) if self.mesh is None else None,
+        num_stages: Any = options.num_stages
+        return cls(
+            num_stages=length_of(model) if num_stages is None else num_stages,
+            num_microbatches=options.num_microbatches,
+            schedule=DEFAULT_SCHEDULE if options.schedule is None else options.schedule,
+            stages_per_rank=1 if options.stages_per_rank is None else options.stages_per_rank,
+            split="auto" if options.split is None else options.split,
+            width=check_mesh(options.mesh, 1 if options.width is None else options.width),
+            recompute=False if options.recompute is None else options.recompute,
+            mesh=options.mesh,
+            plan=None,
         )
 
-    def _check_agreement(self, plan: Plan) -> None:
-        """Raises ValueError if something was given that the plan says differently."""
-        for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
-            given, planned = getattr(self, name), getattr(plan, name)
-            if given not in (None, planned):
-                raise _contradiction(name, given, planned)
-        made = schedule_for(
-            plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank
-        )
-        if self.schedule is not None and self.schedule != plan.schedule:
-            if isinstance(self.schedule, str) and "\n" not in self.schedule:
-                raise _contradiction("schedule", self.schedule, plan.schedule)
-            own = schedule_for(self.schedule, None, None)
-            if str(own) != str(made):
-                raise _contradiction("schedule", fingerprint(own), fingerprint(made))
-        if self.split is not None and (
-            isinstance(self.split, str) or list(self.split) != plan.split
-        ):
-            raise _contradiction("split", self.split, plan.split)
-        if self.recompute is not None and (
-            what_to_recompute(self.recompute, made) != what_to_recompute(plan.recompute, made)
-        ):
-            raise _contradiction("recompute", self.recompute, plan.recompute)
-        size = check_mesh(self.mesh, 1)
-        if self.mesh is not None and size != plan.width:
-            raise ValueError(
-                f"'dp' of the mesh: {size}, width of the plan: {plan.width}: they must be equal"
-            )
+    @property
+    def order(self) -> list[list[int]] | None:
+        """The process of each replica's rank, [replicas][ranks], if it is not the usual one."""
+        return None if self.plan is None or self.mesh is not None else order_of(self.plan)
 
     def made(self) -> Schedule:
-        """The checked schedule of a complete arrangement."""
+        """The checked schedule."""
         return schedule_for(
-            self.schedule or DEFAULT_SCHEDULE,
-            self.num_stages,
-            self.num_microbatches,
-            self.stages_per_rank or 1,
+            self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank
         )
 
     def settings(self) -> dict[str, Any]:
-        """Settings of a complete arrangement that must be equal on all ranks.
+        """Settings that must be equal on all ranks.
 
         Raises:
             ValueError, TypeError: a schedule of one's own is malformed or illegal.
@@ -135,23 +97,41 @@ class Arrangement:
         schedule: object = self.schedule
         if not isinstance(schedule, str) or "\n" in schedule:
             schedule = fingerprint(self.made())  # the same file may differ between machines
+        names = ("num_stages", "num_microbatches", "width", "stages_per_rank", "split", "recompute")
         return {
-            "num_stages": self.num_stages,
-            "num_microbatches": self.num_microbatches,
-            "width": self.width,
+            **{name: str(getattr(self, name)) for name in names},
             "mesh": described(self.mesh),
-            "stages_per_rank": self.stages_per_rank,
-            "split": str(self.split),
-            "recompute": str(self.recompute),
             "order of the plan's devices": str(self.order),
             "schedule": schedule,
         }
 
 
-def is_auto(options: Options) -> bool:
-    """Whether the arrangement is to be planned for the devices at hand."""
-    wants = isinstance(options.num_stages, str) and options.num_stages == "auto"
-    return wants and options.plan is None
+def _check_agreement(options: Options, plan: Plan) -> None:
+    """Raises ValueError if something was given that the plan says differently."""
+    for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
+        given, planned = getattr(options, name), getattr(plan, name)
+        if given not in (None, planned):
+            raise _contradiction(name, given, planned)
+    made = schedule_for(plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank)
+    if options.schedule is not None and options.schedule != plan.schedule:
+        if isinstance(options.schedule, str) and "\n" not in options.schedule:
+            raise _contradiction("schedule", options.schedule, plan.schedule)
+        own = schedule_for(options.schedule, None, None)
+        if str(own) != str(made):
+            raise _contradiction("schedule", fingerprint(own), fingerprint(made))
+    if options.split is not None and (
+        isinstance(options.split, str) or list(options.split) != plan.split
+    ):
+        raise _contradiction("split", options.split, plan.split)
+    if options.recompute is not None and (
+        what_to_recompute(options.recompute, made) != what_to_recompute(plan.recompute, made)
+    ):
+        raise _contradiction("recompute", options.recompute, plan.recompute)
+    size = check_mesh(options.mesh, 1)
+    if options.mesh is not None and size != plan.width:
+        raise ValueError(
+            f"'dp' of the mesh: {size}, width of the plan: {plan.width}: they must be equal"
+        )
 
 
 def order_of(plan: Plan) -> list[list[int]] | None:

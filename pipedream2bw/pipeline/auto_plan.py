@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def _checked(
         device_type=device.type,
     )
     _check(options)
+    width = options.width
     if num_processes == 1 and not options.devices:
         raise ValueError(
             f"num_stages: 'auto', devices: {options.devices}, processes: 1: in one process give "
@@ -112,22 +113,19 @@ def _checked(
         device=device,
         precision=precision,
         rows=_rows(options.example_target) or 0,
-        width=_width(options),
+        width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,
     )
 
 
 def _settings(options: Options) -> dict[str, Any]:
+    names = ("num_microbatches", "width", "stages_per_rank", "precision", "split_master")
     return {
         "num_stages": "auto",
         "rows of example_target": _rows(options.example_target),
-        "num_microbatches": options.num_microbatches,
-        "width": options.width,
-        "stages_per_rank": options.stages_per_rank,
+        **{name: str(getattr(options, name)) for name in names},
         "schedule": str(options.schedule or DEFAULT_SCHEDULE),
-        "precision": str(options.precision),
-        "split_master": str(options.split_master),
     }
 
 
@@ -169,10 +167,6 @@ def _check(options: Options) -> None:
         )
 
 
-def _width(options: Options) -> int | None:
-    return options.width if options.mesh is None else check_mesh(options.mesh, options.width or 1)
-
-
 # ---------------------------------------------------------------- the profile
 
 
@@ -202,12 +196,24 @@ def _profile(
             path,
             control,
         )
-    if control.group is not None and _lacks_links(found, control.size):
+    # Without links, messages between some processes would seem to be free.
+    links = found.links
+    if control.group is not None and (links is None or len(links.latency) < control.size):
         found = _saved(
             with_links(found, control.group, wanted.device, control.timeout), path, control
         )
     checked = found
-    control.from_first(lambda: _check_profile(checked, wanted.root, args, kwargs, options))
+    control.from_first(
+        lambda: checked.check_model(
+            wanted.root,
+            layer_names(
+                wanted.root,
+                example_args=args,
+                example_kwargs=kwargs,
+                replicated=options.replicated,
+            ),
+        )
+    )
     return found
 
 
@@ -230,24 +236,6 @@ def _sizes(wanted: _Wanted) -> list[int]:
         return [-(-wanted.rows // wanted.options.num_microbatches)]
     most_ranks = wanted.num_devices // (wanted.width or 1)
     return sorted({max(1, wanted.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
-
-
-def _lacks_links(profile: Profile, num_processes: int) -> bool:
-    """Whether messages between some processes would seem to be free."""
-    return profile.links is None or len(profile.links.latency) < num_processes
-
-
-def _check_profile(
-    found: Profile,
-    root: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-) -> None:
-    names = layer_names(
-        root, example_args=args, example_kwargs=kwargs, replicated=options.replicated
-    )
-    found.check_model(root, names)
 
 
 # ---------------------------------------------------------------- the plan

@@ -18,8 +18,8 @@ from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
+from ..runtime.session import Timeline
 from ..runtime.stage_memory import StageMemory, memory_of
-from ..runtime.timeline import Timeline
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule
@@ -187,33 +187,8 @@ class PipelineModule(SessionModule):
         autocast: torch.dtype | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        options = Options(
-            plan=plan,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            example_args=example_args,
-            example_kwargs=example_kwargs,
-            example_target=example_target,
-            profile=profile,
-            split=split,
-            width=width,
-            mesh=mesh,
-            devices=devices,
-            replicated=replicated,
-            recompute=recompute,
-            accumulate=accumulate,
-            loss_reduction=loss_reduction,
-            metrics=metrics,
-            warmup_batches=warmup_batches,
-            compile=compile,
-            bucket_cap_mb=bucket_cap_mb,
-            precision=precision,
-            split_master=split_master,
-            autocast=autocast,
-            timeout=timeout,
-        )
+        given = locals()
+        options = Options(**{name: given[name] for name in Options.__annotations__})
         super().__init__(open_session(model, loss_fn, options))
 
     # ------------------------------------------------------------------ what the user reads
@@ -269,10 +244,7 @@ class PipelineModule(SessionModule):
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process runs the last stage, which needs the target of ``train_step``.
-
-        With ``"chimera"`` both ranks that do: 0 and d-1 of a replica.
-        """
+        """Whether this process runs the last stage; ``train_step`` needs the target there."""
         return self.num_stages - 1 in self.stages
 
     @property

@@ -52,18 +52,13 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks, beside the arrangement's."""
         metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
+        names = (
+            *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
+            *("precision", "split_master", "autocast", "warmup_batches", "timeout"),
+        )
         return {
-            "accumulate": self.accumulate,
-            "loss_reduction": self.loss_reduction,
-            "replicated": str(self.replicated),
-            "compile": str(self.compile),
-            "bucket_cap_mb": self.bucket_cap_mb,
+            **{name: str(getattr(self, name)) for name in names},
             "metrics": str(metrics),
-            "precision": str(self.precision),
-            "split_master": str(self.split_master),
-            "autocast": str(self.autocast),
-            "warmup_batches": self.warmup_batches,
-            "timeout": self.timeout,
             "torch version": torch.__version__,
         }
 

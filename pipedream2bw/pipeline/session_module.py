@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,10 @@ from ..runtime.session import Session
 
 _PLACEHOLDER = "_placeholder"
 
+_OWNS_THE_MEMORY = (
+    "the pipeline owns the memory of the weights: change the model before the pipeline is made, or "
+    "load values by load_state_dict()"
+)
 
 _Self = TypeVar("_Self", bound="SessionModule")
 
@@ -73,15 +77,17 @@ class SessionModule(nn.Module):
 
     # ------------------------------------------------------------------ what a pipeline refuses
 
-    def to(self: _Self, *args: Any, **kwargs: Any) -> _Self:
-        """Does nothing if all of the model has this device and dtype already, as after ``.to()``.
+    def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
+        """What ``to()``, ``cuda()``, ``half()`` and the like call: keeps what is as they want it.
 
         Raises:
-            TypeError: it has another one, which a pipeline cannot change; names what can.
+            TypeError: a tensor would change, which a pipeline cannot do; names what can.
         """
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if not tensor.is_floating_point():
+                continue
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            wanted = probe.to(*args, **kwargs) if probe.is_floating_point() else probe
+            wanted = fn(probe)
             if wanted.device != probe.device:
                 raise TypeError(
                     f"to(): {wanted.device}, {name} is on {probe.device}: the pipeline owns the "
@@ -94,49 +100,16 @@ class SessionModule(nn.Module):
                     "of the weights; give precision='bf16' or 'fp16' for 16-bit weights, "
                     "autocast= for autocast, or convert the model before the pipeline is made"
                 )
+            if wanted is not probe:  # to_empty()
+                raise TypeError(_OWNS_THE_MEMORY)
         return self
 
-    def cuda(self: _Self, device: int | torch.device | None = None) -> _Self:
-        """As :meth:`to` for a CUDA device."""
-        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
-
-    def cpu(self: _Self) -> _Self:
-        """As :meth:`to` for the CPU."""
-        return self.to("cpu")
-
-    def half(self: _Self) -> _Self:
-        """As :meth:`to` for ``torch.float16``."""
-        return self.to(torch.float16)
-
-    def bfloat16(self: _Self) -> _Self:
-        """As :meth:`to` for ``torch.bfloat16``."""
-        return self.to(torch.bfloat16)
-
-    def float(self: _Self) -> _Self:
-        """As :meth:`to` for ``torch.float32``."""
-        return self.to(torch.float32)
-
-    def double(self: _Self) -> _Self:
-        """As :meth:`to` for ``torch.float64``."""
-        return self.to(torch.float64)
-
-    def type(self: _Self, dst_type: torch.dtype | str) -> _Self:
-        """As :meth:`to` for a dtype."""
-        return self.to(dst_type)
-
-    def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
-        # What nn.Module moves tensors by: to_empty(), share_memory() and the like.
-        raise TypeError(
-            "the pipeline owns the memory of the weights: change the model before the pipeline is "
-            "made, or load values by load_state_dict()"
-        )
+    def share_memory(self) -> NoReturn:
+        """Refuses with a TypeError: the pipeline owns the memory of the weights."""
+        raise TypeError(_OWNS_THE_MEMORY)
 
     def apply(self: _Self, fn: Callable[[nn.Module], None]) -> _Self:
-        """Refuses: stages compute with copies of the model's modules.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuses with a TypeError: stages compute with copies of the model's modules."""
         raise TypeError(
             f"apply({getattr(fn, '__name__', fn)}): stages compute with copies of the model's "
             "modules, which it would not reach; call model.apply() before the pipeline is made, "
@@ -144,11 +117,7 @@ class SessionModule(nn.Module):
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: stages are compiled one by one.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuses with a TypeError: stages are compiled one by one."""
         raise TypeError("compile(): give PipelineModule compile=True, or a dict of the options")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

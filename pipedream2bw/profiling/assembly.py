@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from ..capture.captured import edges_between
+from ..capture.captured import values_between
 from .group_timing import GroupTimes, Measured
 from .layer_groups import Group
 from .loss_graph import LossGraph
@@ -116,4 +116,5 @@ def _edges(graph: LossGraph) -> tuple[Edge, ...]:
         for value in loss.all_input_nodes
         if index_of.get(value, last) < last
     ]
-    return tuple(dict.fromkeys([*edges_between(nodes, sizes), *outputs]))
+    edges = [(one, other, sizes.get(value, 0)) for one, other, value in values_between(nodes)]
+    return tuple(dict.fromkeys([*edges, *outputs]))

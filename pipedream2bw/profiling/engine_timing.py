@@ -12,8 +12,8 @@ from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
 from ..runtime.intake import Call
 from ..runtime.local_stages import LocalStages
+from ..runtime.runner import StageOptions
 from ..runtime.session import Session
-from ..runtime.stage_options import StageOptions
 from ..schedules.load import make_schedule
 from ..stages.modes import Modes
 from .timing import median_seconds

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .. import _C, errors
-from ..errors import PeerLost, PeerTimeout, StageError, reworded
-from .failure_document import from_document, to_document
+from ..errors import PeerLost, PeerTimeout, StageError, from_document, reworded, to_document
 from .grid import join_world
 
 
@@ -49,22 +48,13 @@ class Announcement(NamedTuple):
 
     argument_rows: int = -1
     target_rows: int = -1
-    signature: int = -1
+    shapes: int = -1  # their hash
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
 
 
-_ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
-
-
 _LOOK_SECONDS = 0.5
-
-
 _WAIT_SLICE_SECONDS = 0.1
-
-
-_Found = TypeVar("_Found")
-
 
 _Made = TypeVar("_Made")
 
@@ -139,7 +129,7 @@ class ControlPlane:
         table = self._exchange(row, operation, number)
         self._check_same_operation(table)
         if any(row[2] for row in table):
-            self._raise_together(error)
+            self.agree_on_objects(error, {})
         return [Announcement(*row[3:]) for row in table]
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
@@ -156,7 +146,11 @@ class ControlPlane:
                 shown = enumerate(_where_they_differ(values))
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
                 raise ValueError(f"{key} must be the same on every rank, got {listed}")
-        _raise_first(error, [told for told, _ in everyone])
+        if error is not None:
+            raise error
+        for rank, (told, _) in enumerate(everyone):
+            if told is not None:
+                raise reworded(told, f"rank {rank}: {told}")
 
     def together(
         self,
@@ -236,7 +230,7 @@ class ControlPlane:
         found: list[list[int]] = table.tolist()
         return found
 
-    def _wait(self, look: Callable[[], _Found | None], operation: Operation, number: int) -> _Found:
+    def _wait(self, look: Callable[[], _Made | None], operation: Operation, number: int) -> _Made:
         """Calls ``look``, which waits for a slice of time, until it finds something.
 
         So Ctrl-C and a failure of this process end the waiting.
@@ -279,11 +273,6 @@ class ControlPlane:
             failure = StageError(cause, cause=cause)
             self.fault.raise_(failure)
             raise failure
-
-    def _raise_together(self, error: Exception | None) -> None:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, _describe(error), group=self.group)
-        _raise_first(error, everyone)
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -388,13 +377,6 @@ def _describe(error: Exception | None) -> Exception | None:
     """The error as other ranks raise it: all of ours, of others the type that everybody has."""
     if error is None or type(error).__module__ == errors.__name__:
         return error
-    kind = next((known for known in _ERRORS if isinstance(error, known)), RuntimeError)
+    kinds = (ValueError, TypeError, RuntimeError)
+    kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
     return kind(str(error) or type(error).__name__)
-
-
-def _raise_first(mine: Exception | None, everyone: list[Exception | None]) -> None:
-    if mine is not None:
-        raise mine
-    for rank, told in enumerate(everyone):
-        if told is not None:
-            raise reworded(told, f"rank {rank}: {told}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .grid import Edge, RankGrid, destroy_groups
+from .grid import RankGrid, destroy_groups, new_group
 
 
 class Channels:
@@ -19,6 +18,9 @@ class Channels:
 
     In processes each direction of an edge has a two-rank group of its own, so that neither ever
     waits behind the other.
+
+    Attributes:
+        senders, receivers: this process's ends, by source and destination.
     """
 
     def __init__(
@@ -33,56 +35,47 @@ class Channels:
         self._in_flight = in_flight
         self._timeout = datetime.timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
-        self._ends: dict[tuple[int, int], tuple[_C.Sender | None, _C.Receiver | None]] = {}
+        self._made: set[tuple[int, int]] = set()
+        self.senders: dict[tuple[int, int], _C.Sender] = {}
+        self.receivers: dict[tuple[int, int], _C.Receiver] = {}
 
-    def make(self, edges: Sequence[Edge]) -> None:
-        """Makes what is missing. Every rank calls it, with the same edges."""
-        # torch numbers groups by how many a process has made, so all ranks make all groups, in
-        # one order; a rank that is not in a group passes by at once.
+    def make(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Makes what is missing between producers and consumers. Every rank calls it alike."""
         for producer, consumer in sorted(edges):
             for source, destination in ((producer, consumer), (consumer, producer)):
-                if (source, destination) not in self._ends:
-                    self._ends[source, destination] = self._direction(source, destination)
+                if (source, destination) not in self._made:
+                    self._make(source, destination)
+                    self._made.add((source, destination))
 
-    def sender(self, source: int, destination: int) -> _C.Sender:
-        sender = self._ends[source, destination][0]
-        assert sender is not None
-        return sender
-
-    def receiver(self, source: int, destination: int) -> _C.Receiver:
-        receiver = self._ends[source, destination][1]
-        assert receiver is not None
-        return receiver
-
-    def _direction(
-        self, source: int, destination: int
-    ) -> tuple[_C.Sender | None, _C.Receiver | None]:
+    def _make(self, source: int, destination: int) -> None:
         grid = self._grid
+        edge = (source, destination)
         if not grid.in_processes or grid.share_a_rank(source, destination):
             channel = _C.LocalChannel(self._devices[destination])
-            return channel, channel
-        group: dist.ProcessGroup | None = None
-        for shard, replica in itertools.product(range(grid.num_shards), range(grid.width)):
-            ends = [grid.process_of(stage, replica, shard) for stage in (source, destination)]
-            made = dist.new_group(sorted(ends), timeout=self._timeout)
-            if isinstance(made, dist.ProcessGroup):
-                self._groups.append(made)
-                group = made
+            self.senders[edge], self.receivers[edge] = channel, channel
+            return
+        group = new_group(grid.teams_of(edge), self._timeout)
         if group is None:
-            return None, None
+            return
+        self._groups.append(group)
         peers = (grid.process_of(source), grid.process_of(destination))
         # As many messages as can be under way before the receiver has to take one.
         most_under_way = max(self._in_flight) + 1
         devices = {self._devices[source].type, self._devices[destination].type}
-        ring = (
-            make_ring(group, *peers, most_under_way, self._timeout) if devices == {"cpu"} else None
-        )
-        own = source if source in grid.stages else destination
-        return end_of_channel(group, *peers, self._devices[own], most_under_way, ring)
+        ring = None
+        if devices == {"cpu"}:
+            ring = make_ring(group, *peers, most_under_way, self._timeout)
+        own = self._devices[source if source in grid.stages else destination]
+        sender, receiver = end_of_channel(group, *peers, own, most_under_way, ring)
+        if sender is not None:
+            self.senders[edge] = sender
+        if receiver is not None:
+            self.receivers[edge] = receiver
 
     def close(self) -> None:
         """Drops the channels and their connections; peers that wait get an error."""
-        self._ends.clear()
+        self.senders.clear()
+        self.receivers.clear()
         destroy_groups(self._groups)
         self._groups.clear()
 

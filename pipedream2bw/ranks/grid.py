@@ -6,15 +6,12 @@ import contextlib
 import datetime
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh import Places, places_in
-
-Edge = tuple[int, int]
-"""Producer stage, consumer stage."""
 
 
 def join_world(device_type: str) -> int:
@@ -73,9 +70,8 @@ class RankGrid:
         self._own_rank = 0
         self.places: Places = [[[0] * p]]
         self._timeout = datetime.timedelta(seconds=timeout)
-        self._replica_groups: dict[int, dist.ProcessGroup] = {}  # by the model's stage
-        self._own_replica: list[dist.ProcessGroup] = []  # none, or one
-        self._groups_of_stages: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # By what the processes share: a stage of the model, several stages, or (None) a replica.
+        self._groups: dict[int | tuple[int, ...] | None, dist.ProcessGroup] = {}
         self.mesh = mesh
         self.in_processes = world > 1
         if not self.in_processes:
@@ -102,11 +98,10 @@ class RankGrid:
         )
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
             copies = placement[stage :: self.depth]
-            for replicas in self.places:
-                holders = sorted(ranks[copy] for ranks in replicas for copy in copies)
-                group = dist.new_group(holders, timeout=self._timeout)
-                if isinstance(group, dist.ProcessGroup):
-                    self._replica_groups[stage] = group
+            holders = [
+                [ranks[copy] for ranks in replicas for copy in copies] for replicas in self.places
+            ]
+            self._join(stage, holders)
 
     @property
     def local_ranks(self) -> list[int]:
@@ -156,43 +151,59 @@ class RankGrid:
 
     def replica_group(self, stage: int) -> dist.ProcessGroup | None:
         """The processes that hold one of this process's stages, if there are several."""
-        return self._replica_groups.get(stage % self.depth)
+        return self._groups.get(stage % self.depth)
 
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
-        if self.in_processes and not self._own_replica:
-            for replicas in self.places:
-                for ranks in replicas:
-                    made = dist.new_group(sorted(ranks), timeout=self._timeout, backend="gloo")
-                    if isinstance(made, dist.ProcessGroup):
-                        self._own_replica.append(made)
-        return self._own_replica[0] if self._own_replica else None
+        if self.in_processes and None not in self._groups:
+            replicas = [ranks for replicas in self.places for ranks in replicas]
+            self._join(None, replicas, backend="gloo")
+        return self._groups.get(None)
+
+    def teams_of(self, stages: Iterable[int]) -> list[set[int]]:
+        """The processes that run these stages, for each shard and replica."""
+        return [
+            {self.process_of(stage, replica, shard) for stage in stages}
+            for shard, replica in itertools.product(range(self.num_shards), range(self.width))
+        ]
 
     def make_group(self, stages: tuple[int, ...]) -> None:
         """Joins the processes of each replica that run these stages. Every process calls it."""
-        for shard, replica in itertools.product(range(self.num_shards), range(self.width)):
-            processes = {self.process_of(stage, replica, shard) for stage in stages}
-            if len(processes) > 1:
-                made = dist.new_group(sorted(processes), timeout=self._timeout)
-                if isinstance(made, dist.ProcessGroup):
-                    self._groups_of_stages[stages] = made
+        self._join(stages, [team for team in self.teams_of(stages) if len(team) > 1])
 
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group that :meth:`make_group` made; None unless it joins this process to others."""
-        return self._groups_of_stages.get(stages)
+        return self._groups.get(stages)
+
+    def _join(
+        self,
+        key: int | tuple[int, ...] | None,
+        teams: Iterable[Collection[int]],
+        backend: str | None = None,
+    ) -> None:
+        group = new_group(teams, self._timeout, backend)
+        if group is not None:
+            self._groups[key] = group
 
     def close(self) -> None:
         """Drops the groups."""
-        destroy_groups(
-            [
-                *self._replica_groups.values(),
-                *self._own_replica,
-                *self._groups_of_stages.values(),
-            ]
-        )
-        self._replica_groups.clear()
-        self._own_replica.clear()
-        self._groups_of_stages.clear()
+        destroy_groups(self._groups.values())
+        self._groups.clear()
+
+
+def new_group(
+    teams: Iterable[Collection[int]], timeout: datetime.timedelta, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Makes a group of each team's processes; gives the one that this process is in.
+
+    torch numbers groups by how many a process has made, so every process calls it, in one order.
+    """
+    own = None
+    for team in teams:
+        made = dist.new_group(sorted(team), timeout=timeout, backend=backend)
+        if isinstance(made, dist.ProcessGroup):  # else this process is in another team
+            own = made
+    return own
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -32,15 +32,18 @@ class Accumulation:
     Args:
         num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
         averages: their gradients are averaged, not added; so are those of microbatches.
+
+    Attributes:
+        num_updates: optimizer steps so far: the number of the batch that comes or waits for its
+            step.
     """
 
     def __init__(self, num_steps: int = 1, *, averages: bool = True) -> None:
         check_whole_number("accumulate", num_steps)
         self._num_steps = num_steps
         self.averages = averages
-        self._num_averaged = num_steps if averages else 1
         self._holds = False  # inside no_sync()
-        self._updates = 0
+        self.num_updates = 0
         self._counted = 0  # train_steps that count towards a step
         self._held = 0  # the others
         self._last: BatchPart | None = None
@@ -70,10 +73,11 @@ class Accumulation:
             ValueError: the batch is complete and waits for its step.
         """
         if self._is_complete:
-            raise ValueError(self._message(self._updates))
+            raise ValueError(self._message(self.num_updates))
         ends = not self._holds and (self._counted + 1) % self._num_steps == 0
         begins = self._last is None or self._last.ends
-        return BatchPart(self._updates, begins, ends, self._num_averaged)
+        num_averaged = self._num_steps if self.averages else 1
+        return BatchPart(self.num_updates, begins, ends, num_averaged)
 
     def take(self, part: BatchPart) -> None:
         """The train_step has begun."""
@@ -84,20 +88,11 @@ class Accumulation:
     def check_update(self) -> None:
         """Raises ValueError unless a step is due."""
         if not self._is_complete:
-            raise ValueError(self._message(self._updates + 1))
-
-    def take_update(self) -> None:
-        """The step has been registered."""
-        self._updates += 1
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps so far: the number of the batch that comes or waits for its step."""
-        return self._updates
+            raise ValueError(self._message(self.num_updates + 1))
 
     @property
     def _is_complete(self) -> bool:
-        return self._last is not None and self._last.ends and self._last.batch == self._updates
+        return self._last is not None and self._last.ends and self._last.batch == self.num_updates
 
     def _message(self, calls: int) -> str:
         n = self._num_steps

@@ -7,29 +7,25 @@ import contextlib
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 from ..errors import PeerLost, RemoteTraceback, StageError, reworded
 from .local_stages import LocalStages
 
 
-class Place(NamedTuple):
-    """Where a process is: in front of what other ranks read, and as a StageError's attributes."""
-
-    text: str
-    data: dict[str, Any]
-
-
 class Ending:
-    """Whether this process's part of a pipeline is open, and what has ended it."""
+    """Whether this process's part of a pipeline is open, and what has ended it.
 
-    def __init__(self, stages: LocalStages, place: Callable[[], Place]) -> None:
-        """Takes what to end; ``place`` is asked when this process ends the pipeline."""
+    Attributes:
+        batch: the number of the next train_step, for what other ranks read of a failure here.
+    """
+
+    def __init__(self, stages: LocalStages) -> None:
+        self.batch = 0
         self._ended_by: RuntimeError | None = None
         self._stages = stages
         self._control = stages.control
-        self._place = place
         _all.add(self)
 
     @property
@@ -79,8 +75,17 @@ class Ending:
             kind: of error that they raise.
             error: whose traceback they chain.
         """
-        place = self._place()
-        failure = kind(f"{place.text}{reason}", cause=reason, **place.data)
+        grid = self._stages.grid
+        here = f"{self._control.place}, batch {self.batch}: " if grid.in_processes else ""
+        stages = grid.stages_of_model
+        failure = kind(
+            f"{here}{reason}",
+            rank=grid.rank,
+            stage=stages[0] if len(stages) == 1 else None,
+            replica=grid.replica,
+            batch=self.batch,
+            cause=reason,
+        )
         if error is not None:
             failure.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
         self._control.report(failure)

@@ -14,7 +14,7 @@ from ..ranks.grid import RankGrid
 from ..stages.modes import Mode
 from .accumulation import BatchPart
 from .local_stages import LocalStage
-from .microbatch import SplitTree, common_rows, microbatch_rows, signature, split_values
+from .microbatch import SplitTree, common_rows, hash_of_shapes, microbatch_rows, split_values
 from .runner import RunInputs
 
 
@@ -64,7 +64,7 @@ class Intake:
         self._losses_are_means = losses_are_means
         self._num_microbatches = num_microbatches
         self._replicated = replicated
-        self._layouts: dict[tuple[int, int], int] = {}  # (signature, rows) -> number
+        self._layouts: dict[tuple[int, int], int] = {}  # (hash of shapes, rows) -> number
 
     def take(self, call: Call, part: BatchPart | None, mode: Mode, *, is_train: bool) -> Given:
         """Checks what this rank was given, before ranks agree.
@@ -85,7 +85,7 @@ class Intake:
             given.values = split_model_args(mode.captured, call.args, call.kwargs)
             given.whole = mode.whole
             rows = self._rows(given, mode)
-            number = signature(given.values, given.whole, (is_train, given.training))
+            number = hash_of_shapes(given.values, given.whole, (is_train, given.training))
         if any(map(grid.is_last, stages)) and given.training:
             given.target = SplitTree.of(call.target, "target", self._replicated)
             target_rows = -1 if given.target.rows is None else given.target.rows
@@ -142,7 +142,7 @@ class Intake:
             count = max(1, min(mine.argument_rows, count))
         sizes = microbatch_rows(mine.argument_rows, count)
         layouts = [
-            self._layouts.setdefault((mine.signature, size), len(self._layouts)) for size in sizes
+            self._layouts.setdefault((mine.shapes, size), len(self._layouts)) for size in sizes
         ]
         return Microbatches(sizes, layouts)
 
@@ -154,7 +154,7 @@ class Intake:
         self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
     ) -> RunInputs:
         """The stage's share of what was given."""
-        grid = self._grid
+        grid, device = self._grid, stage.weights.device
         sizes, layouts = microbatches
         mine = slice(None)
         if given.training:  # a pipeline's part of the microbatches
@@ -180,10 +180,10 @@ class Intake:
                 for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):
-            inputs.values = split_values(given.values, given.whole, sizes, stage.device)[mine]
+            inputs.values = split_values(given.values, given.whole, sizes, device)[mine]
         if grid.is_last(stage.index) and given.training:
             assert given.target is not None
-            inputs.targets = given.target.split(sizes, stage.device)[mine]
+            inputs.targets = given.target.split(sizes, device)[mine]
         return inputs
 
     def _check_same_batch(
@@ -199,7 +199,7 @@ class Intake:
                 f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
                 "the same batch"
             )
-        if first.signature != other.signature:
+        if first.shapes != other.shapes:
             raise ValueError(
                 f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
                 "differ: all first stages of a replica are given the same batch"

@@ -101,11 +101,7 @@ class Loss(LazyNumber):
         return dict(zip(self._names, self._all()[1:], strict=True))
 
     def backward(self, *args: object, **kwargs: object) -> None:
-        """Refuses: the backward belongs to ``train_step``.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuses with a TypeError: the backward belongs to ``train_step``."""
         raise TypeError(
             "loss.backward(): train_step() has submitted the backward already; call opt.step()"
         )

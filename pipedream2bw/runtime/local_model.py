@@ -115,16 +115,18 @@ class LocalModel:
             for stage in self._stages:
                 if stage.index % depth != program.index:
                     continue
-                engine = stage.weights.engine
+                weights, engine = stage.weights, stage.weights.engine
                 memory = memory_of(stage)
-                of = f" (pipeline {stage.weights.pipeline})" if has_copies else ""
-                frozen = stage.weights.num_frozen_elements
-                versions = engine.num_versions if stage.weights.trainable else 1
-                tied = stage.weights.num_tied_elements
+                of = f" (pipeline {weights.pipeline})" if has_copies else ""
+                frozen = sum(
+                    p.numel() for name, p in weights.frozen.items() if weights.counts(name)
+                )
+                versions = engine.num_versions if weights.trainable else 1
+                tied = sum(p.numel() for p in weights.in_root.values()) - weights.num_elements
                 line += (
-                    f"{of}, {stage.weights.num_elements:,} parameters "
+                    f"{of}, {weights.num_elements:,} parameters "
                     f"{f'({frozen:,} frozen) ' if frozen else ''}"
-                    f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {stage.device}, "
+                    f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {weights.device}, "
                     f"{versions} weight version{'s' if versions > 1 else ''} "
                     f"(newest W({engine.newest_version})), {memory.total:,} bytes"
                 )

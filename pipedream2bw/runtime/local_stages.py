@@ -14,19 +14,15 @@ from torch import nn
 from .. import _C
 from ..errors import StageError
 from ..model.hooks import LateHooks
-from ..model.storages import return_freed_memory
+from ..model.storages import OtherStages, return_freed_memory
 from ..ranks.agreement import ControlPlane
 from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
-from ..stages.tied import Tie, find_ties
-from .accumulation import BatchPart
-from .released import OtherStages
-from .runner import BoundProgram, StageRunner
-from .stage_options import StageOptions
+from .runner import BoundProgram, StageOptions, StageRunner
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
-from .tied_copies import TiedCopies
+from .tied_copies import Tie, TiedCopies, find_ties
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -34,39 +30,30 @@ class LocalStage:
     """One of the stages that this process runs."""
 
     index: int
-    device: torch.device
     weights: StageWeights
     runner: StageRunner
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
 
 
-class _KeptErrors:
+class _KeptErrors(list[BaseException]):
     """Exceptions that the stages' Python code raised; the engine knows their positions.
 
     Their tracebacks may refer to the pipeline: held by the engine they would keep it alive.
     """
 
-    def __init__(self) -> None:
-        self._errors: list[BaseException] = []
 
-    def keep(self, error: BaseException) -> int:
-        self._errors.append(error)
-        return len(self._errors) - 1
+def _keeping(errors: weakref.ref[_KeptErrors]) -> Callable[[BaseException], int]:
+    """Keeps an error for the engine, and gives its position: -1 once the pipeline is gone."""
 
-    def keep_while_alive(self) -> Callable[[BaseException], int]:
-        """:meth:`keep` for the engine; it gives -1 once this object is gone."""
-        method = weakref.WeakMethod(self.keep)
+    def keep(error: BaseException) -> int:
+        kept = errors()
+        if kept is None:
+            return -1
+        kept.append(error)
+        return len(kept) - 1
 
-        def keep(error: BaseException) -> int:
-            alive = method()
-            return -1 if alive is None else alive(error)
-
-        return keep
-
-    def take(self) -> list[BaseException]:
-        errors, self._errors = self._errors, []
-        return errors
+    return keep
 
 
 class LocalStages:
@@ -83,6 +70,8 @@ class LocalStages:
         options: how the stages compute.
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
+        in_update_order: the stages, those of a rank in the order in which the schedule updates
+            them.
     """
 
     def __init__(
@@ -121,8 +110,9 @@ class LocalStages:
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
-        self._stages, self._in_update_order = self._with_executors(weights)
-        self._executors = list(dict.fromkeys(stage.executor for stage in self._in_update_order))
+        self.in_update_order = self._with_executors(weights)
+        self._stages = sorted(self.in_update_order, key=lambda stage: stage.index)
+        self._executors = list(dict.fromkeys(stage.executor for stage in self.in_update_order))
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
@@ -153,7 +143,7 @@ class LocalStages:
                 device=devices[stage],
                 num_versions=schedule.num_versions[stage],
                 group=grid.replica_group(stage),
-                bucket_bytes=self.options.bucket_bytes,
+                bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
                 first=grid.process_of(stage % d, replica=0),
                 copies=sums[stage % d],
                 tied=tied,
@@ -162,14 +152,11 @@ class LocalStages:
             for stage in grid.stages
         ]
 
-    def _with_executors(
-        self, weights: Sequence[StageWeights]
-    ) -> tuple[list[LocalStage], list[LocalStage]]:
-        """The stages by their numbers, and in the order of their updates."""
+    def _with_executors(self, weights: Sequence[StageWeights]) -> list[LocalStage]:
+        """The stages, those of a rank in the order in which the schedule updates them."""
         schedule, grid, options, d = self.schedule, self.grid, self.options, self.schedule.depth
         weights_of = {each.index: each for each in weights}
         stages: list[LocalStage] = []
-        in_update_order: list[LocalStage] = []
         draws = any(options.recompute) or options.recomputes_blocks
         seed = _C.draw_seed() if draws else 0
         threads = torch.get_num_threads()
@@ -197,25 +184,14 @@ class LocalStages:
                 ],
                 fault=self.control.fault,
                 losses=self.losses,
-                keep_error=self._errors.keep_while_alive(),
+                keep_error=_keeping(weakref.ref(self._errors)),
             )
-            made = {
-                i: LocalStage(
-                    index=i,
-                    device=weights_of[i].device,
-                    weights=weights_of[i],
-                    runner=runners[i],
-                    executor=executor,
-                )
-                for i in here
-            }
-            stages += made.values()
-            in_update_order += (made[i] for i in schedule.update_order(rank))
+            stages += [
+                LocalStage(index=i, weights=weights_of[i], runner=runners[i], executor=executor)
+                for i in schedule.update_order(rank)
+            ]
         torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
-        return sorted(stages, key=lambda stage: stage.index), in_update_order
-
-    def __getitem__(self, position: int) -> LocalStage:
-        return self._stages[position]
+        return stages
 
     def __iter__(self) -> Iterator[LocalStage]:
         return iter(self._stages)
@@ -246,15 +222,15 @@ class LocalStages:
                 id=mode.wiring,
                 inbound=[
                     _C.InboundEdge(
-                        values=channels.receiver(producer, here),
-                        gradients=channels.sender(here, producer),
+                        values=channels.receivers[producer, here],
+                        gradients=channels.senders[here, producer],
                     )
                     for producer in producers
                 ],
                 outbound=[
                     _C.OutboundEdge(
-                        values=channels.sender(here, consumer),
-                        gradients=channels.receiver(consumer, here),
+                        values=channels.senders[here, consumer],
+                        gradients=channels.receivers[consumer, here],
                     )
                     for consumer in consumers
                 ],
@@ -283,33 +259,14 @@ class LocalStages:
             for stage in self._stages:
                 stage.weights.engine.restart_delay()
 
-    def submit_train_step(
-        self, run: int, wiring: int, layouts: Sequence[int], rows: Sequence[int], part: BatchPart
-    ) -> None:
-        """Begins a train_step.
+    def submit_train_step(self, run: _C.Run) -> None:
+        """Begins a train_step."""
+        self._tickets.append([executor.submit_run(run) for executor in self._executors])
 
-        Args:
-            rows: of each microbatch; none if losses are sums.
-        """
-        submitted = _C.Run(
-            id=run,
-            wiring=wiring,
-            layouts=layouts,
-            rows=rows,
-            batch=part.batch,
-            begins_batch=part.begins,
-            ends_batch=part.ends,
-            num_averaged=part.num_averaged,
-        )
-        self._tickets.append([executor.submit_run(submitted) for executor in self._executors])
-
-    def submit_evaluation(self, run: int, wiring: int, layouts: Sequence[int]) -> None:
+    def submit_evaluation(self, run: _C.Run) -> None:
+        """Begins an evaluation."""
         for executor in self._executors:
-            executor.submit_evaluation(_C.Run(id=run, wiring=wiring, layouts=layouts))
-
-    def in_update_order(self) -> Iterator[LocalStage]:
-        """The stages, those of a rank in the order in which the schedule updates them."""
-        return iter(self._in_update_order)
+            executor.submit_evaluation(run)
 
     def record(self, on: bool) -> None:
         """Whether executed actions are recorded."""
@@ -341,9 +298,11 @@ class LocalStages:
             executor.wait(ticket)
 
     def take_error(self) -> BaseException | None:
-        """The Python exception that the fault is about, if it was raised here; forgets them all."""
+        """The Python exception that the fault is about, if it was raised here; forgets all."""
         kept = self.control.fault.kept
-        return self._errors.take()[kept] if kept >= 0 else None
+        error = self._errors[kept] if kept >= 0 else None
+        self._errors.clear()
+        return error
 
 
 def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> list[torch.device]:

@@ -88,7 +88,7 @@ def split_values(
     return [list(microbatch) for microbatch in zip(*parts, strict=True)] or [[] for _ in sizes]
 
 
-def signature(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int:
+def hash_of_shapes(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int:
     """A 62-bit number for all that fixes a microbatch's shapes but its number of rows."""
     described = [
         (tuple(value.shape if keep else value.shape[1:]), str(value.dtype))
@@ -111,29 +111,23 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    columns = []
-    for output, size in zip(outputs, sizes, strict=True):
-        leaves, spec = pytree.tree_flatten(output)
-        columns.append(leaves)
-        for leaf in leaves:
-            if _is_mean(leaf) or not isinstance(leaf, torch.Tensor):
-                continue
-            if leaf.dim() == 0 or leaf.shape[0] != size:
-                raise ValueError(
-                    f"the model's output has shape {list(leaf.shape)} for a microbatch of {size} "
-                    "rows: outputs of microbatches are joined along dimension 0, so it must have "
-                    "the microbatch's rows (or be one floating-point number, their mean)"
-                )
-    joined = [_joined(leaves, sizes) for leaves in zip(*columns, strict=True)]
-    return pytree.tree_unflatten(joined, spec)
-
-
-def _is_mean(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+    spec = pytree.tree_structure(outputs[0])
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    return pytree.tree_unflatten([_joined(leaves, sizes) for leaves in columns], spec)
 
 
 def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if _is_mean(leaves[0]):
+    first = leaves[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if first.dim() == 0 and first.is_floating_point():
         shares = [size / sum(sizes) for size in sizes]
         return sum(leaf * share for leaf, share in zip(leaves, shares, strict=True))
-    return torch.cat(list(leaves)) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+    for leaf, size in zip(leaves, sizes, strict=True):
+        if leaf.dim() == 0 or leaf.shape[0] != size:
+            raise ValueError(
+                f"the model's output has shape {list(leaf.shape)} for a microbatch of {size} "
+                "rows: outputs of microbatches are joined along dimension 0, so it must have the "
+                "microbatch's rows (or be one floating-point number, their mean)"
+            )
+    return torch.cat(list(leaves))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,40 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
 from ..model.added_loss import LossWeight, weighing
-from ..model.metrics import check_loss, measure
+from ..model.metrics import Metric, check_loss, measure
+from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
-from .stage_options import StageOptions
 from .stage_weights import StageWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How the stages of a pipeline compute, the same on every rank.
+
+    Attributes:
+        loss_fn: gives the loss of a microbatch, from the model's output and the target.
+        precision: the dtypes in which stages compute and parameters are kept.
+        devices: the device of each stage of the model.
+        recompute: for each stage of the model, whether it runs its forwards again.
+        recomputes_blocks: whether blocks of layers inside the stages do so by themselves.
+        metrics: what is computed beside the loss.
+        compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
+        bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
+        warmup_batches: how many batches are trained without a delay.
+    """
+
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    precision: Precision
+    devices: Sequence[torch.device]
+    recompute: Sequence[bool]
+    recomputes_blocks: bool = False
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bucket_cap_mb: float = math.inf
+    warmup_batches: int = 0
 
 
 @dataclasses.dataclass
@@ -231,7 +259,7 @@ class StageRunner:
         with weighing(given.loss_weight), self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
             if self._is_last:
-                return [], self._loss(outputs[0], given.target), outputs[0]
+                return [], check_loss(self.loss_fn(outputs[0], given.target)), outputs[0]
         return bound.messages(outputs), None, None
 
     def _values(self, given: _Given, inbound: list[_C.Message]) -> list[Any]:
@@ -243,9 +271,6 @@ class StageRunner:
             structure, tensors = message.structure, message.tensors
             values.extend(unpack(structure, tensors) if structure else tensors)
         return values
-
-    def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        return check_loss(self.loss_fn(output, target))
 
     def forward_while_alive(self) -> Callable[[_C.ForwardCall], _C.ForwardResult]:
         """:meth:`forward` for the engine, which Python's garbage collector cannot look into.

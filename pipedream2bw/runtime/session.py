@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from ..model.checkpoint import Checkpoint
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.agreement import Announcement, ControlPlane, Operation
 from ..ranks.mesh import mesh_of
+from ..schedules.events import Event
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
-from .ending import Ending, Place
+from .ending import Ending
 from .intake import Call, Given, Intake, Microbatches
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
-from .timeline import Timeline
 
 
 class Session:
@@ -69,8 +69,7 @@ class Session:
         self.grid = stages.grid
         self.control = stages.control
         self.local_model = LocalModel(stages, without_values)
-        # Without a reference to the session: it goes when nobody holds it.
-        self.ending = Ending(stages, functools.partial(_place, weakref.ref(self)))
+        self.ending = Ending(stages)
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
         self._num_evaluations = 0
@@ -121,13 +120,22 @@ class Session:
             for stage in self.stages:
                 inputs = self._intake.inputs(given, stage, mode, microbatches)
                 stage.runner.begin(number, inputs)
-            rows = self._intake.weighing_rows(microbatches.sizes)
             self.stages.submit_train_step(
-                number, mode.wiring, microbatches.layouts, rows, given.part
+                _C.Run(
+                    id=number,
+                    wiring=mode.wiring,
+                    layouts=microbatches.layouts,
+                    rows=self._intake.weighing_rows(microbatches.sizes),
+                    batch=given.part.batch,
+                    begins_batch=given.part.begins,
+                    ends_batch=given.part.ends,
+                    num_averaged=given.part.num_averaged,
+                )
             )
             self.accumulation.take(given.part)
             self._drained = False
             self.num_train_steps += 1
+            self.ending.batch = self.num_train_steps
             return slot
 
     def evaluate(self, call: Call, *, is_train: bool) -> Any:
@@ -145,7 +153,9 @@ class Session:
             for stage in stages:
                 inputs = self._intake.inputs(given, stage, mode, microbatches)
                 stage.runner.begin(run, inputs)
-            self.stages.submit_evaluation(run, mode.wiring, microbatches.layouts)
+            self.stages.submit_evaluation(
+                _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts)
+            )
             self.stages.finish_submitted()
             outputs = [stage.runner.outputs_of(run) for stage in stages]
         return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
@@ -254,13 +264,13 @@ class Session:
         self.accumulation.check_update()
         with self.ending.failing_closes():
             yield self.num_train_steps - 1
-        self.accumulation.take_update()
+        self.accumulation.num_updates += 1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Timeline]:
         """Records the actions executed inside; drains at its end."""
         self.ending.check_open()
-        timeline = Timeline(self.control, self.schedule.placement)
+        timeline = Timeline(self.control)
         self.stages.record(True)
         try:
             yield timeline
@@ -268,7 +278,20 @@ class Session:
         finally:
             self.stages.record(False)
             records = self.stages.take_records()
-            timeline.add(self.grid.replica, records if self.grid.shard == 0 else [])
+            timeline.rows.extend(
+                Event(
+                    stage=action.stage,
+                    replica=self.grid.replica,
+                    kind=action.kind,
+                    batch=action.run,
+                    microbatch=action.microbatch,
+                    version=action.version,
+                    start=action.start,
+                    end=action.end,
+                    rank=self.schedule.placement[action.stage],
+                )
+                for action in (records if self.grid.shard == 0 else ())
+            )
 
     # ------------------------------------------------------------------ ending
 
@@ -290,23 +313,23 @@ class Session:
         self.ending.end(RuntimeError("close() was called"))
 
 
+class Timeline:
+    """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self.rows: list[Event] = []
+
+    def gather(self) -> list[Event]:
+        """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
+        self._control.agree(Operation.gather_events, 0, Announcement)
+        parts = self._control.gather([dataclasses.astuple(event) for event in self.rows])
+        return sorted(Event(*row) for part in parts for row in part)
+
+
 def open_sessions() -> list[Session]:
     """The sessions of this process that have not ended."""
     return [session for session in _all if session.ending.is_open]
-
-
-def _place(session: weakref.ref[Session]) -> Place:
-    """Says where this process is, for the errors of other ranks."""
-    alive = session()
-    if alive is None:
-        return Place("", {})
-    grid, batch = alive.grid, alive.num_train_steps
-    stages = {stage % grid.depth for stage in grid.stages}
-    data = {"rank": grid.rank, "replica": grid.replica, "batch": batch}
-    if len(stages) == 1:
-        data["stage"] = stages.pop()
-    text = f"{alive.control.place}, batch {batch}: " if grid.in_processes else ""
-    return Place(text, data)
 
 
 _all: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -44,29 +44,19 @@ class StageMemory:
     @property
     def total(self) -> int:
         """All bytes."""
-        return (
-            self.weights
-            + self.masters
-            + self.gradients
-            + self.optimizer_state
-            + self.frozen_weights
-            + self.buffers
-            + self.padding
-            + self.activations
-            + self.message_buffers
-        )
+        total: int = sum(dataclasses.astuple(self))
+        return total - self.most_in_flight - self.most_live_versions
 
 
 def memory_of(stage: LocalStage) -> StageMemory:
     """Reads what a stage of this process holds now, and the most that it has held."""
     weights, executor = stage.weights, stage.executor
     engine = weights.engine.bytes()
-    kept = 0 if weights.correction is None else weights.correction.nbytes
     return StageMemory(
         weights=engine.weights,
         masters=engine.masters,
         gradients=engine.gradients,
-        optimizer_state=engine.optimizer_state + kept,
+        optimizer_state=engine.optimizer_state + weights.correction_bytes(),
         frozen_weights=weights.frozen_bytes,
         buffers=sum(buffer.nbytes for buffer in weights.buffers),
         padding=engine.padding,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,6 @@ from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
-
-
-class CorrectsSteps(Protocol):
-    """Corrects the steps that an optimizer makes on one stage."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps from one step to the next."""
-        ...
-
-    def apply(self, slot: int, *, stale: bool) -> None:
-        """Corrects the step that leads to the weights in ``slot``, within an update."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +106,7 @@ class StageWeights:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
-        self.correction: CorrectsSteps | None = None  # of the optimizer's steps
+        self.correction_bytes: Callable[[], int] = lambda: 0  # what the optimizer keeps beside it
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 
@@ -144,16 +131,6 @@ class StageWeights:
     def num_elements(self) -> int:
         """Elements of all parameters that count here, frozen ones too."""
         return sum(p.numel() for name, p in self.in_root.items() if self.counts(name))
-
-    @property
-    def num_frozen_elements(self) -> int:
-        """Elements of the frozen parameters that count here."""
-        return sum(p.numel() for name, p in self.frozen.items() if self.counts(name))
-
-    @property
-    def num_tied_elements(self) -> int:
-        """Elements of the parameters that count on an earlier stage."""
-        return sum(p.numel() for name, p in self.in_root.items() if not self.counts(name))
 
     @property
     def frozen_bytes(self) -> int:

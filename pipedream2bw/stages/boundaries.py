@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .. import _C
-from ..capture.bonds import Bonds, bonds_of
-from ..capture.captured import Captured, describe_layer, first_layers
+from ..capture.captured import (
+    Bonds,
+    Captured,
+    bonds_of,
+    describe_layer,
+    first_layers,
+    values_between,
+)
 from .program import StageProgram
 
 
@@ -52,9 +59,16 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
         for name in (*program.parameters, *program.unused_parameters, *program.buffers):
             stages_of.setdefault(name, set()).add(program.index)
     everywhere = set(range(len(programs)))
-    allowed = [  # by layer: the stages that hold all that it uses
-        everywhere.intersection(*(stages_of[name] for name in names if name in stages_of))
-        for names in _state_names(captured)
+    # By layer: the stages that hold all that it uses. Buffers that are only read may be on several.
+    written = captured.costs.written_buffers
+    allowed = [
+        everywhere.intersection(
+            *(stages_of[name] for name in parameters if name in stages_of),
+            *(stages_of[name] for name in buffers if name in stages_of and name in written),
+        )
+        for parameters, buffers in zip(
+            captured.layer_parameters, captured.layer_buffers, strict=True
+        )
     ]
     bonds = bonds_of(captured)
     fits = _what_fits(allowed, bonds, len(programs))
@@ -82,12 +96,8 @@ def crossing_values(captured: Captured) -> list[_C.Value]:
     A model input counts as produced by layer 0, whose rank gets the model's arguments.
     """
     consumers_of: dict[str, tuple[int, list[int]]] = {}
-    index_of = {node: index for index, node in enumerate(captured.layer_nodes)}
-    for consumer, node in enumerate(captured.layer_nodes):
-        for value in node.all_input_nodes:
-            producer = index_of.get(value, 0)
-            if value.op != "get_attr" and producer < consumer:
-                consumers_of.setdefault(value.name, (producer, []))[1].append(consumer)
+    for producer, consumer, name in values_between(captured.layer_nodes):
+        consumers_of.setdefault(name, (producer, []))[1].append(consumer)
     return [
         _C.Value(
             producer=producer,
@@ -116,8 +126,7 @@ def _check_bonds(captured: Captured, boundaries: Sequence[int]) -> None:
         ValueError: names the buffer (or value written in place) and both stages.
     """
     for bond in bonds_of(captured):
-        first = _stage_at(boundaries, bond.first)
-        last = _stage_at(boundaries, bond.last)
+        first, last = (bisect.bisect(boundaries, layer) - 1 for layer in (bond.first, bond.last))
         if first != last:
             raise ValueError(
                 f"{bond.what} is used in stages {first} and {last} (layers "
@@ -125,14 +134,6 @@ def _check_bonds(captured: Captured, boundaries: Sequence[int]) -> None:
                 f"{describe_layer(captured, bond.last)}): "
                 "choose a split that puts both uses into one stage"
             )
-
-
-def _state_names(captured: Captured) -> Iterable[list[str]]:
-    """Yields for each layer the parameters and buffers that have to be on its stage."""
-    written = captured.costs.written_buffers
-    for parameters, buffers in zip(captured.layer_parameters, captured.layer_buffers, strict=True):
-        # Buffers that are only read may be on several stages.
-        yield [*parameters, *(name for name in buffers if name in written)]
 
 
 def _balanced(captured: Captured, num_stages: int) -> list[int]:
@@ -155,15 +156,6 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
         for layer in captured.layers
     ]
     return _C.split_stages(layers, num_stages, can_cut, crossing_values(captured))
-
-
-def _cut_costs(captured: Captured) -> list[float]:
-    """Returns nominal seconds of what crosses the cut before each layer but the first."""
-    costs = [0.0] * (len(captured.layers) - 1)
-    for value in crossing_values(captured):
-        for cut in range(value.producer, value.consumers[-1]):
-            costs[cut] += value.seconds
-    return costs
 
 
 def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
@@ -198,9 +190,8 @@ def _closest(captured: Captured, legal: list[int], name: str | None) -> int:
     first = first_layers(captured).get(name) if name is not None else None
     if first in legal:
         return first
-    costs = [0.0, *_cut_costs(captured), 0.0]
-    return min(legal, key=lambda cut: costs[cut])
-
-
-def _stage_at(boundaries: Sequence[int], layer: int) -> int:
-    return sum(1 for boundary in boundaries[1:] if boundary <= layer)
+    costs = [0.0] * (len(captured.layers) + 1)  # of what crosses each cut, in nominal seconds
+    for value in crossing_values(captured):
+        for cut in range(value.producer + 1, value.consumers[-1] + 1):
+            costs[cut] += value.seconds
+    return min(legal, key=costs.__getitem__)

@@ -56,19 +56,36 @@ def generate(
         sizes: values that are sizes of an input: name -> (input, dimension).
         block_of: names the recomputed block that a node belongs to.
     """
-    return _Writer(attribute_of, block_of).write(
-        title, list(nodes), list(inputs), list(outputs), set(cloned_inputs), dict(sizes or {})
-    )
+    nodes, writer = list(nodes), _Writer(attribute_of)
+    last_use = _last_uses(nodes, set(outputs))
+    variable = writer.variable
+    body: list[str] = []
+    if inputs:
+        body.append(f"{', '.join(map(variable, inputs))}, = inputs")
+    for name in cloned_inputs:
+        body.append(f"{variable(name)} = {variable(name)}.clone()")
+    for name, (value, dimension) in (sizes or {}).items():
+        body.append(f"{variable(name)} = {variable(value)}.size({dimension})")
+    for block, members in itertools.groupby(nodes, block_of):
+        if block is None:
+            body += writer.statements(members, last_use)
+        else:
+            body += writer.block(block, list(members), last_use)
+    body.append(f"return [{', '.join(map(variable, outputs))}]")
+    lines = [
+        f"def make({writer.parameters()}):",
+        "    def stage(inputs):",
+        *(f"        {line}" for line in body),
+        "    return stage",
+    ]
+    return writer.compiled(title, "\n".join(lines) + "\n")
 
 
 class _Writer:
-    def __init__(
-        self,
-        attribute_of: Callable[[fx.Node], Attribute],
-        block_of: Callable[[fx.Node], str | None],
-    ) -> None:
+    """Writes nodes as statements, and keeps the names of what these refer to."""
+
+    def __init__(self, attribute_of: Callable[[fx.Node], Attribute]) -> None:
         self._attribute_of = attribute_of
-        self._block_of = block_of
         self._attributes: dict[tuple[str, str, Any], str] = {}
         self._attribute_list: list[Attribute] = []
         self._globals: dict[str, Any] = {}
@@ -76,51 +93,21 @@ class _Writer:
         self._variables: dict[str, str] = {}
         self._num_blocks = itertools.count()
 
-    def write(
-        self,
-        title: str,
-        nodes: list[fx.Node],
-        inputs: list[str],
-        outputs: list[str],
-        cloned_inputs: set[str],
-        sizes: dict[str, tuple[str, int]],
-    ) -> StageSource:
-        last_use = _last_uses(nodes, set(outputs))
-        body: list[str] = []
-        if inputs:
-            body.append(f"{', '.join(self._variable(name) for name in inputs)}, = inputs")
-        for name in inputs:
-            if name in cloned_inputs:
-                body.append(f"{self._variable(name)} = {self._variable(name)}.clone()")
-        for name, (value, dimension) in sizes.items():
-            body.append(f"{self._variable(name)} = {self._variable(value)}.size({dimension})")
-        for block, members in itertools.groupby(nodes, self._block_of):
-            if block is None:
-                body += self._statements(members, last_use)
-            else:
-                body += self._block(block, list(members), last_use)
-        results = ", ".join(self._variable(name) for name in outputs)
-        body.append(f"return [{results}]")
-        parameters = ", ".join(self._attributes.values())
-        lines = [
-            f"def make({parameters}):",
-            "    def stage(inputs):",
-            *(f"        {line}" for line in body),
-            "    return stage",
-        ]
-        return self._compile(title, "\n".join(lines) + "\n")
+    def parameters(self) -> str:
+        """The names of the attributes that have been referred to."""
+        return ", ".join(self._attributes.values())
 
-    def _statements(
+    def statements(
         self, nodes: Iterable[fx.Node], last_use: Mapping[fx.Node, list[str]]
     ) -> Iterator[str]:
         for node in nodes:
-            yield f"{self._variable(node.name)} = {self._expression(node)}"
-            dead = [self._variable(name) for name in last_use.get(node, ())]
+            yield f"{self.variable(node.name)} = {self._expression(node)}"
+            dead = [self.variable(name) for name in last_use.get(node, ())]
             if dead:
                 # Frees activations that autograd does not keep.
                 yield f"del {', '.join(dead)}"
 
-    def _block(
+    def block(
         self, block: str, nodes: list[fx.Node], last_use: Mapping[fx.Node, list[str]]
     ) -> Iterator[str]:
         """Writes the nodes of a block as a function, which the block's runner calls."""
@@ -132,23 +119,23 @@ class _Writer:
             if value.op != "get_attr" and value.name not in inside
         )
         dead = [name for node in nodes for name in last_use.get(node, ())]
-        given = [self._variable(node.name) for node in nodes if node.name not in dead]
-        arguments = [self._variable(name) for name in used]
+        given = [self.variable(node.name) for node in nodes if node.name not in dead]
+        arguments = [self.variable(name) for name in used]
         number = next(self._num_blocks)
         runner = self._add_attribute(Attribute("block", block, number))
         function = f"block{number}"
         # The caller holds the arguments: what dies inside is what was made inside.
         own = {node: [name for name in last_use.get(node, ()) if name in inside] for node in nodes}
         yield f"def {function}({', '.join(arguments)}):"
-        for line in self._statements(nodes, own):
+        for line in self.statements(nodes, own):
             yield f"    {line}"
         yield f"    return [{', '.join(given)}]"
         yield f"[{', '.join(given)}] = {runner}({', '.join([function, *arguments])})"
-        gone = [self._variable(name) for name in dead if name not in inside]
+        gone = [self.variable(name) for name in dead if name not in inside]
         if gone:
             yield f"del {', '.join(gone)}"
 
-    def _compile(self, title: str, text: str) -> StageSource:
+    def compiled(self, title: str, text: str) -> StageSource:
         # A file name of its own, known to linecache, so that tracebacks show the generated lines.
         filename = f"<pipedream2bw {title} #{next(_serial)}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -192,7 +179,7 @@ class _Writer:
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
                 return self._attribute(value)
-            return self._variable(value.name)
+            return self.variable(value.name)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{self._constant(type(value))}({', '.join(map(self._argument, value))})"
         if isinstance(value, tuple):
@@ -209,7 +196,7 @@ class _Writer:
             return repr(value)
         return self._constant(value)
 
-    def _variable(self, name: str) -> str:
+    def variable(self, name: str) -> str:
         # The prefix keeps values apart from functions, constants and attributes.
         if name not in self._variables:
             readable = f"v_{name}" if name.isidentifier() else f"v{len(self._variables)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,12 +70,10 @@ class _Splitter:
                     sizes[consumer].append(node)
                 else:
                     moves[producer].setdefault(consumer, []).append(node.name)
-        locals_ = [
-            self._local_sizes(stage, sizes[stage], moves) for stage in range(self._num_stages)
-        ]
+        own_sizes = [self._local_sizes(stage, wanted, moves) for stage, wanted in enumerate(sizes)]
         owned = self._owned()
         return [
-            self._program(stage, moves, locals_[stage], *owned[stage])
+            self._program(stage, moves, own_sizes[stage], owned[stage])
             for stage in range(self._num_stages)
         ]
 
@@ -122,11 +121,10 @@ class _Splitter:
         stage: int,
         moves: list[dict[int, list[str]]],
         sizes: _LocalSizes,
-        parameters: tuple[str, ...],
-        unused: tuple[str, ...],
-        buffers: tuple[str, ...],
+        owned: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
     ) -> StageProgram:
         captured = self._captured
+        parameters, unused, buffers = owned
         receives = {
             producer: self._in_order(consumers[stage])
             for producer, consumers in enumerate(moves)
@@ -137,10 +135,7 @@ class _Splitter:
         }
         taken = [name for names in receives.values() for name in names]
         inputs = captured.model_inputs if stage == 0 else tuple(taken)
-        nodes = [
-            *sizes.computed,
-            *(captured.layer_nodes[layer] for layer in self._ranges[stage]),
-        ]
+        nodes = [*sizes.computed, *(captured.layer_nodes[i] for i in self._ranges[stage])]
         if stage == self._num_stages - 1:
             nodes.append(self._output)
             outputs: tuple[str, ...] = (self._output.name,)
@@ -168,7 +163,6 @@ class _Splitter:
         )
         return StageProgram(
             index=stage,
-            num_stages=self._num_stages,
             inputs=inputs,
             receives=receives,
             outputs=outputs,
@@ -227,14 +221,11 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 
 def _nearest(name: str, placed: dict[str, int]) -> int:
     """Returns the stage of the placed name that shares the longest module path with ``name``."""
-    best, best_length = 0, -1
     path = name.split(".")
-    for other, stage in placed.items():
-        length = 0
-        for mine, theirs in zip(path, other.split("."), strict=False):
-            if mine != theirs:
-                break
-            length += 1
-        if length > best_length:
-            best, best_length = stage, length
-    return best
+
+    def num_shared(other: str) -> int:
+        pairs = zip(path, other.split("."), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    nearest = max(placed, key=num_shared, default=None)
+    return 0 if nearest is None else placed[nearest]

@@ -41,7 +41,6 @@ class StageProgram:
     """
 
     index: int
-    num_stages: int
     inputs: tuple[str, ...]
     receives: dict[int, tuple[str, ...]]
     outputs: tuple[str, ...]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.captured import Captured
+from pipedream2bw.capture.captured import Captured, values_between
 
 
 def costs_of(model: nn.Module, *example: torch.Tensor, num_stages: int = 1) -> Captured:
@@ -51,7 +51,9 @@ def test_edges_carry_the_bytes_of_their_values() -> None:
     captured = costs_of(Skip(), torch.randn(10, 8), torch.randn(10, 4, dtype=torch.float64))
     assert [layer.name for layer in captured.layers] == ["a", "b", "add", "add_1"]
     # x goes to layer 0 only; late, an input, counts as produced there.
-    assert sorted(captured.edges) == [
+    sizes = captured.costs.value_bytes
+    edges = [(a, b, sizes[name]) for a, b, name in values_between(captured.layer_nodes)]
+    assert sorted(edges) == [
         (0, 1, 160),
         (0, 2, 160),
         (0, 3, 320),

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from pipedream2bw import _C, errors
-from pipedream2bw.errors import RemoteTraceback, StageError, traceback_of
-from pipedream2bw.ranks.failure_document import from_document, to_document
+from pipedream2bw.errors import (
+    RemoteTraceback,
+    StageError,
+    from_document,
+    to_document,
+    traceback_of,
+)
 
 DATA: dict[str, Any] = {
     "rank": 3,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pipedream2bw.runtime.microbatch import (
     SplitTree,
     common_rows,
+    hash_of_shapes,
     join_outputs,
     microbatch_rows,
-    signature,
     split_values,
 )
 
@@ -101,7 +101,7 @@ def test_rows_that_differ_name_both_tensors_and_the_way_out() -> None:
 
 def test_the_signature_tells_what_changes_a_message_but_not_the_rows() -> None:
     def of(*tensors: torch.Tensor, whole: bool = False, mode: object = None) -> int:
-        return signature(tensors, [whole] * len(tensors), mode)
+        return hash_of_shapes(tensors, [whole] * len(tensors), mode)
 
     x = torch.ones(4, 3)
     assert of(x) == of(torch.zeros(9, 3))
