@@ -312,6 +312,7 @@ class CopySum:
 class TiedSum:
     def __init__(self, processes: Sequence[int], group: str) -> None: ...
 
+@dataclass(frozen=True, kw_only=True)
 class StageBytes:
     weights: int
     masters: int

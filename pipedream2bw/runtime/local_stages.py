@@ -193,6 +193,9 @@ class LocalStages:
         torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
         return stages
 
+    def __getitem__(self, position: int) -> LocalStage:
+        return self._stages[position]
+
     def __iter__(self) -> Iterator[LocalStage]:
         return iter(self._stages)
 

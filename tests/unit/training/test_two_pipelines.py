@@ -323,7 +323,7 @@ def test_a_step_that_fails_on_one_copy_ends_the_other_that_waits_for_it() -> Non
         example_args=(x,),
     )
     opt = pd2.PipelineOptimizer(rmsprop(pipe.parameters()))
-    first = next(iter(pipe.session.stages.in_update_order())).index
+    first = next(iter(pipe.session.stages.in_update_order)).index
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("on purpose")
