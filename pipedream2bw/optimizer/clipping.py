@@ -113,7 +113,7 @@ class GradNorm(LazyNumber):
 
     def __init__(self, session: Session, norm: _C.GradientNorm) -> None:
         super().__init__(session)
-        self._number = norm.expect(self.batch)
+        self._number = norm.expect(self.train_step)
 
     def done(self) -> bool:
         """Whether every stage has come to the batch's update."""

@@ -19,12 +19,12 @@ class LazyNumber(abc.ABC):
     It does not keep the pipeline alive.
 
     Attributes:
-        batch: the number of the ``train_step``.
+        train_step: its number.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
-        self.batch = session.num_train_steps - 1
+        self.train_step = session.num_train_steps - 1
 
     def _wait(self, read: Callable[[], _Read]) -> _Read:
         """Returns what ``read`` gives; if the pipeline fails first, raises the first cause."""
@@ -41,10 +41,10 @@ class LazyNumber(abc.ABC):
         session = self._session()
         if session is not None and not self.done():
             session.ending.check_open()
-            missing = session.train_steps_until_finished(self.batch)
+            missing = session.train_steps_until_finished(self.train_step)
             if missing > 0:
                 raise RuntimeError(
-                    f"{type(self).__name__} of train_step {self.batch}: its last backwards run "
+                    f"{type(self).__name__} of train_step {self.train_step}: its last backwards run "
                     f"during the train_steps after it, of which {missing} must still be called: "
                     f"read it then, or after flush()"
                 )
@@ -65,7 +65,7 @@ class LazyNumber(abc.ABC):
         return format(self.item(), spec)
 
     def __repr__(self) -> str:
-        shown = self.item() if self.done() else f"batch {self.batch}, not there yet"
+        shown = self.item() if self.done() else f"train_step {self.train_step}, not there yet"
         return f"{type(self).__name__}({shown})"
 
 

@@ -97,7 +97,7 @@ def test_a_loss_formats_as_a_number() -> None:
         assert loss.done()
         assert repr(loss) == f"Loss({loss.item()})"
         assert math.isfinite(loss)
-        assert loss.batch == 0
+        assert loss.train_step == 0
 
 
 # ---------------------------------------------------------------- names and weights

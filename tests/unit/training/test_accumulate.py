@@ -124,7 +124,7 @@ def test_the_pipeline_is_not_drained_and_versions_count_optimizer_steps() -> Non
         with pipe.timeline() as timeline:
             for k in range(n * num_batches):
                 loss = pipe.train_step(*batch.args, target=batch.target)
-                assert loss.batch == k
+                assert loss.train_step == k
                 if k % n == n - 1:
                     opt.step()
         assert all(report.most_live_versions <= 2 for report in pipe.memory_report().values())
