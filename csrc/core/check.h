@@ -57,8 +57,7 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace detail
 
-// Throws ValueError, with the name streamed together of parts, unless the amount is one of seconds
-// or bytes.
+// Throws ValueError unless the amount is finite and >= 0; its text joins the parts of `name`.
 template <typename... Name>
 void check_amount(double amount, const Name&... name) {
   if (std::isfinite(amount) && amount >= 0) [[likely]]

@@ -21,7 +21,7 @@ class AwaitedNumbers {
 
   bool are_there() const { return is_ready(std::chrono::milliseconds(0)); }
   // True if they are there within `timeout`. If they are not: throws PipelineError if the pipeline
-  // has failed.
+  // has failed. A failure does not end the wait early, so callers wait in short slices.
   bool wait_for(std::chrono::milliseconds timeout) const {
     const bool there = is_ready(timeout);
     if (!there) {

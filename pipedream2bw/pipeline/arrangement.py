@@ -19,7 +19,7 @@ from ..planning.plan import Plan
 from ..profiling.prepared import layer_names
 from ..ranks.mesh import check_mesh, described
 from ..schedules.load import fingerprint, schedule_for
-from .options import Options, length_of, what_to_recompute
+from .options import Options, comparable, length_of, what_to_recompute
 
 DEFAULT_SCHEDULE = "2bw"
 
@@ -99,7 +99,7 @@ class Arrangement:
             schedule = fingerprint(self.made())  # the same file may differ between machines
         names = ("num_stages", "num_microbatches", "width", "stages_per_rank", "split", "recompute")
         return {
-            **{name: str(getattr(self, name)) for name in names},
+            **comparable(self, names),
             "mesh": described(self.mesh),
             "order of the plan's devices": str(self.order),
             "schedule": schedule,

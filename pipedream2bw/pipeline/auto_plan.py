@@ -26,7 +26,7 @@ from ..ranks.agreement import ControlPlane
 from ..ranks.mesh import check_mesh
 from ..schedules.load import make_schedule
 from .arrangement import DEFAULT_SCHEDULE
-from .options import Options
+from .options import Options, comparable
 
 _SIZES = 3  # numbers of rows that are tried where num_microbatches is not given
 
@@ -124,7 +124,7 @@ def _settings(options: Options) -> dict[str, Any]:
     return {
         "num_stages": "auto",
         "rows of example_target": _rows(options.example_target),
-        **{name: str(getattr(options, name)) for name in names},
+        **comparable(options, names),
         "schedule": str(options.schedule or DEFAULT_SCHEDULE),
     }
 

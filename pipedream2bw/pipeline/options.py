@@ -57,10 +57,16 @@ class Options:
             *("precision", "split_master", "autocast", "warmup_batches", "timeout"),
         )
         return {
-            **{name: str(getattr(self, name)) for name in names},
+            **comparable(self, names),
             "metrics": str(metrics),
             "torch version": torch.__version__,
         }
+
+
+def comparable(owner: object, names: Sequence[str]) -> dict[str, Any]:
+    """Returns attributes as ranks compare them: numbers as numbers, anything else as text."""
+    values = {name: getattr(owner, name) for name in names}
+    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items()}
 
 
 def check_options(options: Options, loss_fn: object, width: object) -> None:

@@ -78,7 +78,7 @@ class SessionModule(nn.Module):
     # ------------------------------------------------------------------ what a pipeline refuses
 
     def _apply(self: _Self, fn: Callable[..., Any], recurse: bool = True) -> _Self:
-        """What ``to()``, ``cuda()``, ``half()`` and the like call: keeps what is as they want it.
+        """Changes nothing if every tensor already is as ``to()``, ``half()`` and the like want it.
 
         Raises:
             TypeError: a tensor would change, which a pipeline cannot do; names what can.
@@ -86,7 +86,7 @@ class SessionModule(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if not tensor.is_floating_point():
                 continue
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            probe = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
             wanted = fn(probe)
             if wanted.device != probe.device:
                 raise TypeError(
@@ -100,7 +100,7 @@ class SessionModule(nn.Module):
                     "of the weights; give precision='bf16' or 'fp16' for 16-bit weights, "
                     "autocast= for autocast, or convert the model before the pipeline is made"
                 )
-            if wanted is not probe:  # to_empty()
+            if wanted is not probe:  # to_empty(), to(memory_format=)
                 raise TypeError(_OWNS_THE_MEMORY)
         return self
 

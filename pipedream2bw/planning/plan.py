@@ -63,7 +63,7 @@ class PlanOutline:
                 f"stages_per_rank: {self.stages_per_rank}, num_microbatches: "
                 f"{self.num_microbatches}: their product must be below {2**31}"
             )
-        assert self.shape  # raises ValueError where the schedule has no such sizes
+        _ = self.shape  # raises ValueError where the schedule has no such sizes
         for name in ("seconds_per_batch", "rows_per_second"):
             check_number(name, getattr(self, name), below=math.inf)
         for name in ("price_per_hour", "peak_bytes"):

@@ -44,9 +44,9 @@ class LazyNumber(abc.ABC):
             missing = session.train_steps_until_finished(self.train_step)
             if missing > 0:
                 raise RuntimeError(
-                    f"{type(self).__name__} of train_step {self.train_step}: its last backwards run "
-                    f"during the train_steps after it, of which {missing} must still be called: "
-                    f"read it then, or after flush()"
+                    f"{type(self).__name__} of train_step {self.train_step}: its last backwards "
+                    f"run during the train_steps after it, of which {missing} must still be "
+                    "called: read it then, or after flush()"
                 )
         return self._wait(read)
 

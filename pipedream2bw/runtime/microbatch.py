@@ -124,9 +124,10 @@ def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
         shares = [size / sum(sizes) for size in sizes]
         return sum(leaf * share for leaf, share in zip(leaves, shares, strict=True))
     for leaf, size in zip(leaves, sizes, strict=True):
-        if leaf.dim() == 0 or leaf.shape[0] != size:
+        shape = list(torch.as_tensor(leaf).shape)
+        if not shape or shape[0] != size:
             raise ValueError(
-                f"the model's output has shape {list(leaf.shape)} for a microbatch of {size} "
+                f"the model's output has shape {shape} for a microbatch of {size} "
                 "rows: outputs of microbatches are joined along dimension 0, so it must have the "
                 "microbatch's rows (or be one floating-point number, their mean)"
             )

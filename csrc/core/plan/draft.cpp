@@ -63,11 +63,9 @@ double StageDraft::least_seconds(const LayerCost& before, const LayerCost& stage
   const double work =
       m * slowness * (halves + stage.weight_grad + (recomputes_stages() ? stage.forward : 0));
   if (!method.is_flushed() || method.is_bidirectional() || method.has_chunks) return work;
-  const double fastest =
-      std::ranges::min_element(problem.cluster.types, {}, &DeviceType::slowness)->slowness;
-  const double way = fastest * (before.forward + before.input_grad);
+  const double way = least_slowness * (before.forward + before.input_grad);
   if (method.is_split) return std::max(work, way + m * slowness * halves);
-  return way + fastest * before.weight_grad + work;
+  return way + least_slowness * before.weight_grad + work;
 }
 
 // Compares what all ranks hold with all of their memory, where ranks hold several stages. It counts

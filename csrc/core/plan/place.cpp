@@ -97,7 +97,13 @@ double GridLinks::all_reduce(int stage, double bytes) {
 
 StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
                         const DeviceGrid& devices) {
+  const std::vector<DeviceType>& types = cluster.types;
   StageHolders holders;
+  if (types.size() == 1) {
+    holders.slowness.assign(shape.depth(), types.front().slowness);
+    holders.limits.assign(shape.ranks, types.front().memory_bytes);
+    return holders;
+  }
   std::vector<double> slowness(shape.ranks, 0);
   holders.limits.assign(shape.ranks, kInfinity);
   for (int rank = 0; rank < shape.ranks; ++rank) {

@@ -19,8 +19,9 @@ struct Evaluation : ChosenStages {
   double score = 0;  // what is minimised, of one row
 };
 
-// Looked up when first asked for: of many replicas all pairs of devices must be looked at, and a
-// plan's cuts are moved many times on the same devices.
+// The links that the messages and sums of a pipeline take, on given devices. They are looked up
+// when first asked for: of many replicas all pairs of devices must be looked at, and a plan's cuts
+// are moved many times on the same devices.
 class GridLinks {
  public:
   // All must outlive it.

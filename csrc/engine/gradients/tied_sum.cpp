@@ -59,15 +59,20 @@ void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> 
       if (flags[other].const_data_ptr<std::uint8_t>()[i] == 0) {
         continue;
       }
-      // Copied, because another dtype's gradients before it may have left it unaligned.
-      const at::Tensor flat = rows[other].narrow(0, offset, nbytes).clone().view(sum.scalar_type());
-      const at::Tensor part = flat.as_strided(sum.sizes(), sum.strides());
-      if (exists) {
-        sum.add_(part.to(sum.device()));
-      } else if (other != copy) {  // the copy's own is there
-        sum.copy_(part);
+      const bool is_first = !std::exchange(exists, true);
+      if (is_first && other == copy) {
+        continue;  // the copy's own, which is there
       }
-      exists = true;
+      at::Tensor bytes = rows[other].narrow(0, offset, nbytes);
+      if (bytes.storage_offset() % sum.element_size() != 0) {  // after another dtype's gradients
+        bytes = bytes.clone();
+      }
+      const at::Tensor part = bytes.view(sum.scalar_type()).as_strided(sum.sizes(), sum.strides());
+      if (is_first) {
+        sum.copy_(part);
+      } else {
+        sum.add_(part.to(sum.device()));
+      }
     }
     offset += nbytes;
   }

@@ -25,7 +25,8 @@ struct TiedGradient {
 // them hands over its gradients and waits for all the others'. Then all add them up in the order
 // of the stages, so that every copy gets the same bits, in threads and in processes alike.
 //
-// Gradients travel packed: one row of bytes per stage, whatever the dtypes. They are dense.
+// Gradients travel packed: one row of bytes per stage, whatever the dtypes. Gradients must
+// be dense.
 class TiedSum {
  public:
   // `processes`: by copy, in the order of the stages, the rank in the group of the process that

@@ -29,7 +29,8 @@ namespace pd2 {
 class StageWorker {
  public:
   // `setup` and `mine`, which is one of its stages, must outlive the worker. `log` gets every
-  // action that was executed, also from the updates' thread. `updates`: all but `record`.
+  // action that was executed, also from the updates' thread. `updates`: its callbacks but `record`,
+  // which the worker adds.
   StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
               std::function<void(const ExecutedAction&)> log, UpdateCallbacks updates);
   StageWorker(const StageWorker&) = delete;

@@ -68,7 +68,7 @@ class FusedOptimizer {
   at::Tensor state(std::string_view name) const;
   // Where parameter i's part of every state buffer begins, in elements.
   std::int64_t state_offset(std::size_t i) const { return state_offsets_.at(i); }
-  // The same; where there is none yet, zeros are it from now on.
+  // As state(); makes it, of zeros, if there is none yet.
   at::Tensor state_or_zeros(std::string_view name);
 
   // Steps that parameter i has taken. SGD counts them too; 0 means that it has no momentum yet.

@@ -142,6 +142,31 @@ def test_in_place_where_one_version_is_kept(schedule: str, make: Make) -> None:
     check_task(TASKS["branch"], 3, 4, [8] * 6, make, exact=False, schedule=schedule)
 
 
+def test_a_parameter_without_a_loaded_momentum_begins_it_as_torch_does() -> None:
+    task = TASKS["mlp"]
+    (batch,) = task.batches([8])
+
+    def loaded(parameters: Parameters) -> torch.optim.Optimizer:
+        return SGD(parameters, lr=0.1, momentum=0.9, dampening=0.3)
+
+    model = task.model()
+    stock = loaded(model.parameters())
+    state = stock.state_dict()
+    state["state"] = {0: {"momentum_buffer": torch.ones_like(next(model.parameters()))}}
+    stock.load_state_dict(copy.deepcopy(state))
+    with make_pipeline(task, 2, 4, batch, model=task.model(), schedule="1f1b") as pipe:
+        optimizer = pd2.PipelineOptimizer(loaded(pipe.parameters()))
+        optimizer.load_state_dict(state)
+        loss = pipe.train_step(*batch.args, target=batch.target)
+        optimizer.step()
+        assert float(loss) > 0
+        trained = pipe.full_state_dict()
+    task.loss_fn(model(*batch.args), batch.target).backward()
+    stock.step()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(trained[name], weight, rtol=1e-5, atol=1e-6)
+
+
 def test_frozen_parameters_may_be_left_out_and_stay() -> None:
     task = TASKS["frozen"]
 

@@ -121,6 +121,17 @@ def test_what_a_pipeline_cannot_do_names_what_can(
         train(pipe, opt, 0)  # it goes on
 
 
+def test_a_change_of_memory_format_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, WIDTH))
+    x = torch.randn(2, 3, 4, 4)
+    with pd2.PipelineModule(
+        model, mse_loss, num_stages=2, num_microbatches=2, example_args=(x,), timeout=60.0
+    ) as pipe:
+        assert pipe.to(memory_format=torch.contiguous_format) is pipe
+        with pytest.raises(TypeError, match="change the model before"):
+            pipe.to(memory_format=torch.channels_last)
+
+
 def test_a_model_that_cannot_be_moved_to_a_missing_device_says_so_as_torch_does() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
