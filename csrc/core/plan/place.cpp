@@ -13,6 +13,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Servers and meshes have three kinds of links at most. Measured links all differ and are not
 // compared with each other.
 void add_if_new(std::vector<Link>& links, const Link& link) {
+  if (links.empty()) links.reserve(3);
   const auto end = links.begin() + std::min<std::ptrdiff_t>(std::ssize(links), 3);
   if (std::find(links.begin(), end, link) == end) links.push_back(link);
 }
@@ -81,16 +82,17 @@ Link GridLinks::slowest(int from, int to, double bytes) {
 double GridLinks::all_reduce(int stage, double bytes) {
   Copies& copies = copies_[stage];
   if (copies.count == 0) {
-    std::vector<int> devices;
+    const int first = devices_.at(*shape_.ranks_of(stage).begin(), 0);
+    int last = first;
     for (const int rank : shape_.ranks_of(stage)) {
-      const std::span<const int> more = devices_.of_rank(rank);
-      devices.insert(devices.end(), more.begin(), more.end());
+      for (const int device : devices_.of_rank(rank)) {
+        if (++copies.count > 1) {
+          add_if_new(copies.links, link_between(cluster_.topology, last, device));
+        }
+        last = device;
+      }
     }
-    copies.count = static_cast<int>(devices.size());
-    for (int i = 0; i < copies.count; ++i) {
-      add_if_new(copies.links,
-                 link_between(cluster_.topology, devices[i], devices[(i + 1) % copies.count]));
-    }
+    add_if_new(copies.links, link_between(cluster_.topology, last, first));
   }
   return all_reduce_seconds(cluster_, copies.count, copies.links, bytes);
 }
