@@ -62,10 +62,12 @@ def test_a_straight_line_is_found_from_reports_and_from_bytes(
     assert found.activations == pytest.approx(factor, rel=1e-5)
     assert found.offset == pytest.approx(offset, abs=2 * len(sizes) + 1e-5 * 1000 * MIB)
     totals = {i: each.total for i, each in reports.items()}
-    for learnt in (found, calibrate(made, totals)):
+    kept = [stage.most_in_flight * stage.activation_bytes for stage in made.stages]
+    has_slope = max(kept) - min(kept) > 0.01 * max(kept)  # or bytes alone do not show the factor
+    for learnt, is_near in ((found, True), (calibrate(made, totals), has_slope)):
         for says, measured in zip(learnt.peak_bytes(made), totals.values(), strict=True):
-            assert says == pytest.approx(measured, rel=0.011)
             assert says >= measured * (1 - 1e-9)
+            assert not is_near or says == pytest.approx(measured, rel=1e-6)
 
 
 @given(
