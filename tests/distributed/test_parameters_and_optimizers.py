@@ -92,7 +92,7 @@ def frozen(rank: int, world: int) -> None:
         frozen_names = [
             f"{2 * i}.{kind}" for i in range(4) if i not in trained for kind in ("weight", "bias")
         ]
-        task = Task(lambda: freeze(stack(lambda m: m), frozen_names), draw, cuts=list("0246"))  # noqa: B023
+        task = Task(lambda: freeze(stack(lambda m: m), frozen_names), draw, cuts=tuple("0246"))  # noqa: B023
         split: Any = [str(8 // world * i) for i in range(1, world)]
         for recompute in (False, True):
             for make in (plain_sgd, by_groups):

@@ -54,7 +54,8 @@ class Oracle:
         self.optimizer = optimizer
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        num_parameters = len(list(model.parameters()))
+        self.parameters = list(model.parameters())
+        num_parameters = len(self.parameters)
         self.delays = [delay] * num_parameters if isinstance(delay, int) else list(delay)
         assert len(self.delays) == num_parameters
         self.loss_reduction = loss_reduction
@@ -92,8 +93,7 @@ class Oracle:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[list[float]] = []
         sums: list[list[torch.Tensor | None]] = [
-            [None for _ in self.model.parameters()]
-            for _ in range(self.num_pipelines * len(steps[0]))
+            [None for _ in self.parameters] for _ in range(self.num_pipelines * len(steps[0]))
         ]
         for batches in steps:
             losses.append([])
@@ -105,7 +105,7 @@ class Oracle:
                     self._set_gradients(mine)
                     share = loss / len(steps) if averages else loss
                     (share / len(batches) if len(batches) > 1 else share).backward()
-                    mine[:] = [parameter.grad for parameter in self.model.parameters()]
+                    mine[:] = [parameter.grad for parameter in self.parameters]
                     total = loss.detach() if total is None else total + loss.detach()
                 assert total is not None
                 losses[-1].append(total.item())
@@ -146,15 +146,15 @@ class Oracle:
         return any(getattr(key, "key", None) in self.replicated for key in path)
 
     def _weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [parameter.detach().clone() for parameter in self.parameters]
 
     def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def _show(self, weights: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+            for parameter, weight in zip(self.parameters, weights, strict=True):
                 parameter.copy_(weight)
 
 

@@ -136,7 +136,7 @@ def late_by_layer(model: nn.Module) -> dict[str, int]:
 BLOCKS = [f"blocks.{i}" for i in range(1, 6)]
 TIED = {
     "language model": Task(
-        LanguageModel, _tokens, next_token_loss, cuts=["embedding", *BLOCKS], exact=False
+        LanguageModel, _tokens, next_token_loss, cuts=("embedding", *BLOCKS), exact=False
     ),
     "layers": Task(_layers, _rows, depths=(4,), exact=False),
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 import time
 import weakref
@@ -19,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.runs.launch import RankResult, run_ranks
 
 X = torch.randn(4, 4)
 Y = torch.randn(4, 4)
@@ -257,17 +256,11 @@ def train(n=2):
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    root = Path(pd2.__file__).parents[1]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
+def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + textwrap.dedent(script), encoding="utf-8")
+    (result,) = run_ranks(path, 1, rendezvous="none", timeout=60, expect_failure=fails)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -291,9 +284,8 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_the_interpreter_exits_silently(script: str) -> None:
-    result = run(script)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_the_interpreter_exits_silently(script: str, tmp_path: Path) -> None:
+    assert run(tmp_path, script).stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -318,11 +310,11 @@ def test_the_interpreter_exits_silently(script: str) -> None:
     ids=["exception", "exit-code", "stage-failed", "interrupt"],
 )
 def test_the_interpreter_exits_with_the_programs_own_error(
-    script: str, code: int, last_line: str
+    script: str, code: int, last_line: str, tmp_path: Path
 ) -> None:
     start = time.monotonic()
-    result = run(script)
-    assert result.returncode == code, result.stderr
+    result = run(tmp_path, script, fails=True)
+    assert result.exit_code == code, result.stderr
     lines = result.stderr.strip().splitlines() or [""]
     assert lines[-1] == last_line
     assert time.monotonic() - start < 40

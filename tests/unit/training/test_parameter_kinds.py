@@ -88,7 +88,7 @@ def test_frozen_parameters_cost_one_copy_and_no_backward(
         return freeze(stack(lambda layer: layer), frozen)
 
     cuts = [str(8 // d * i) for i in range(1, d)]
-    task = Task(build, draw, depths=(d,), cuts=["0", *cuts])
+    task = Task(build, draw, depths=(d,), cuts=("0", *cuts))
     options: dict[str, Any] = {"schedule": schedule, "recompute": recompute, "split": cuts}
     check_task(task, d, m, [2 * m] * 4, **options)
     versions = 2 if "2bw" in schedule else 1
