@@ -94,10 +94,12 @@ define run_cpp_tests
 	ctest --test-dir $(1) --output-on-failure --no-tests=error -j 2 $(3)
 endef
 
-# Optimised too: there the compiler makes other code, and the searches' speed and largest cases are
-# tested. The engine's tests are run under test-tsan alone: libtorch's headers take minutes to compile.
-test-cpp: $(STAMPS)/test
-	$(call run_cpp_tests,build/cpp,-DCMAKE_BUILD_TYPE=Release -DPD2_TESTS='core;transport;kernels',--timeout 120)
+# The package's own object files first: there the compiler made other code than for a sanitizer, and
+# the searches' speed and largest cases are tested. The engine's tests are run under test-tsan alone:
+# libtorch's headers take minutes to compile.
+test-cpp: $(STAMPS)/test $(STAMPS)/extension
+	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;transport;kernels' \
+	    -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)",--timeout 120)
 	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 240)
 
 test-tsan: export TSAN_OPTIONS = \

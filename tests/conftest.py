@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -14,6 +15,12 @@ import torch
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What torch and the tests' modules hold stays: the garbage collector need not look there."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import os
 import textwrap
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,10 @@ needs_proc = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _collect_only_what_a_test_makes() -> Iterator[None]:
+def _collect_only_what_a_test_makes() -> None:
     """Looking at all that torch and the other tests' modules hold takes most of a second."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def num_threads() -> int:
