@@ -1,12 +1,13 @@
 #include "core/partition/boundary_split.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
 #include <limits>
 
 namespace pd2 {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kPrecision = 1e-3;
 constexpr double kSlower[] = {1, 1.03, 1.1, 1.2, 1.4, 1.7, 2};
 

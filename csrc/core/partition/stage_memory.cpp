@@ -1,5 +1,7 @@
 #include "core/partition/stage_memory.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
 #include <numeric>
 #include <ranges>
@@ -67,7 +69,7 @@ MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits)
   std::iota(nowhere.begin(), nowhere.end(), 0);
   fit.farthest.assign(d, nowhere);
   fit.may_begin.assign(d + 1, std::vector<char>(n + 1, false));
-  fit.next_bytes = std::numeric_limits<double>::infinity();
+  fit.next_bytes = kInfinity;
   find_farthest(costs, limits, fit);
   fit.may_begin[d][n] = true;
   for (int k = d - 1; k >= 0; --k) {
@@ -100,7 +102,7 @@ double smallest_memory_limit(const StageSplitProblem& problem) {
 
   // Nothing fits below `low`, and `high` does.
   double low = 0;
-  double high = taken(fit_with(std::numeric_limits<double>::infinity()));
+  double high = taken(fit_with(kInfinity));
   while (low < high) {
     double middle = low + (high - low) / 2;
     if (middle >= high) middle = low;  // neighbours

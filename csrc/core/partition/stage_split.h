@@ -6,9 +6,10 @@
 
 #pragma once
 
+#include "core/infinity.h"
+
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -71,8 +72,8 @@ struct StageMemoryRule {
   double activations = 0;  // times activation_bytes: microbatches in flight; with recompute 1
   double inputs = 0;       // times the bytes of the values that enter the stage: with recompute the
                            // microbatches in flight, else 0
-  double limit = std::numeric_limits<double>::infinity();  // bytes
-  double slowness = 1;  // multiplies the compute seconds: the stage's type of device
+  double limit = kInfinity;  // bytes
+  double slowness = 1;       // multiplies the compute seconds: the stage's type of device
 };
 
 // A value that enters a stage is paid for by that stage once, and one that leaves it is paid for

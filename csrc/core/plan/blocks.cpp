@@ -1,8 +1,9 @@
 #include "core/plan/blocks.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <numeric>
 #include <set>
 
@@ -30,7 +31,7 @@ std::vector<int> members(unsigned set) {
 
 std::optional<std::vector<int>> by_enumeration(std::span<const BlockChoice> blocks, double bytes) {
   std::optional<unsigned> best;
-  double least = std::numeric_limits<double>::infinity();
+  double least = kInfinity;
   for (unsigned set = 0; set < 1u << blocks.size(); ++set) {
     const BlockChoice of_set = sum_of(blocks, members(set));
     if (!is_enough(of_set, bytes) || of_set.takes >= least) continue;
@@ -78,7 +79,7 @@ std::optional<std::vector<int>> greedily(std::span<const BlockChoice> blocks, do
   std::set<double> bounds;
   for (const BlockChoice& block : blocks) bounds.insert(block.again);
   std::optional<std::vector<int>> best;
-  double least = std::numeric_limits<double>::infinity();
+  double least = kInfinity;
   for (const double bound : bounds) {
     std::optional<std::vector<int>> chosen = first_enough(blocks, sorted, bound, bytes);
     if (!chosen) continue;

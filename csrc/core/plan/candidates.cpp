@@ -1,15 +1,13 @@
 #include "core/plan/candidates.h"
 
 #include "core/check.h"
+#include "core/infinity.h"
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

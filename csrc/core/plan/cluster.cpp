@@ -1,6 +1,7 @@
 #include "core/plan/cluster.h"
 
 #include "core/check.h"
+#include "core/infinity.h"
 
 #include <algorithm>
 #include <cmath>
@@ -46,7 +47,7 @@ Link best(const Servers& servers) { return faster(servers.inside, servers.outsid
 Link best(const Mesh& mesh) { return faster(mesh.row, mesh.column); }
 
 Link best(const LinkMatrix& matrix) {
-  Link best = {.latency = std::numeric_limits<double>::infinity(), .bandwidth = 0};
+  Link best = {.latency = kInfinity, .bandwidth = 0};
   for (int a = 0; a < matrix.num_devices; ++a) {
     for (int b = 0; b < a; ++b) best = faster(best, between(matrix, a, b));
   }
@@ -183,7 +184,7 @@ Start cheapest_start(const Cluster& cluster, std::span<const int> devices, doubl
       }
     }
   }
-  Start best = {.hour = 0, .price = std::numeric_limits<double>::infinity()};
+  Start best = {.hour = 0, .price = kInfinity};
   for (const double start : starts) {
     double price = 0;
     for (const auto& [devices_of_type, until] : paid) {

@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include <limits>
+#include "core/infinity.h"
+
 #include <span>
 #include <string>
 #include <variant>
@@ -11,8 +12,8 @@
 namespace pd2 {
 
 struct Link {
-  double latency = 0;                                          // seconds
-  double bandwidth = std::numeric_limits<double>::infinity();  // bytes per second, each direction
+  double latency = 0;            // seconds
+  double bandwidth = kInfinity;  // bytes per second, each direction
 
   double seconds(double bytes) const { return latency + bytes / bandwidth; }
   bool operator==(const Link&) const = default;
@@ -56,7 +57,7 @@ struct Price {
 struct DeviceType {
   std::string name;
   double slowness = 1;  // seconds here over seconds on the profiled device
-  double memory_bytes = std::numeric_limits<double>::infinity();
+  double memory_bytes = kInfinity;
   std::vector<Price> prices;  // by rising hour, the first at 0; none: free
 };
 

@@ -1,15 +1,13 @@
 #include "core/plan/draft.h"
 
+#include "core/infinity.h"
 #include "core/plan/blocks.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double held_always(const PlannedStage& stage, int num_versions) {
   const StageCosts& costs = stage.costs;

@@ -1,12 +1,12 @@
 #include "core/plan/evaluate.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // A plan whose time by formula exceeds the worth by this factor keeps its cuts. Better cuts made
 // random plans up to 1.7 times as fast: the result hardly depends on this.

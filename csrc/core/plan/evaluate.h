@@ -2,10 +2,10 @@
 
 #pragma once
 
+#include "core/infinity.h"
 #include "core/plan/place.h"
 
 #include <functional>
-#include <limits>
 #include <optional>
 #include <vector>
 
@@ -59,8 +59,7 @@ class Evaluator {
 
   // None if it does not fit, or if it can be seen before its time is simulated that its score is
   // not below `worth`.
-  std::optional<Evaluation> evaluate(const Candidate& candidate,
-                                     double worth = std::numeric_limits<double>::infinity());
+  std::optional<Evaluation> evaluate(const Candidate& candidate, double worth = kInfinity);
 
   // The score of a batch that takes this long on these devices: seconds per row, or price per row.
   double score(const Candidate& candidate, const DeviceGrid& devices, double seconds) const;

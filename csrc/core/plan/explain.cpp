@@ -1,17 +1,15 @@
 // Why plans take as long as they do: explain() of core/plan/plan.h.
 
 #include "core/check.h"
+#include "core/infinity.h"
 #include "core/plan/plan.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <limits>
 
 namespace pd2 {
 namespace {
-
-constexpr double kBytesPerGiB = 1024.0 * 1024 * 1024;
 
 // Three significant digits.
 std::string in_words(double value) {
@@ -110,7 +108,7 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
   if (problem.options.objective != Objective::kThroughput || !has_limit(problem)) return "";
   PlanProblem unlimited = problem;
   for (DeviceType& type : unlimited.cluster.types) {
-    type.memory_bytes = std::numeric_limits<double>::infinity();
+    type.memory_bytes = kInfinity;
   }
   const std::optional<Evaluation> faster = better_plan(unlimited, plan.score * (1 - 1e-6));
   if (!faster) return "";

@@ -1,14 +1,13 @@
 #include "core/plan/place.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
-#include <limits>
 #include <span>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Servers and meshes have three kinds of links at most. Measured links all differ and are not
 // compared with each other.

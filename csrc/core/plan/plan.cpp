@@ -1,18 +1,16 @@
 #include "core/plan/plan.h"
 
+#include "core/infinity.h"
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <set>
 #include <tuple>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kBytesPerGiB = 1024.0 * 1024 * 1024;
 
 // The best so far, one of each kind of candidate.
 class Best {

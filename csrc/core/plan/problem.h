@@ -11,6 +11,8 @@
 
 namespace pd2 {
 
+inline constexpr double kBytesPerGiB = 1024.0 * 1024 * 1024;
+
 // Costs of all layers for one size of microbatch, on the profiled device.
 struct ProfiledRows {
   int rows = 0;

@@ -1,17 +1,15 @@
 #include "core/plan/stages.h"
 
+#include "core/infinity.h"
 #include "core/partition/boundary_split.h"
 #include "core/partition/folded_split.h"
 #include "core/partition/interleaved_split.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Seconds of the slowest rank over the mean of all.
 double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {

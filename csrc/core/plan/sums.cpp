@@ -1,9 +1,9 @@
 #include "core/plan/sums.h"
 
+#include "core/infinity.h"
 #include "core/plan/candidates.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -46,7 +46,7 @@ LayerSums sums_of(const ProfiledModel& model, int size) {
   sums.edges = profiled.edges;
   std::ranges::sort(sums.edges, {},
                     [](const Edge& e) { return std::pair(e.producer, e.consumer); });
-  sums.seconds_per_saved_byte = std::numeric_limits<double>::infinity();
+  sums.seconds_per_saved_byte = kInfinity;
   for (const Block& block : model.blocks) {
     const LayerCost& sum = sums.blocks.emplace_back(sums.of(block.first, block.end));
     const double inputs = sums.block_inputs.emplace_back(read_by_block(sums.edges, block));

@@ -1,9 +1,10 @@
 #include "core/partition/boundary_split.h"
 
+#include "core/infinity.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
 #include <random>
 
 namespace pd2 {
@@ -62,7 +63,7 @@ TEST(BoundarySplit, HasTheFastestCycleAndTheFewestMessagesOfAll) {
     }
     problem.step = 1 + round / 2 % 2;
     problem.fits = [&](int, int first, int end) { return end - first <= most_pieces; };
-    double cycle = std::numeric_limits<double>::infinity();
+    double cycle = kInfinity;
     double slowest = cycle;
     std::vector<Reached> all;
     std::vector<char> is_first(n - 1, 0);
@@ -87,7 +88,7 @@ TEST(BoundarySplit, HasTheFastestCycleAndTheFewestMessagesOfAll) {
     const Reached first = measure(problem, found.front());
     EXPECT_LE(first.cycle, cycle * 1.0011) << "round " << round;
     for (const double slower : {1.0, 1.2, 2.0}) {
-      double messages = std::numeric_limits<double>::infinity();
+      double messages = kInfinity;
       for (const Reached& split : all) {
         if (split.slowest <= slower * slowest) messages = std::min(messages, split.messages);
       }

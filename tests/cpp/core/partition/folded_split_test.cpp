@@ -1,11 +1,10 @@
 #include "core/partition/folded_split.h"
 
+#include "core/infinity.h"
 #include "made_splits.h"
 #include "raises.h"
 
 #include <gtest/gtest.h>
-
-#include <limits>
 
 namespace pd2 {
 namespace {
@@ -52,14 +51,14 @@ TEST(FoldedSplit, KeepsMemoryAndComesCloseToTheBestOfAllSplits) {
     const StageSplitProblem problem = testing::random_problem(random, 10, 6);
     if (!can_be_folded(problem)) continue;
     const AllStages stages(problem);
-    double best = std::numeric_limits<double>::infinity();
+    double best = kInfinity;
     testing::for_each_split(problem, [&](const std::vector<int>& firsts) {
       const Ranks ranks = ranks_of(problem, stages, firsts);
       if (ranks.fits) best = std::min(best, ranks.slowest);
     });
     const std::optional<std::vector<int>> found = split_folded(problem);
     if (!found) {
-      num_missed += best < std::numeric_limits<double>::infinity();
+      num_missed += best < kInfinity;
       continue;
     }
     ASSERT_EQ(found->size(), problem.stages.size());

@@ -1,12 +1,12 @@
 #include "core/partition/interleaved_split.h"
 
+#include "core/infinity.h"
 #include "made_splits.h"
 #include "raises.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
 #include <random>
 
 namespace pd2 {
@@ -18,8 +18,6 @@ using testing::for_each_stage;
 using testing::random_problem;
 using testing::RankBytes;
 using testing::value_error;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Of the slowest rank; infinite where a rank's memory is broken.
 double slowest_rank(const StageSplitProblem& problem, const AllStages& stages, int num_ranks,

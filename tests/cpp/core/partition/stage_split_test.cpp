@@ -1,3 +1,4 @@
+#include "core/infinity.h"
 #include "core/partition/split_costs.h"
 #include "made_splits.h"
 #include "raises.h"
@@ -22,8 +23,6 @@ using testing::for_each_split;
 using testing::for_each_stage;
 using testing::random_problem;
 using testing::value_error;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Tried {
   std::optional<std::vector<int>> best;

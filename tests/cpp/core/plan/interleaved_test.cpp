@@ -1,4 +1,5 @@
 // Plans whose ranks have several stages: their work and their memory are the rank's, not a stage's.
+#include "core/infinity.h"
 #include "core/partition/split_costs.h"
 #include "core/plan/plan.h"
 #include "instances.h"
@@ -67,7 +68,7 @@ double fullest_rank(const SplitCosts& costs, std::vector<int> firsts) {
 double least_memory(const StageSplitProblem& split) {
   const SplitCosts costs(split);
   const int n = costs.num_pieces();
-  double least = std::numeric_limits<double>::infinity();
+  double least = kInfinity;
   for (int a = 1; a < n; ++a) {
     for (int b = a + 1; b < n; ++b) {
       for (int c = b + 1; c < n; ++c) least = std::min(least, fullest_rank(costs, {0, a, b, c}));

@@ -1,6 +1,7 @@
 // Plans where links differ: which messages take which link, and how near to the best split they
 // are.
 
+#include "core/infinity.h"
 #include "core/plan/plan.h"
 #include "core/schedule/generate.h"
 #include "instances.h"
@@ -10,7 +11,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -222,7 +222,7 @@ TEST(PlanLinks, DevicesMayBeNumberedAnyhow) {
     PlanProblem problem = random_chain(instances, 10, 4, planned_schedules()[round % 3]);
     // Two servers of two devices, or a device with two slow links.
     const bool are_servers = round % 2 == 0;
-    double least = std::numeric_limits<double>::infinity();
+    double least = kInfinity;
     double most = 0;
     double best = least;
     std::vector<int> order = {0, 1, 2, 3};

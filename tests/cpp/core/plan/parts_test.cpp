@@ -1,4 +1,5 @@
 // The planner's parts: which blocks are recomputed, which device does what, links and prices.
+#include "core/infinity.h"
 #include "core/plan/blocks.h"
 #include "core/plan/cluster.h"
 #include "core/plan/device_mapping.h"
@@ -8,7 +9,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <random>
 #include <set>
@@ -44,7 +44,7 @@ TEST(PlanBlocks, EqualEnumerationBySize) {
       block = {1.0 + instances.below(9), 1.0 * instances.below(3), 1.0 * instances.below(9)};
     }
     const double bytes = instances.below(20);
-    double least = std::numeric_limits<double>::infinity();
+    double least = kInfinity;
     for (unsigned set = 0; set < 1u << blocks.size(); ++set) {
       std::vector<int> chosen;
       for (int i = 0; i < static_cast<int>(blocks.size()); ++i) {
@@ -140,7 +140,7 @@ TEST(PlanMapping, EnumerationIsExactAndKeepsTypesInPlace) {
     const Cluster cluster = matrix(instances, 6, 1 + round % 2);
     const DeviceGrid identity = DeviceMappings(cluster).grid(0, 2, 2);  // two devices stay idle
     const auto seconds = [&](const DeviceGrid& grid) { return slowest_link(cluster, grid); };
-    double least = std::numeric_limits<double>::infinity();
+    double least = kInfinity;
     std::vector<int> order = {0, 1, 2, 3, 4, 5};
     do {
       DeviceGrid grid(2, 2);
@@ -283,7 +283,7 @@ TEST(PlanCluster, TheCheapestStartIsThatOfAFineGrid) {
       }
       return sum;
     };
-    Start expected = {0, std::numeric_limits<double>::infinity()};
+    Start expected = {0, kInfinity};
     for (double start = 0; start <= within; start += 0.5) {
       double price = 0;
       for (double hour = start; hour < start + hours; hour += 0.5)

@@ -2,6 +2,7 @@
 
 #include "core/simulate/simulate.h"
 
+#include "core/infinity.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/made_schedules.h"
 #include "core/schedule/methods.h"
@@ -9,7 +10,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 namespace pd2 {
@@ -199,7 +199,7 @@ TEST(Simulate, ALinkBoundsThePeriodFromBelow) {
     Costs costs = with_edges(equal_stages(d), {});
     costs.edges[1] = {.bandwidth = 100, .message_bytes = 1000};  // 10 seconds a message
     EXPECT_GE(period(schedule, costs), 10.0 * m) << name;
-    for (const double free : {0.0, std::numeric_limits<double>::infinity()}) {
+    for (const double free : {0.0, kInfinity}) {
       costs.edges[1].bandwidth = free;
       EXPECT_EQ(period(schedule, costs), period(schedule, equal_stages(d))) << name;
     }
