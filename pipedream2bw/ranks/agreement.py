@@ -12,17 +12,16 @@ import datetime
 import enum
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from .. import _C, errors
-from ..errors import PeerLost, PeerTimeout, StageError, from_document, reworded, to_document
+from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from .first_failure import FirstFailure
 from .grid import join_world
 
 
@@ -53,7 +52,6 @@ class Announcement(NamedTuple):
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
 
 
-_LOOK_SECONDS = 0.5
 _WAIT_SLICE_SECONDS = 0.1
 
 _Made = TypeVar("_Made")
@@ -83,24 +81,15 @@ class ControlPlane:
     def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
         self.fault = fault
         self.timeout = timeout
-        self._failure_key = f"pipedream2bw/{name}/failure"
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
-        self._store: Store | None = None
         self.place = "here"
-        self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._first_failure: FirstFailure | None = None
         if world > 1:
             self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
             self.board = make_board(self.group, 3 + len(Announcement._fields), timeout)
-            self._store = dist.distributed_c10d._get_default_store()
-            self._watcher = threading.Thread(
-                target=_watch,
-                args=(self._store, self._failure_key, fault, self._closed),
-                name=f"{name} watches for failures",
-                daemon=True,
-            )
-            self._watcher.start()
+            store = dist.distributed_c10d._get_default_store()
+            self._first_failure = FirstFailure(store, name, fault)
 
     @property
     def size(self) -> int:
@@ -201,13 +190,9 @@ class ControlPlane:
     def report(self, failure: StageError) -> StageError:
         """Tells the others why this rank failed; returns the first failure that any rank told.
 
-        That is ``failure`` itself if no other rank was faster.
+        That is ``failure`` itself if no other rank was faster, or if nobody answers.
         """
-        if self._store is None:
-            return failure
-        mine = to_document(failure)
-        first = _tell(self._store, self._failure_key, mine)
-        return failure if first == mine else from_document(first)
+        return failure if self._first_failure is None else self._first_failure.report(failure)
 
     def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
         """Every rank's row, on every rank."""
@@ -285,10 +270,8 @@ class ControlPlane:
 
     def close(self) -> None:
         """Ends the agreement; ranks that wait for this one get an error."""
-        self._closed.set()
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None and watcher is not threading.current_thread():
-            watcher.join()
+        if self._first_failure is not None:
+            self._first_failure.close()
         if self.board is not None:
             self.board.leave()
             self.board = None
@@ -350,27 +333,6 @@ def _where_they_differ(values: list[Any]) -> list[Any]:
             if any(item != items[0] for item in items):
                 return list(items)
     return values
-
-
-def _tell(store: Store, key: str, document: str) -> str:
-    """Keeps the first failure that any rank tells, and returns it."""
-    with contextlib.suppress(Exception):  # the store may have died with its host
-        told: bytes = store.compare_set(key, "", document)
-        return told.decode()
-    return document
-
-
-def _watch(store: Store, key: str, fault: _C.Fault, closed: threading.Event) -> None:
-    """Passes failures on between this process and the others."""
-    with contextlib.suppress(Exception):  # the store may have died with its host
-        while not closed.wait(_LOOK_SECONDS):
-            failure = fault.error
-            if failure is not None:
-                _tell(store, key, to_document(failure))
-                return
-            if store.check([key]):
-                fault.raise_(from_document(store.get(key).decode()))
-                return
 
 
 def _describe(error: Exception | None) -> Exception | None:
