@@ -11,6 +11,7 @@ check_loaded_torch()
 from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .checkpoint.sampler import ResumableSampler
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
@@ -56,6 +57,7 @@ __all__ = [
     "PipelineOptimizer",
     "Plan",
     "Profile",
+    "ResumableSampler",
     "Schedule",
     "Simulation",
     "StageMemory",

@@ -75,6 +75,7 @@ ForwardResult result_of(const py::tuple& fields) {
 void bind_random(py::module_& module) {
   module.def("draw_seed", &draw_seed);
   module.def("next_seed", &next_seed);
+  module.def("mix_seed", &mix_seed, py::arg("seed"), py::arg("value"));
   struct Entered {
     std::optional<std::uint64_t> seed;
     std::optional<PrivateGenerator> generator;

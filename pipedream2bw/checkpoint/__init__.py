@@ -1,0 +1,1 @@
+"""What lets a run go on after it was stopped."""
