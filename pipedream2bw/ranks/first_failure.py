@@ -67,7 +67,7 @@ class FirstFailure:
                     told: bytes = self._store.compare_set(self._key, "", to_document(failure))
                     self._first = told.decode()
                 elif self._closed.is_set():
-                    return
+                    break
                 elif self._store.check([self._key]):
                     self._first = self._store.get(self._key).decode()
                     self._fault.raise_(from_document(self._first))

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
-from tests.runs.transports import GLOO, SHARED_MEMORY, over
+from tests.runs.transports import TRANSPORTS, over
 
 TIMEOUT = 4.0
 MOST_SECONDS = TIMEOUT + 3
@@ -47,21 +47,18 @@ def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def one_stops(rank: int, world: int, stopped: int, width: int, schedule: str) -> dict[str, Any]:
-    join_with_store_in_rank_0(rank, world)
-    depth = world // width
+def one_stops(rank: int, depth: int, stopped: int) -> dict[str, Any]:
+    join_with_store_in_rank_0(rank, depth)
     x, y = torch.randn(2, 2 * depth, 4)
     pipe = pd2.PipelineModule(
         [nn.Linear(4, 4) for _ in range(depth)],
         mse_loss,
-        num_microbatches=1 if schedule == "pipedream" else depth,
+        num_microbatches=depth,
         example_args=(x[:1],),
-        schedule=schedule,
-        width=width,
         timeout=TIMEOUT,
     )
     opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-    kind = data = text = ""
+    kind = text = ""
     begin = time.monotonic()
     try:
         for batch in range(1000):
@@ -72,12 +69,11 @@ def one_stops(rank: int, world: int, stopped: int, width: int, schedule: str) ->
             opt.step()
     except RuntimeError as error:
         kind, text = type(error).__name__, str(error)
-        data = getattr(error, "rank", None)
     raised = time.monotonic() - begin
     pipe.close()
     dist.destroy_process_group()
     ended = time.monotonic() - begin
-    return {"kind": kind, "rank": data, "raised": raised, "ended": ended, "text": text}
+    return {"kind": kind, "raised": raised, "ended": ended, "text": text}
 
 
 def assert_ended(results: list[Any], stopped: int) -> None:
@@ -93,14 +89,14 @@ def assert_ended(results: list[Any], stopped: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_stopped_rank_ends_all_others(stopped: int, transport: str) -> None:
     """Rank 0 has the store to which failures are told."""
     results = run_ranks(
         over,
         3,
-        args=(transport, one_stops, stopped, 1, "2bw"),
+        args=(transport, one_stops, stopped),
         rendezvous="none",
         timeout=60,
         expect_failure=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,30 +113,23 @@ def expected(
     make_optimizer: MakeOptimizer = sgd,
     *,
     schedule: str = "2bw",
-    delay_of: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Trajectory:
-    """What the oracle gives on the task's batches. Not to be changed: tests share it."""
+    """What the oracle gives on the task's batches, kept, as many schedules have one definition.
+
+    Not to be changed: tests share it.
+    """
     same = next((name for name in ("pipedream", "chimera", "2bw") if name in schedule), "1f1b")
-    given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    given["delay_of"] = delay_of and tuple(delay_of.items())
-    return _kept(task, tuple(rows), num_microbatches, make_optimizer, same, tuple(given.items()))
+    key = (task, tuple(rows), num_microbatches, make_optimizer, same, repr(options))
+    if key not in _expected:
+        batches = task.batches(rows)
+        _expected[key] = by_oracle(
+            task, batches, num_microbatches, make_optimizer, schedule=same, **options
+        )
+    return _expected[key]
 
 
-@functools.lru_cache(maxsize=50)
-def _kept(
-    task: Task,
-    rows: Sequence[int],
-    num_microbatches: int,
-    make_optimizer: MakeOptimizer,
-    schedule: str,
-    options: tuple[tuple[str, Any], ...],
-) -> Trajectory:
-    """Kept, because many schedules have one definition."""
-    given = dict(options)
-    given["delay_of"] = given["delay_of"] and dict(given["delay_of"])
-    batches = task.batches(rows)
-    return by_oracle(task, batches, num_microbatches, make_optimizer, schedule=schedule, **given)
+_expected: dict[Any, Trajectory] = {}
 
 
 def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[str, int]:
