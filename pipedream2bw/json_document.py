@@ -87,6 +87,8 @@ class Field:
 
     def read_as(self, hint: Any) -> Any:
         """The value as one of the type hint's."""
+        if hint is Any:
+            return self.value
         if hint == Unbounded:
             return math.inf if self.value is None else self._scalar(float)
         if dataclasses.is_dataclass(hint):
@@ -140,9 +142,13 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> Fiel
         ValueError: the file is not JSON, or of another format or version.
         OSError: the file cannot be read.
     """
+    return parse_document(Path(path).read_bytes(), kind, version)
+
+
+def parse_document(text: bytes, kind: str, version: int) -> Field:
+    """As :func:`read_document`, of what such a file holds."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(document, dict):
@@ -166,10 +172,13 @@ class Document:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """What :meth:`save` writes."""
         fields = _without_infinity(dataclasses.asdict(self))  # type: ignore[call-overload]
         document = {"format": self.FORMAT, "version": self.VERSION, **fields}
-        text = json.dumps(document, indent=1, allow_nan=False)
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        return f"{json.dumps(document, indent=1, allow_nan=False)}\n"
 
     @classmethod
     def load(cls: type[_Document], path: str | os.PathLike[str]) -> _Document:

@@ -138,6 +138,15 @@ void bind_submitting(ExecutorClass& executor) {
           py::kw_only(), py::arg("stage"), py::arg("run"), py::arg("groups"),
           py::arg("step").none(true))
       .def(
+          "submit_copy",
+          [](Executor& self, int stage, std::int64_t version, py::function copy) {
+            return self.submit_copy(stage, version, [held = shared_python(std::move(copy))] {
+              const py::gil_scoped_acquire gil;
+              (*held)();
+            });
+          },
+          py::kw_only(), py::arg("stage"), py::arg("version"), py::arg("copy"))
+      .def(
           "wait",
           [](Executor& self, Executor::Ticket ticket) {
             wait_interruptibly([&](auto timeout) { return self.wait_for(ticket, timeout); });

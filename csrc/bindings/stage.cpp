@@ -59,6 +59,10 @@ void bind_weights(StageClass& stage) {
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)
+      .def("load_versions", &Stage::load_versions, py::arg("oldest"), py::arg("newest"))
+      .def(
+          "slot_of", [](const Stage& self, std::int64_t v) { return self.versions().slot(v); },
+          py::arg("version"))
       .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
       .def("has_split_master", &Stage::has_split_master, py::arg("parameter"))
       .def("master_buffers", &Stage::master_buffers)

@@ -14,13 +14,20 @@ import torch
 from .. import _C
 from ..ranks.agreement import Operation
 from ..runtime.local_stages import LocalStage
-from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, parameters_of
 from .clipping import Clipping, GradNorm
+from .cut import (
+    STALENESS,
+    OptimizerCut,
+    SavedOptimizers,
+    StateByName,
+    as_torch_has_it,
+    check_saved,
+)
 from .fused import fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale
-from .own_step import StageStepper, changes, differ, options_of, update_with
+from .own_step import StageStepper, changed_by, changes, keep_from_zeroing, options_of, update_with
 from .staleness import Remedies, Remedy, StepCorrection
 
 
@@ -128,12 +135,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if rule is not None:
             correction = self._corrections[weights.index] = StepCorrection(rule, weights)
             weights.correction_bytes = correction.nbytes
-        group_of = {
-            id(parameter): (kind, number)
-            for number, (kind, _, group) in enumerate(self._groups())
-            for parameter in group["params"]
-        }
-        places = [group_of[id(original)] for original in weights.originals]
+        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
+        of_parameter = self._holders()
+        holders = [of_parameter[id(original)] for original in weights.originals]
+        places = [(kind, numbers[id(group)]) for kind, _, group in holders]
         weights.engine.set_optimizers(
             {
                 fused: [group if kind == fused else -1 for kind, group in places]
@@ -179,6 +184,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
             for group in optimizer.param_groups:
                 yield kind, optimizer, group
+
+    def _holders(self) -> dict[int, tuple[str | None, torch.optim.Optimizer, dict[str, Any]]]:
+        """What holds each parameter, by its id: see :meth:`_groups`."""
+        return {id(parameter): each for each in self._groups() for parameter in each[2]["params"]}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Registers the update of the last ``train_step``'s batch; returns at once.
@@ -368,16 +377,50 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._delayed_batches = int(staleness["delayed_batches"])
         for correction in self._corrections.values():
             correction.load(staleness["kept"])
-        holder = {
-            id(parameter): (kind, optimizer)
-            for kind, optimizer, group in self._groups()
-            for parameter in group["params"]
-        }
+        holders = self._holders()
         for weights in self._weights:
             for i, original in enumerate(weights.originals):
-                kind, optimizer = holder[id(original)]
+                kind, optimizer, _ = holders[id(original)]
                 if kind is not None:
                     write_state(kind, weights, i, optimizer.state.get(original, {}))
+
+    def cut(self) -> OptimizerCut:
+        """What the last :meth:`step` will leave, to be read when every stage has made it."""
+        self._check_in_charge()
+        return OptimizerCut(
+            kinds=self._kinds,
+            optimizers=self._wrapped,
+            given=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
+            seen=self._options,
+            steppers=self._steppers,
+            corrections=self._corrections,
+            scale=self._scale,
+            delayed_batches=self._delayed_batches,
+        )
+
+    def check_cut(self, shared: SavedOptimizers) -> None:
+        """Raises ValueError if these optimizers cannot go on from a cut."""
+        self._check_in_charge()
+        check_saved(shared, self._wrapped, has_scale=self._scale is not None)
+
+    def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
+        """Goes on where a cut was made, with this process's part of the state. Drained."""
+        names = {
+            id(original): name
+            for weights in self._weights
+            for name, original in zip(weights.trainable, weights.originals, strict=True)
+        }
+        wholes = [
+            as_torch_has_it(optimizer, names, states, saved.groups)
+            for optimizer, saved in zip(self._wrapped, shared.optimizers, strict=True)
+        ]
+        kept = {name: s[STALENESS] for name, s in states.items() if STALENESS in s}
+        staleness = {"delayed_batches": shared.delayed_batches, "kept": kept}
+        whole = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
+        self._load({**whole, "staleness": staleness})
+        for version, scale in sorted(shared.loss_scales.items()):
+            assert self._scale is not None
+            self._scale.set(version, scale, shared.growth_tracker)
 
     def __repr__(self) -> str:
         lines = []
@@ -392,30 +435,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
             steppers = [self._steppers[number, weights.index] for weights in self._weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
             groups = self._wrapped[number].param_groups
-            for group, theirs, seen in zip(groups, stepper.options(), seen_by_group, strict=True):
-                for key, value in theirs.items():
-                    by_user = key in seen and differ(group[key], seen[key])
-                    if not by_user and (key not in seen or differ(value, seen[key])):
-                        group[key], seen[key] = value, copy.deepcopy(value)
+            theirs = stepper.options()
+            for group, seen, changed in zip(
+                groups, seen_by_group, changed_by(theirs, groups, seen_by_group), strict=True
+            ):
+                group.update(changed)
+                seen.update(copy.deepcopy(changed))
 
 
 def _common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """The options that all have, for schedulers that ask whether they can set them."""
     first, *rest = (optimizer.defaults for optimizer in optimizers)
     return {key: first[key] for key in first if all(key in other for other in rest)}
-
-
-def keep_from_zeroing(optimizer: torch.optim.Optimizer, session: Session) -> None:
-    """Makes ``optimizer.zero_grad()`` do nothing while the pipeline is open.
-
-    Its own step may just compute, in another thread, with the gradients that it would take away.
-    """
-    optimizer_alive, session_alive = weakref.ref(optimizer), weakref.ref(session)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        mine, its_session = optimizer_alive(), session_alive()
-        is_open = its_session is not None and its_session.ending.is_open
-        if mine is not None and not is_open:
-            type(mine).zero_grad(mine, set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import parameters_of
 from .staleness import StepCorrection
@@ -36,6 +38,10 @@ class StageStepper:
     def options(self) -> list[dict[str, Any]]:
         """Its groups' options, which it may have changed itself. The pipeline must be drained."""
         self._make_changes()
+        return self.current_options()
+
+    def current_options(self) -> list[dict[str, Any]]:
+        """Its groups' options as the last update left them; not while one is under way."""
         part = next((part for part in self._parts if part.positions), self._parts[0])
         return options_of(part.optimizer.param_groups)
 
@@ -214,8 +220,47 @@ def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list
     ]
 
 
+def changed_by(
+    theirs: Sequence[dict[str, Any]],
+    given: Sequence[dict[str, Any]],
+    seen: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """What the optimizer changed in each group, but not where its user has, too.
+
+    Args:
+        theirs: the options as the optimizer has them.
+        given: as they are for the user.
+        seen: as both were when the last step was made.
+    """
+    return [
+        {
+            key: value
+            for key, value in options.items()
+            if key not in before
+            or (not differ(group[key], before[key]) and differ(value, before[key]))
+        }
+        for options, group, before in zip(theirs, given, seen, strict=True)
+    ]
+
+
 def differ(new: Any, old: Any) -> bool:
     """Whether an option is another one."""
     if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
         return not torch.equal(new, old)
     return type(new) is not type(old) or bool(new != old)
+
+
+def keep_from_zeroing(optimizer: torch.optim.Optimizer, session: Session) -> None:
+    """Makes ``optimizer.zero_grad()`` do nothing while the pipeline is open.
+
+    Its own step may just compute, in another thread, with the gradients that it would take away.
+    """
+    optimizer_alive, session_alive = weakref.ref(optimizer), weakref.ref(session)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        mine, its_session = optimizer_alive(), session_alive()
+        is_open = its_session is not None and its_session.ending.is_open
+        if mine is not None and not is_open:
+            type(mine).zero_grad(mine, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -60,8 +60,7 @@ class ErrorFeedback:
     warm-up) has no error. With w(t) = W(t) - coefficient * u(t-1) it reads w(t+1) = w(t) + u(t):
     plain steps of w, with gradients at the weights w(t) + coefficient * (w(t) - w(t-1)) that are
     predicted for the next batch, as in SpecTrain (arXiv 1809.02839) and linear weight prediction
-    (arXiv 2003.11666). Works with every optimizer; keeps one tensor per parameter, u(t-1), which is
-    not saved, since the delay starts again where weights are loaded.
+    (arXiv 2003.11666). Works with every optimizer; keeps one tensor per parameter, u(t-1).
 
     Args:
         coefficient: > 0.
@@ -240,8 +239,6 @@ class StepCorrection:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors to save, by the parameters' names."""
-        if isinstance(self._rule, ErrorFeedback):
-            return {}
         names = list(self._stage.trainable)
         return {names[i]: tensor for i, tensor in self._kept.items()}
 

@@ -40,6 +40,8 @@ class Operation(enum.IntEnum):
     end_of_timeline = 10
     gather_events = 11
     new_optimizer = 12
+    save = 13
+    load = 14
 
 
 class Announcement(NamedTuple):

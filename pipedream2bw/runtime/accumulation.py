@@ -90,6 +90,18 @@ class Accumulation:
         if not self._is_complete:
             raise ValueError(self._message(self.num_updates + 1))
 
+    def check_between_batches(self, what: str) -> None:
+        """Raises ValueError if a batch has begun whose step has not been called."""
+        if self._last is not None and self._last.batch == self.num_updates:
+            steps = f"{self._counted + self._held} train_steps and {self.num_updates} opt.step()"
+            raise ValueError(f"{what}: {steps} so far, a batch waits for its opt.step(): call it")
+
+    def go_on_from(self, updates: int) -> None:
+        """The next batch has this number."""
+        self.num_updates = updates
+        self._counted, self._held = updates * self._num_steps, 0
+        self._last = None
+
     @property
     def _is_complete(self) -> bool:
         return self._last is not None and self._last.ends and self._last.batch == self.num_updates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,6 +92,37 @@ class LocalModel:
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)
+
+    def trainable_names(self) -> tuple[str, ...]:
+        """The whole model's trained parameters."""
+        return tuple(name for name, p in self._root.named_parameters() if p.requires_grad)
+
+    def tied_names(self) -> dict[str, str]:
+        """The further names of the whole model's parameters, and the first one of each."""
+        first = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        every = self._root.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What modules keep beside parameters and buffers, by the modules' names."""
+        return {name: module.get_extra_state() for name, module in self._with_extra_state()}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Gives the modules what :meth:`extra_state` gave."""
+        for name, module in self._with_extra_state():
+            if name in state:
+                module.set_extra_state(state[name])
+
+    def _with_extra_state(self) -> list[tuple[str, nn.Module]]:
+        return [
+            (name, module)
+            for name, module in self._root.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+
+    def loaded(self, names: Collection[str]) -> None:
+        """Parameters and buffers of these names have values now."""
+        self._without_values.difference_update(names)
 
     def check_values(self) -> None:
         """Raises ValueError if parameters that were on meta have not been loaded."""

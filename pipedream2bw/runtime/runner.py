@@ -156,11 +156,24 @@ class StageRunner:
         self._replayers: dict[int, Replayer] = {}  # by layout
         self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
         self._runs: dict[int, RunInputs] = {}
+        self._before: list[tuple[int, Callable[[], None]]] = []  # and the run
         self.thread: list[int] = []  # the executor's, once it is known
 
     def begin(self, run: int, inputs: RunInputs) -> None:
         """Takes what a run needs, before it is submitted to the engine."""
         self._runs[run] = inputs
+
+    def call_before(self, run: int, call: Callable[[], None]) -> None:
+        """Calls ``call`` before the first forward of the run, when those before it have ended.
+
+        Or in :meth:`make_calls`.
+        """
+        self._before.append((run, call))
+
+    def make_calls(self, run: float = math.inf) -> None:
+        """Makes the calls that are due before the run; without a run all, the stage being idle."""
+        while self._before and self._before[0][0] <= run:
+            self._before.pop(0)[1]()
 
     def outputs_of(self, run: int) -> list[Any]:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
@@ -172,6 +185,8 @@ class StageRunner:
             self.thread.append(threading.get_ident())
         if call.again:
             return self._forward_again(call)
+        if self._before:
+            self.make_calls(call.run)
         inputs = self._runs[call.run]
         if not inputs.training:
             given = _Given.of(inputs, call.microbatch)

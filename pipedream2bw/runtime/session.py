@@ -220,6 +220,7 @@ class Session:
         self.stages.finish_submitted()  # updates submitted after the last drain
         for stage in self.stages:
             stage.weights.show_newest()
+            stage.runner.make_calls()
 
     def flush_for(self, operation: Operation) -> None:
         """Agrees on an operation and drains, which is the first part of it."""
@@ -250,6 +251,11 @@ class Session:
             if not self.control.fault.raised:
                 self.stages.restart_delay(replicas_too=has_failed)
         return result
+
+    def go_on_from(self, *, train_steps: int, updates: int) -> None:
+        """Counts on from a run's so many train_steps and optimizer steps. Drained."""
+        self.num_train_steps = self.ending.batch = train_steps
+        self.accumulation.go_on_from(updates)
 
     @contextlib.contextmanager
     def update(self) -> Iterator[int]:

@@ -142,7 +142,17 @@ class StageWeights:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The stage's buffers as they are now: a module may have put new tensors in place."""
-        return [holder[leaf] for holder, leaf in self.buffer_places()]
+        return list(self.named_buffers().values())
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """The same by name."""
+        named = {}
+        for name in self.buffer_names:
+            owner, _, leaf = name.rpartition(".")
+            buffer = self._root.get_submodule(owner)._buffers[leaf]
+            if buffer is not None:
+                named[name] = buffer
+        return named
 
     def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
         """The modules' dictionaries that hold the stage's buffers, and the names there."""
@@ -218,6 +228,24 @@ class StageWeights:
                 for i in split:
                     self.engine.set_split_master(i, self.handles[i].detach())
             self.show_newest()
+
+    def load(self, versions: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Sets the parameters' values. The pipeline must be drained.
+
+        Args:
+            versions: by number, one after the other; frozen parameters are in the newest.
+        """
+        newest = max(versions)
+        self.engine.load_versions(min(versions), newest)
+        self.show_newest()
+        with torch.no_grad():
+            for version, values in versions.items():
+                slot = self.engine.slot_of(version)
+                for i, name in enumerate(self.trainable):
+                    self.engine.weight(slot, i).copy_(values[name])
+            with self.masters_shown(change=True):
+                for name, parameter in (*self.trainable.items(), *self.frozen.items()):
+                    parameter.copy_(versions[newest][name])
 
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""

@@ -119,6 +119,13 @@ Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
   });
 }
 
+Executor::Ticket Executor::submit_copy(int stage, std::int64_t version,
+                                       std::function<void()> copy) {
+  return submit([&worker = worker(stage), version, copy = std::move(copy)] {
+    worker.updates().copy_after(version, copy);
+  });
+}
+
 Executor::Ticket Executor::submit_drain() {
   return submit([this] { drain(); });
 }
@@ -308,7 +315,7 @@ void Executor::drain() {
 
 void Executor::finish_updates() {
   for (const auto& worker : workers_) {
-    worker->updates().finish();
+    worker->updates().settle();
   }
 }
 

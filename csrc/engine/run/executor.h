@@ -47,6 +47,8 @@ class Executor {
   Ticket submit_run(Run run);
   // `apply` makes the stage's next version from the gradients of the batch whose last run `run` is.
   Ticket submit_update(int stage, std::int64_t run, std::function<void(Stage&)> apply);
+  // `copy` is called once the stage's `version` has been made: see StageUpdates::copy_after().
+  Ticket submit_copy(int stage, std::int64_t version, std::function<void()> copy);
   Ticket submit_drain();
   // Forward only, no gradients, on the newest version. The pipeline must be drained. With two
   // pipelines only the first one evaluates.

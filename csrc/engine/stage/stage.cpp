@@ -162,7 +162,7 @@ at::Tensor Stage::master(int slot, std::size_t parameter) const {
   if (!has_split_master(parameter)) {
     return kept;
   }
-  return join_master(weight(versions_.slot(versions_.newest()), parameter), kept);
+  return join_master(weight(slot, parameter), kept);
 }
 
 bool Stage::has_split_master(std::size_t parameter) const {
@@ -189,6 +189,12 @@ void Stage::set_split_master(std::size_t parameter, const at::Tensor& value) {
   const Place& place = places_.at(parameter);
   const at::Tensor remainder = packings_[place.buffer]->view(masters_[place.buffer], place.index);
   split_master(value, weight(versions_.slot(versions_.newest()), parameter), remainder);
+}
+
+void Stage::load_versions(std::int64_t oldest, std::int64_t newest) {
+  PD2_CHECK(newest - oldest < num_versions_, "versions ", oldest, " to ", newest,
+            " are to be loaded: the stage keeps ", num_versions_);
+  versions_.load(oldest, newest);
 }
 
 at::Tensor Stage::gradient(std::size_t parameter) const {

@@ -141,6 +141,10 @@ class Stage {
   // Ends the update: its version can be read.
   void publish() { versions_.publish(); }
 
+  // The versions `oldest` .. `newest` are about to be written to their slots, and `newest` to the
+  // masters, while the pipeline is drained. Throws ValueError if there are not so many slots.
+  void load_versions(std::int64_t oldest, std::int64_t newest);
+
   // A parameter is in at most one of them.
   void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
   // State of one parameter of a fused optimizer, as a view of the flat state; undefined if there

@@ -4,14 +4,18 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 namespace pd2 {
 
 StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
     : stage_(stage),
       callbacks_(std::move(callbacks)),
+      made_(stage.versions().newest()),
       background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
 void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
@@ -26,19 +30,21 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   const auto scaled = loss_scales_.find(run);
   const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
   loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
-  finish();
+  settle();
   stage_.begin_update(batch);
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
   // other stages, those of this rank must come to theirs meanwhile.
   if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
     this->apply(gradients, apply, loss_scale);
     stage_.publish();
+    begin_copies(batch + 1);
     return;
   }
   is_under_way_ = true;
   background_->start([this, gradients, apply = std::move(apply), loss_scale] {
     try {
       this->apply(gradients, apply, loss_scale);
+      begin_copies(gradients.batch + 1);
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
     } catch (...) {
@@ -58,16 +64,64 @@ void StageUpdates::finish() {
   if (!is_under_way_) {
     return;
   }
+  wait_for(*background_);
+  is_under_way_ = false;
+  stage_.publish();
+}
+
+void StageUpdates::wait_for(Background& background) const {
   do {
     if (callbacks_.is_stopped()) {
       throw ChannelAborted();
     }
-  } while (!background_->wait_for(std::chrono::milliseconds(100)));
+  } while (!background.wait_for(std::chrono::milliseconds(100)));
   if (callbacks_.is_stopped()) {  // it may have failed
     throw ChannelAborted();
   }
-  is_under_way_ = false;
-  stage_.publish();
+}
+
+void StageUpdates::copy_after(std::int64_t version, std::function<void()> copy) {
+  {
+    const std::lock_guard lock(copies_mutex_);
+    if (!copier_) {
+      copier_ = std::make_unique<Background>(callbacks_.begin_thread);
+    }
+    to_copy_.emplace(version, std::move(copy));
+    if (made_ < version) {
+      return;
+    }
+  }
+  wait_for(*copier_);  // the version may be copied a second time
+  begin_copies(version);
+}
+
+void StageUpdates::begin_copies(std::int64_t made) {
+  const std::lock_guard lock(copies_mutex_);
+  made_ = made;
+  const auto [first, last] = to_copy_.equal_range(made);
+  if (first == last) {
+    return;
+  }
+  std::vector<std::function<void()>> copies;
+  std::transform(first, last, std::back_inserter(copies), [](auto& each) { return each.second; });
+  to_copy_.erase(first, last);
+  copier_->start([copies = std::move(copies)] {
+    for (const auto& copy : copies) {
+      copy();
+    }
+  });
+}
+
+void StageUpdates::settle() {
+  finish();
+  if (copier_) {
+    wait_for(*copier_);
+  }
+}
+
+void StageUpdates::end() {
+  background_.reset();
+  copier_.reset();
 }
 
 void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {

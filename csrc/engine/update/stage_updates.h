@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 
 namespace pd2 {
@@ -43,13 +44,19 @@ class StageUpdates {
   // when stopped.
   void finish();
 
+  // Calls `copy` in a thread of its own once `version` has been made, at once if it has. No later
+  // update begins before `copy` has returned: what updates alone change stays as it is meanwhile.
+  void copy_after(std::int64_t version, std::function<void()> copy);
+  // finish(), and waits for copies under way.
+  void settle();
+
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
   // The factor of the losses of the run's microbatches, which read `version`, and so of the run's
   // gradients until its update. All runs of a batch have the scale of the first.
   float scale_losses(std::int64_t run, bool begins_batch, std::int64_t version);
   // Waits for the update under way, which is_stopped() ends; no update begins after that.
-  void end() { background_.reset(); }
+  void end();
   // Releases the connections of the norm. After end() of all stages that share it.
   void drop_connections();
 
@@ -58,6 +65,9 @@ class StageUpdates {
     std::int64_t run = 0, batch = 0;
   };
   void apply(const Complete& gradients, const Apply& apply, float loss_scale);
+  void wait_for(Background& background) const;
+  // Version `made_` has been made: begins the copies that wait for it.
+  void begin_copies(std::int64_t made);
 
   Stage& stage_;
   const UpdateCallbacks callbacks_;
@@ -66,7 +76,11 @@ class StageUpdates {
   std::map<std::int64_t, Apply> submitted_;    // by the batch's last run; gradients incomplete
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
   bool is_under_way_ = false;
-  std::unique_ptr<Background> background_;  // ends first
+  std::mutex copies_mutex_;
+  std::int64_t made_;                                           // the newest version
+  std::multimap<std::int64_t, std::function<void()>> to_copy_;  // by version
+  std::unique_ptr<Background> copier_;                          // made when first needed
+  std::unique_ptr<Background> background_;                      // ends first
 };
 
 }  // namespace pd2

@@ -92,6 +92,20 @@ class WeightStore {
     base_ = newest_;
   }
 
+  // The versions `oldest` .. `newest` are in their slots, and no other: batch t uses v(t) =
+  // max(t - delay, oldest) from now on.
+  void load(std::int64_t oldest, std::int64_t newest) {
+    PD2_CHECK(0 <= oldest && oldest <= newest && newest - oldest < num_slots(), "versions ", oldest,
+              " to ", newest, " are to be loaded: ", num_slots(), " slots hold so many at most");
+    reset();
+    versions_.assign(num_slots(), -1);
+    for (std::int64_t version = oldest; version <= newest; ++version) {
+      versions_[slot(version)] = version;
+    }
+    newest_ = newest;
+    base_ = oldest;
+  }
+
   // The most versions that were alive (newest, pinned, or being written) at any time.
   int most_live_versions() const { return most_live_versions_; }
 

@@ -1,0 +1,173 @@
+"""What a process saves of a pipeline and its optimizer, between two batches.
+
+Nobody waits for the stages to come to this point. Each one's state is copied when its update of the
+batch before has been made, by a thread of its own, and stays as it is until that is done: only the
+stage's next update changes it, a batch later. Buffers are copied before the next batch's first
+forward. So the copies of all stages are of one point in the run, each taken at another time; what
+is under way between stages does not belong to it, as in Chandy and Lamport's snapshots (1985) of
+channels that are empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+import torch
+
+from ..optimizer.cut import OptimizerCut, SavedOptimizers
+from ..runtime.local_stages import LocalStage
+from ..runtime.session import Session
+from .copies import HostMemory
+
+MODEL, OPTIMIZER, RANK = "model", "optimizer", "rank"
+"""Kinds of files: the newest weights, the optimizers' state, what is each rank's own."""
+
+
+def buffer_prefix(pipeline: int) -> str:
+    """What is before the names of buffers, in a rank's own file."""
+    return "buffer/" if pipeline == 0 else f"buffer-of-pipeline-{pipeline}/"
+
+
+def older(age: int) -> str:
+    """The kind of file of weights that many versions older than the newest."""
+    return f"older-{age}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cut:
+    """A process's part of the state, as it is copied.
+
+    Attributes:
+        batch: the number of the batch that follows.
+        tensors: by kind of file and name.
+        numbers: what optimizers keep of a parameter beside tensors, by its name.
+        shared: what the optimizers share, when all stages have been copied.
+        copied: done when everything is in ``tensors``.
+    """
+
+    batch: int
+    tensors: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, dict[str, object]] = dataclasses.field(default_factory=dict)
+    shared: SavedOptimizers | None = None
+    copied: Future[None] = dataclasses.field(default_factory=Future)
+
+    def add(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Adds tensors of a file."""
+        self.tensors.setdefault(kind, {}).update(tensors)
+
+
+def begin_cut(
+    session: Session, optimizer: OptimizerCut | None, memory: HostMemory, *, all_versions: bool
+) -> Cut:
+    """Begins to copy this process's part of the state; returns at once.
+
+    Args:
+        memory: for the copies.
+        all_versions: whether versions older than the newest are copied too.
+    """
+    cut = Cut(batch=session.accumulation.num_updates)
+    stages = list(session.stages)
+    oldest = {
+        stage.index: stage.executor.version_of_batch(stage.index, cut.batch)
+        if all_versions
+        else cut.batch
+        for stage in stages
+    }
+    lock = threading.Lock()
+    left = 2 * len(stages)  # weights and buffers of each
+
+    def then(do: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal left
+            try:
+                do()
+                with lock:
+                    left -= 1
+                    if left == 0:
+                        if optimizer is not None:
+                            versions = range(min(oldest.values()), cut.batch + 1)
+                            weights = [stage.weights for stage in stages]
+                            cut.shared = optimizer.shared(weights, versions)
+                        cut.copied.set_result(None)
+            except BaseException as error:  # training goes on
+                with lock:
+                    if not cut.copied.done():
+                        cut.copied.set_exception(error)
+
+        return call
+
+    is_mine = _share(session)
+    tied = session.local_model.tied_names()
+    for stage in stages:
+        copy = then(_copying(stage, cut, optimizer, memory, oldest[stage.index], is_mine, tied))
+        stage.executor.submit_copy(stage=stage.index, version=cut.batch, copy=copy)
+        pipeline = session.grid.pipeline(stage.index)
+        copy = then(_copying_buffers(stage, cut, memory, pipeline))
+        stage.runner.call_before(session.num_train_steps, copy)
+    return cut
+
+
+def _share(session: Session) -> Callable[[LocalStage, int], bool]:
+    """Says which of a stage's parameters this process saves, by their numbers.
+
+    The processes that hold a stage share them out; of two pipelines the first one's save all.
+    """
+    grid = session.grid
+
+    def is_mine(stage: LocalStage, number: int) -> bool:
+        return grid.pipeline(stage.index) == 0 and number % grid.width == grid.replica
+
+    return is_mine
+
+
+def _copying(
+    stage: LocalStage,
+    cut: Cut,
+    optimizer: OptimizerCut | None,
+    memory: HostMemory,
+    oldest: int,
+    is_mine: Callable[[LocalStage, int], bool],
+    tied: Mapping[str, str],
+) -> Callable[[], None]:
+    weights, engine = stage.weights, stage.weights.engine
+
+    def copy() -> None:
+        counted = [name for name in weights.in_root if weights.counts(name)]
+        mine = {name for number, name in enumerate(counted) if is_mine(stage, number)}
+        live: dict[tuple[str, str], torch.Tensor] = {}
+        for i, name in enumerate(weights.trainable):
+            if name in mine:
+                live[MODEL, tied.get(name, name)] = engine.master(engine.slot_of(cut.batch), i)
+                for version in range(oldest, cut.batch):
+                    weight = engine.weight(engine.slot_of(version), i)
+                    live[older(cut.batch - version), tied.get(name, name)] = weight
+        states = optimizer.of_stage(weights) if optimizer is not None else {}
+        for name in mine.intersection(states):
+            for key, value in states[name].items():
+                if isinstance(value, torch.Tensor):
+                    live[OPTIMIZER, f"{tied.get(name, name)}/{key}"] = value
+                else:
+                    cut.numbers.setdefault(tied.get(name, name), {})[key] = value
+        copies = memory.copy(live, ("weights", stage.index))
+        for (kind, name), tensor in copies.items():
+            cut.add(kind, {name: tensor})
+        # Nobody writes to frozen weights.
+        frozen = {name: p.detach() for name, p in weights.frozen.items() if name in mine}
+        cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
+
+    return copy
+
+
+def _copying_buffers(
+    stage: LocalStage, cut: Cut, memory: HostMemory, pipeline: int
+) -> Callable[[], None]:
+    prefix = buffer_prefix(pipeline)
+
+    def copy() -> None:
+        copies = memory.copy(stage.weights.named_buffers(), ("buffers", stage.index))
+        cut.add(RANK, {prefix + name: tensor for name, tensor in copies.items()})
+
+    return copy

@@ -1,0 +1,313 @@
+"""Makes a pipeline and its optimizer go on where a checkpoint was saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..optimizer.cut import SavedOptimizer, SavedOptimizers
+from ..optimizer.optimizer import PipelineOptimizer
+from ..pipeline.module import PipelineModule
+from ..ranks.agreement import Operation
+from ..runtime.local_stages import LocalStage
+from ..runtime.session import Session
+from .cut import MODEL, OPTIMIZER, buffer_prefix, older
+from .folder import Folder
+from .manifest import Manifest, RankPart
+from .save import Beside, Stateful, is_stateful, set_generators, settings_of
+from .source import Source
+
+log = logging.getLogger("pipedream2bw")
+
+
+def load(
+    path: str | os.PathLike[str],
+    pipe: PipelineModule,
+    opt: PipelineOptimizer | None = None,
+    *,
+    step: int | None = None,
+    data: Stateful | None = None,
+    schedulers: Sequence[Stateful] = (),
+    extra: Mapping[str, Any] | None = None,
+    generators: bool = True,
+) -> dict[str, Any]:
+    """Goes on where :func:`save` made a checkpoint. Every rank calls it; drains.
+
+    The pipeline may have another number of stages, split, schedule of the same delay, or number of
+    processes: then the run goes on with the same bits. Of a checkpoint without the older weight
+    versions that the schedule reads, the delay begins anew.
+
+    Args:
+        path: the folder that was given to ``save``.
+        opt: the pipeline's optimizer; None: weights alone.
+        step: which checkpoint; the newest if None.
+        data, schedulers, extra: as they were saved; objects get their state back.
+        generators: whether Python's, NumPy's and torch's default random numbers go on, too.
+
+    Returns:
+        The values of ``extra`` that are no objects with a state, by name.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, cut or changed; nothing has been loaded then.
+        ValueError: there is no checkpoint, or it does not fit: both values are named. On every
+            rank; nothing has been loaded then.
+    """
+    session = pipe.session
+    session.flush_for(Operation.load)
+    beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
+    source = session.control.together(lambda: Source.newest(Folder(path), step))
+    return load_from(source, session, opt, beside, generators=generators)
+
+
+def load_from(
+    source: Source,
+    session: Session,
+    opt: PipelineOptimizer | None,
+    beside: Beside,
+    *,
+    generators: bool,
+) -> dict[str, Any]:
+    """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
+    prepared = session.control.together(lambda: _Prepared(source, session, opt, beside))
+    with session.ending.failing_closes():  # half of it may have been loaded
+        return prepared.load(generators=generators)
+
+
+class _Prepared:
+    """Everything read and compared, so that loading cannot fail on some ranks alone."""
+
+    def __init__(
+        self, source: Source, session: Session, opt: PipelineOptimizer | None, beside: Beside
+    ) -> None:
+        beside.check()
+        self._source = source
+        self._session = session
+        self._opt = opt
+        self._beside = beside
+        manifest = source.manifest
+        for file_name in manifest.files:
+            source.check_file(file_name, sums=False)
+        if opt is not None and manifest.optimizer is None:
+            raise ValueError("opt: given, the checkpoint has none: it was saved without")
+        self._check_names()
+        self._tied = dict(manifest.tied) | session.local_model.tied_names()
+        self._dtypes = {
+            name: dtype
+            for stage in session.stages
+            for name, dtype in zip(
+                stage.weights.trainable, stage.weights.stepped_dtypes(), strict=True
+            )
+        }
+        self._oldest = self._find_oldest()
+        self._part = _part_of(manifest, session)
+        self._weights = {stage.index: self._read_weights(stage) for stage in session.stages}
+        self._buffers = {stage.index: self._read_buffers(stage) for stage in session.stages}
+        self._states = self._read_states() if opt is not None else {}
+        shared, schedulers, self._model_state, data, self._extra, self._generators = source.values(
+            manifest.optimizer,
+            manifest.schedulers,
+            manifest.model_state,
+            self._part.data,
+            self._part.extra,
+            self._part.generators,
+        )
+        self._shared = _shared_of(shared) if opt is not None else None
+        if opt is not None and self._shared is not None:
+            opt.check_cut(self._shared)
+        if len(schedulers) != len(beside.schedulers):
+            raise ValueError(
+                f"schedulers: {len(beside.schedulers)}, the checkpoint has {len(schedulers)}"
+            )
+        self._schedulers, self._data = schedulers, data
+        if (data is None) != (beside.data is None):
+            raise ValueError(
+                f"data: {'None' if beside.data is None else 'given'}, the checkpoint was saved "
+                f"{'without' if data is None else 'with'} it"
+            )
+        for name in beside.extra:
+            if name not in self._extra:
+                raise ValueError(
+                    f"extra: {name!r} given, the checkpoint has {sorted(self._extra) or 'none'}"
+                )
+
+    # ------------------------------------------------------------------ compare and read
+
+    def _check_names(self) -> None:
+        mine = self._session.local_model.trainable_names()
+        theirs = self._source.manifest.trainable
+        if set(mine) != set(theirs):
+            only_mine = sorted(set(mine).difference(theirs))[:3]
+            only_theirs = sorted(set(theirs).difference(mine))[:3]
+            raise ValueError(
+                f"trained parameters: {len(mine)}, the checkpoint has {len(theirs)}: they must be "
+                f"the same; only here: {only_mine}, only there: {only_theirs}"
+            )
+
+    def _find_oldest(self) -> dict[int, int]:
+        """The oldest version of each stage that is read again.
+
+        That is the schedule's, or the oldest that the checkpoint has of the stage's parameters;
+        where all stages have one delay, of all parameters.
+        """
+        session, newest = self._session, self._source.manifest.batch
+        delays = session.schedule.delay
+        known: list[set[str]] = []
+        for age in range(1, max(delays) + 1):
+            known.append(set(self._source.places(older(age))))
+
+        def has(names: Iterable[str]) -> int:
+            wanted = {self._tied.get(name, name) for name in names}
+            found = 0
+            while found < len(known) and known[found] >= wanted:
+                found += 1
+            return found
+
+        of_all = has(self._source.manifest.trainable)
+        oldest = {}
+        for stage in session.stages:
+            delay = delays[stage.index]
+            kept = of_all if len(set(delays)) == 1 else has(stage.weights.trainable)
+            oldest[stage.index] = newest - min(delay, kept)
+            if kept < min(delay, newest):
+                log.warning(
+                    "checkpoint %s has %d older versions of stage %d, the schedule reads %d: its "
+                    "delay begins anew",
+                    self._source.name, kept, stage.weights.index_in_model, delay,
+                )  # fmt: skip
+        return oldest
+
+    def _read_weights(self, stage: LocalStage) -> dict[int, dict[str, torch.Tensor]]:
+        """The values of the stage's parameters, by version; frozen ones are in the newest."""
+        weights, source = stage.weights, self._source
+        newest, oldest = source.manifest.batch, self._oldest[stage.index]
+        versions = {newest: self._read(MODEL, weights.in_root, widening=True)}
+        for version in range(oldest, newest):
+            kind = older(newest - version)
+            versions[version] = self._read(kind, weights.trainable, widening=False)
+        return versions
+
+    def _read(
+        self, kind: str, parameters: Mapping[str, nn.Parameter], *, widening: bool
+    ) -> dict[str, torch.Tensor]:
+        """Reads parameters' values.
+
+        Args:
+            widening: whether the parameter's dtype has to hold what was saved.
+        """
+        source = self._source
+        places = source.places(kind)
+        wanted = {name: self._tied.get(name, name) for name in parameters}
+        for name, saved_as in wanted.items():
+            if saved_as not in places:
+                raise ValueError(f"{name}: the checkpoint {source.name} does not have it")
+            entry = source.entry(saved_as, places[saved_as])
+            parameter = parameters[name]
+            if entry.shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"{name}: shape {list(parameter.shape)}, the checkpoint has "
+                    f"{list(entry.shape)}: they must be equal"
+                )
+            master = self._dtypes.get(name, parameter.dtype)
+            if widening and torch.promote_types(entry.dtype, master) != master:
+                raise ValueError(
+                    f"{name}: {master}, the checkpoint has {entry.dtype}, which it cannot hold"
+                )
+        read = source.read({saved_as: places[saved_as] for saved_as in wanted.values()})
+        return {name: read[saved_as] for name, saved_as in wanted.items()}
+
+    def _read_buffers(self, stage: LocalStage) -> dict[str, torch.Tensor]:
+        source, replica = self._source, self._part.replica
+        ranks = [part.rank for part in source.manifest.ranks if part.replica == replica]
+        places = source.places("rank", ranks)
+        pipeline = self._session.grid.pipeline(stage.index)
+        wanted: dict[str, str] = {}
+        for name, buffer in stage.weights.named_buffers().items():
+            saved_as = next(
+                (
+                    p + name
+                    for p in (buffer_prefix(pipeline), buffer_prefix(0))
+                    if p + name in places
+                ),
+                None,
+            )
+            if saved_as is None:
+                raise ValueError(f"buffer {name}: the checkpoint {source.name} does not have it")
+            entry = source.entry(saved_as, places[saved_as])
+            if (entry.shape, entry.dtype) != (tuple(buffer.shape), buffer.dtype):
+                raise ValueError(
+                    f"buffer {name}: {list(buffer.shape)} of {buffer.dtype}, the checkpoint has "
+                    f"{list(entry.shape)} of {entry.dtype}: they must be equal"
+                )
+            wanted[name] = saved_as
+        read = source.read({saved_as: places[saved_as] for saved_as in wanted.values()})
+        return {name: read[saved_as] for name, saved_as in wanted.items()}
+
+    def _read_states(self) -> dict[str, dict[str, Any]]:
+        """What optimizers keep of this process's parameters, by name."""
+        source = self._source
+        mine = {name for stage in self._session.stages for name in stage.weights.trainable}
+        saved_as = {self._tied.get(name, name) for name in mine}
+        places = source.places(OPTIMIZER)
+        names = [name for name in places if name.rpartition("/")[0] in saved_as]
+        read = source.read({name: places[name] for name in names})
+        states: dict[str, dict[str, Any]] = {name: {} for name in saved_as}
+        for name in names:
+            parameter, _, key = name.rpartition("/")
+            states[parameter][key] = read[name]
+        (numbers,) = source.values(source.manifest.numbers)
+        for name in saved_as.intersection(numbers):
+            states[name].update(numbers[name])
+        return {name: states[self._tied.get(name, name)] for name in mine}
+
+    # ------------------------------------------------------------------ load
+
+    def load(self, *, generators: bool) -> dict[str, Any]:
+        """Changes the pipeline, its optimizer and the user's objects; gives values of extra."""
+        session, manifest = self._session, self._source.manifest
+        for stage in session.stages:
+            stage.weights.load(self._weights[stage.index])
+            buffers = stage.weights.named_buffers()
+            with torch.no_grad():
+                for name, value in self._buffers[stage.index].items():
+                    buffers[name].copy_(value)
+            session.local_model.loaded([*self._weights[stage.index][manifest.batch], *buffers])
+        session.local_model.load_extra_state(self._model_state)
+        session.go_on_from(train_steps=manifest.train_steps, updates=manifest.batch)
+        if self._opt is not None and self._shared is not None:
+            self._opt.load_cut(self._shared, self._states)
+        beside = self._beside
+        for scheduler, state in zip(beside.schedulers, self._schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        if beside.data is not None:
+            beside.data.load_state_dict(self._data)
+        for name, value in beside.extra.items():
+            if is_stateful(value):
+                value.load_state_dict(self._extra[name])
+        if generators and settings_of(session).num_ranks == manifest.settings.num_ranks:
+            set_generators(self._generators)
+        return {
+            name: value
+            for name, value in self._extra.items()
+            if not is_stateful(beside.extra.get(name))
+        }
+
+
+def _part_of(manifest: Manifest, session: Session) -> RankPart:
+    """The part of the same rank, or of the same replica's first rank, or of the first of all."""
+    rank, replica = session.grid.rank, session.grid.replica
+    same_grid = settings_of(session).num_ranks == manifest.settings.num_ranks
+    parts = sorted(manifest.ranks, key=lambda part: part.rank)
+    return next(
+        (part for part in parts if same_grid and (part.rank, part.replica) == (rank, replica)),
+        next((part for part in parts if part.replica == replica), parts[0]),
+    )
+
+
+def _shared_of(document: Mapping[str, Any]) -> SavedOptimizers:
+    optimizers = [SavedOptimizer(**fields) for fields in document["optimizers"]]
+    return SavedOptimizers(**{**document, "optimizers": optimizers})

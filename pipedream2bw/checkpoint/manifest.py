@@ -1,0 +1,155 @@
+"""What a checkpoint's manifest says: its file ``checkpoint.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..json_document import Document, parse_document
+from .folder import MANIFEST, Folder, name_of
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written: names the file, and what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedFile:
+    """A file of tensors.
+
+    Attributes:
+        kind: what is in it: ``model``, ``older-1`` (the weights one version before), ...,
+            ``optimizer``, ``rank``.
+        rank: the process that wrote it.
+        size: in bytes.
+        sum: CRC-32 of all bytes.
+        tensors: CRC-32 of each tensor's bytes.
+    """
+
+    kind: str
+    rank: int
+    size: int
+    sum: int
+    tensors: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What is one process's own.
+
+    Attributes:
+        replica: of which the buffers are.
+        data: the position in the data.
+        extra: the user's.
+        generators: the states of Python's, NumPy's and torch's random numbers.
+    """
+
+    rank: int
+    replica: int
+    data: Any
+    extra: Any
+    generators: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedSettings:
+    """How the pipeline was made, for comparison."""
+
+    schedule: str
+    delays: tuple[int, ...]
+    num_stages: int
+    num_ranks: int
+    width: int
+    num_microbatches: int
+    precision: str
+    torch: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest(Document):
+    """A whole checkpoint.
+
+    Attributes:
+        nonce: another one for every save.
+        batch: the number of the batch that follows: optimizer steps so far.
+        train_steps: ``train_step`` calls so far.
+        random_seed: of the random numbers that forwards draw.
+        settings: of the pipeline.
+        trainable: the names of the parameters that are trained.
+        tied: further names of parameters, and the name under which each was saved.
+        model_state: what ``get_extra_state`` gave, by name.
+        optimizer: what the optimizers share; None if none was saved.
+        numbers: what optimizers keep of a parameter beside tensors.
+        schedulers: of the learning rate.
+        ranks: what is each process's own.
+        files: by name.
+    """
+
+    FORMAT: ClassVar[str] = "pipedream2bw checkpoint"
+    VERSION: ClassVar[int] = 1
+
+    nonce: str
+    batch: int
+    train_steps: int
+    random_seed: int
+    settings: SavedSettings
+    trainable: tuple[str, ...]
+    tied: Mapping[str, str]
+    model_state: Any
+    optimizer: Any
+    numbers: Any
+    schedulers: Any
+    ranks: tuple[RankPart, ...]
+    files: Mapping[str, SavedFile]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of tensors."""
+        return sum(file.size for file in self.files.values())
+
+
+_SUM = re.compile(rb'\{"sum": "([0-9a-f]{8})",')
+"""How the file begins: with the sum (CRC-32) of what follows."""
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """What the file holds."""
+    rest = manifest.to_json().removeprefix("{").encode()
+    return f'{{"sum": "{zlib.crc32(rest):08x}",'.encode() + rest
+
+
+def of_bytes(text: bytes) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        ValueError: it is damaged, or none.
+    """
+    begin = _SUM.match(text)
+    if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
+        raise ValueError(f"{len(text)} bytes that do not have the sum they should begin with")
+    rest = b"{" + text[begin.end() :]
+    return parse_document(rest, Manifest.FORMAT, Manifest.VERSION).read(Manifest)
+
+
+def read_manifest(folder: Folder, step: int) -> Manifest:
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it is missing or not a manifest of that step.
+    """
+    where = f"{name_of(step)}/{MANIFEST}"
+    try:
+        found = of_bytes(folder.read(name_of(step), MANIFEST))
+    except (ValueError, OSError) as error:
+        raise DamagedCheckpointError(f"{where}: {error}") from error
+    if found.batch != step:
+        raise DamagedCheckpointError(f"{where}: batch {found.batch}, it must be {step}")
+    if sorted(part.rank for part in found.ranks) != list(range(found.settings.num_ranks)):
+        ranks = ", ".join(str(part.rank) for part in found.ranks)
+        raise DamagedCheckpointError(
+            f"{where}: parts of the ranks {ranks}, there must be {found.settings.num_ranks}"
+        )
+    return found

@@ -1,0 +1,256 @@
+"""Saves a pipeline and its optimizer while they train."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..optimizer.cut import OptimizerCut
+from ..optimizer.optimizer import PipelineOptimizer
+from ..pipeline.module import PipelineModule
+from ..ranks.agreement import Announcement, Operation
+from ..runtime.session import Session
+from .copies import HostMemory
+from .cut import begin_cut
+from .encoding import encode
+from .folder import Folder
+from .manifest import RankPart, SavedSettings
+from .saving import Head, Saving, Writer
+
+
+class Stateful(Protocol):
+    """Anything with a state, as ``torch.distributed.checkpoint.stateful.Stateful``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What is saved beside the pipeline and its optimizer.
+
+    Attributes:
+        data: the position in the data, of each replica.
+        schedulers: of the learning rate, alike on all ranks.
+        extra: each rank's own: objects with a state, or values.
+    """
+
+    data: Stateful | None = None
+    schedulers: Sequence[Stateful] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises TypeError, naming what has no state."""
+        for name, value in (("data", self.data), *(("schedulers", s) for s in self.schedulers)):
+            if value is not None and not is_stateful(value):
+                raise TypeError(
+                    f"{name}: {type(value).__name__} given, it must have state_dict() and "
+                    "load_state_dict()"
+                )
+        if not isinstance(self.extra, Mapping) or not all(isinstance(k, str) for k in self.extra):
+            raise TypeError(f"extra: {self.extra!r} given, it must be a dictionary with names")
+
+
+def is_stateful(value: object) -> bool:
+    """Whether it has a state of its own."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def save(
+    path: str | os.PathLike[str],
+    pipe: PipelineModule,
+    opt: PipelineOptimizer | None = None,
+    *,
+    data: Stateful | None = None,
+    schedulers: Sequence[Stateful] = (),
+    extra: Mapping[str, Any] | None = None,
+    versions: str = "all",
+) -> Saving:
+    """Begins to save a checkpoint, ``path/step-...``, and returns; training goes on meanwhile.
+
+    Every rank calls it between two batches, after ``opt.step()``. Nothing is drained: each stage's
+    state is copied when its last update has been made, and written by a thread. With ``opt`` a run
+    that :func:`load` continues gives the same bits as one that was never interrupted: also the
+    older weight versions are saved, the moments, what a remedy for the delay keeps, loss scales,
+    buffers of every replica, random numbers and counters.
+
+    Args:
+        path: a folder that all processes reach, or a URL that fsspec knows, such as
+            ``s3://bucket/run``.
+        opt: the pipeline's optimizer; None: weights alone.
+        data: what knows the position in the data, such as a :class:`ResumableSampler`.
+        schedulers: of the learning rate.
+        extra: by name; each rank's own. Objects with ``state_dict`` and ``load_state_dict``, or
+            values: tensors, numbers, strings, None, and lists, tuples and dictionaries of these.
+        versions: ``"newest"`` leaves the older weight versions out: the checkpoint is smaller, and
+            the schedule's delay begins anew when it is loaded.
+
+    Raises:
+        ValueError, TypeError: the batch waits for its ``opt.step()``; something cannot be saved; on
+            every rank. What goes wrong later is told by the :class:`Saving`.
+    """
+    saver = Saver(path, pipe, opt, Beside(data=data, schedulers=schedulers, extra=extra or {}))
+    return saver.save(all_versions=_all_of(versions))
+
+
+def _all_of(versions: str) -> bool:
+    if versions not in ("all", "newest"):
+        raise ValueError(f"versions: {versions!r}, it must be 'all' or 'newest'")
+    return versions == "all"
+
+
+class Saver:
+    """Saves one pipeline into one folder, as often as it is asked to.
+
+    Every rank makes it and calls its methods.
+
+    Attributes:
+        folder: of the checkpoints.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pipe: PipelineModule,
+        opt: PipelineOptimizer | None,
+        beside: Beside,
+    ) -> None:
+        self.session: Session = pipe.session
+        self._opt = opt
+        self._beside = beside
+        self.session.ending.check_open()
+        self.folder: Folder = self.session.control.together(lambda: self._open(path))
+        self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+        self._num_saves = 0
+        self._memory: list[HostMemory] = []  # that is free
+
+    def _open(self, path: str | os.PathLike[str]) -> Folder:
+        self._beside.check()
+        if self.session.grid.num_shards > 1:
+            raise ValueError(
+                f"save: 'tp' of the mesh: {self.session.grid.num_shards}, it must be 1: parameters "
+                "that are shards under one name on several processes cannot be saved yet"
+            )
+        return Folder(path)
+
+    def save(self, *, all_versions: bool = True) -> Saving:
+        """Begins to save; see :func:`save`."""
+        session = self.session
+        session.ending.check_open()
+        head: Head | None = None
+        optimizer: OptimizerCut | None = None
+
+        def local() -> Announcement:
+            nonlocal head, optimizer
+            session.accumulation.check_between_batches("save")
+            optimizer = None if self._opt is None else self._opt.cut()
+            head = self._head()
+            return Announcement()
+
+        with session.ending.failing_closes():
+            session.control.agree(Operation.save, session.accumulation.num_updates, local)
+        assert head is not None
+        self._num_saves += 1
+        memory = self._memory.pop() if self._memory else HostMemory()
+        cut = begin_cut(session, optimizer, memory, all_versions=all_versions)
+        saving = Saving(session, head.batch)
+        saving.done.add_done_callback(lambda _: self._memory.append(memory))
+        Writer(
+            self.folder,
+            cut,
+            head,
+            is_ended=_is_ended(session),
+            timeout=session.control.timeout,
+        ).start(saving)
+        return saving
+
+    def _head(self) -> Head:
+        session, beside = self.session, self._beside
+        tensors: dict[str, torch.Tensor] = {}
+        rank = session.grid.rank
+        kept: dict[str, torch.Tensor] = {}
+        own = RankPart(
+            rank=rank,
+            replica=session.grid.replica,
+            data=encode(_state_of(beside.data), f"rank{rank}/data", kept),
+            extra=encode(
+                {name: _state_of(value) for name, value in beside.extra.items()},
+                f"rank{rank}/extra",
+                kept,
+            ),
+            generators=encode(generator_states(), f"rank{rank}/generators", kept),
+        )
+        schedulers = [_state_of(scheduler) for scheduler in beside.schedulers]
+        shared = kept if rank == 0 else {}
+        model_state = session.local_model.extra_state()
+        head_schedulers = encode(schedulers, "schedulers", shared)
+        head_model = encode(model_state, "model_state", shared)
+        # Their owners go on changing them.
+        tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
+        return Head(
+            nonce=f"{self._run}{self._num_saves:04d}",
+            batch=session.accumulation.num_updates,
+            train_steps=session.num_train_steps,
+            random_seed=0,
+            settings=settings_of(session),
+            trainable=session.local_model.trainable_names(),
+            tied=session.local_model.tied_names(),
+            model_state=head_model,
+            schedulers=head_schedulers,
+            own=own,
+            tensors=tensors,
+        )
+
+
+def _is_ended(session: Session) -> Any:
+    ending, fault = session.ending, session.control.fault
+    return lambda: fault.raised or not ending.is_open
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if is_stateful(value) else value
+
+
+def settings_of(session: Session) -> SavedSettings:
+    """How a pipeline was made."""
+    schedule, grid = session.schedule, session.grid
+    return SavedSettings(
+        schedule=schedule.name,
+        delays=tuple(schedule.delay),
+        num_stages=schedule.depth,
+        num_ranks=session.control.size,
+        width=grid.width,
+        num_microbatches=schedule.total_microbatches,
+        precision=str(session.stages.options.precision.dtype),
+        torch=torch.__version__,
+    )
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the generators that programs draw from by default."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Sets the generators to what :func:`generator_states` gave."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        numpy.random.set_state(states["numpy"])

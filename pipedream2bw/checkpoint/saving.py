@@ -1,0 +1,315 @@
+"""Writes a checkpoint in a thread of each process, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from ..json_document import Field
+from ..runtime.session import Session
+from .cut import Cut
+from .encoding import encode
+from .folder import MANIFEST, Folder, name_of
+from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes, to_bytes
+from .tensor_file import write_tensors
+
+_LOOK_SECONDS = 0.02
+_FAILED = "failed.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """What the manifest says and every rank knows when a save begins.
+
+    Attributes:
+        own: this rank's part.
+        tensors: those of the user's state that this rank writes.
+    """
+
+    nonce: str
+    batch: int
+    train_steps: int
+    random_seed: int
+    settings: SavedSettings
+    trainable: tuple[str, ...]
+    tied: Mapping[str, str]
+    model_state: Any
+    schedulers: Any
+    own: RankPart
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Saving:
+    """A save under way.
+
+    Attributes:
+        step: of the checkpoint: the number of the batch that follows.
+        snapshot: done when this process's state has been copied. Under ``"2bw"`` that is in the
+            next batch, or at the next drain.
+        done: when the checkpoint is whole, on every rank. Its exception says why it never will be.
+    """
+
+    def __init__(self, session: Session, step: int) -> None:
+        self.step = step
+        self.snapshot: Future[None] = Future()
+        self.done: Future[None] = Future()
+        self.seconds: dict[str, float] = {}
+        """How long each part took: ``snapshot``, ``write``, ``commit``."""
+        self._session = weakref.ref(session)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is whole. Drains; every rank calls it.
+
+        Raises:
+            OSError, RuntimeError: it could not be written; the pipeline has failed.
+        """
+        session = self._session()
+        if session is not None and session.ending.is_open and not self.snapshot.done():
+            session.drain()
+        self.done.result()
+
+
+class Writer:
+    """Writes a process's part of a checkpoint; one thread for each.
+
+    Args:
+        is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
+        timeout: seconds that a rank waits for the others' parts.
+    """
+
+    def __init__(
+        self, folder: Folder, cut: Cut, head: Head, *, is_ended: Callable[[], bool], timeout: float
+    ) -> None:
+        self._folder = folder
+        self._cut = cut
+        self._head = head
+        self._is_ended = is_ended
+        self._timeout = timeout
+
+    def start(self, saving: Saving) -> None:
+        """Begins, in a thread that does not keep the program from ending."""
+        name = f"pd2 checkpoint {saving.step}"
+        threading.Thread(target=self._run, args=(saving,), name=name, daemon=True).start()
+
+    def _run(self, saving: Saving) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # training comes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        begin = time.monotonic()
+
+        def took(part: str) -> None:
+            nonlocal begin
+            now = time.monotonic()
+            saving.seconds[part], begin = now - begin, now
+
+        try:
+            self._wait_for_copies()
+            took("snapshot")
+            saving.snapshot.set_result(None)
+            name = self._folder.begin(self._cut.batch, self._head.nonce)
+            self._write_part(name)
+            took("write")
+            if self._head.own.rank == 0:
+                self._commit(name)
+            else:
+                self._wait_for_commit(name)
+            took("commit")
+            saving.done.set_result(None)
+        except BaseException as error:
+            if not saving.snapshot.done():
+                saving.snapshot.set_exception(error)
+            saving.done.set_exception(error)
+
+    def _wait_for_copies(self) -> None:
+        while not self._cut.copied.done():
+            with contextlib.suppress(TimeoutError):
+                self._cut.copied.exception(timeout=0.1)
+            if self._is_ended() and not self._cut.copied.done():
+                raise RuntimeError(f"the pipeline ended before batch {self._cut.batch} was copied")
+        self._cut.copied.result()
+
+    # ------------------------------------------------------------------ this rank's part
+
+    def _write_part(self, name: str) -> None:
+        rank = self._head.own.rank
+        try:
+            part = self._files(name)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                text = f"{type(error).__name__}: {error}"
+                self._write_json(name, f"part-{rank:05d}.json", {"error": text})
+            if rank == 0:
+                self._folder.discard(name)
+            raise
+        self._write_json(name, f"part-{rank:05d}.json", part)
+
+    def _files(self, name: str) -> dict[str, Any]:
+        cut, head, rank = self._cut, self._head, self._head.own.rank
+        ranks = head.settings.num_ranks
+        tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
+        tensors.setdefault("rank", {}).update(head.tensors)
+        optimizer = encode(
+            None if cut.shared is None else dataclasses.asdict(cut.shared),
+            f"rank{rank}/optimizer",
+            tensors["rank"],
+        )
+        numbers = encode(cut.numbers, f"rank{rank}/numbers", tensors["rank"])
+        files = {}
+        for kind, of_kind in sorted(tensors.items()):
+            if of_kind:
+                file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+                with self._folder.writing(name, file_name) as file:
+                    written = write_tensors(file, of_kind)
+                files[file_name] = SavedFile(kind=kind, rank=rank, **written._asdict())
+        return {
+            "nonce": head.nonce,
+            "own": dataclasses.asdict(head.own),
+            "optimizer": optimizer,
+            "numbers": numbers,
+            "files": {key: dataclasses.asdict(file) for key, file in files.items()},
+        }
+
+    def _write_json(self, name: str, file_name: str, value: Any) -> None:
+        """Other ranks see the file when it is whole."""
+        folder = self._folder
+        if not folder.is_local:
+            with folder.writing(name, file_name) as file:
+                file.write(json.dumps(value).encode())
+            return
+        with folder.writing(name, f".{file_name}") as file:
+            file.write(json.dumps(value).encode())
+        os.rename(folder.at(name, f".{file_name}"), folder.at(name, file_name))
+
+    # ------------------------------------------------------------------ all parts
+
+    def _commit(self, name: str) -> None:
+        """Puts all ranks' parts together. Rank 0 alone."""
+        folder, head, ranks = self._folder, self._head, self._head.settings.num_ranks
+        try:
+            parts = self._gather(name, ranks)
+            manifest = _manifest(head, parts)
+            index = {
+                "metadata": {"total_size": _model_bytes(manifest)},
+                "weight_map": {
+                    key: file_name
+                    for file_name, file in manifest.files.items()
+                    if file.kind == "model"
+                    for key in file.tensors
+                },
+            }
+            with folder.writing(name, "model.safetensors.index.json") as file:
+                file.write(json.dumps(index, indent=1).encode())
+            folder.commit(name, head.batch, to_bytes(manifest))
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._write_json(name, _FAILED, {"error": str(error)})
+            if folder.is_local:
+                folder.discard(name)
+            raise
+
+    def _gather(self, name: str, ranks: int) -> list[Field]:
+        parts: dict[int, Field] = {}
+        waiting = _Waiting(self._timeout)
+        while len(parts) < ranks:
+            for rank in set(range(ranks)).difference(parts):
+                file_name = f"part-{rank:05d}.json"
+                with contextlib.suppress(FileNotFoundError):
+                    part = json.loads(self._folder.read(name, file_name))
+                    if "error" in part:
+                        raise OSError(f"rank {rank} could not write its part: {part['error']}")
+                    if part.pop("nonce") == self._head.nonce:
+                        parts[rank] = Field(part, file_name)
+            if len(parts) < ranks:
+                missing = ", ".join(str(r) for r in range(ranks) if r not in parts)
+                waiting.look(f"the parts of ranks {missing} did not appear in {name}")
+        for rank in range(ranks):
+            self._folder.fs.rm(self._folder.at(name, f"part-{rank:05d}.json"))
+        return [parts[rank] for rank in range(ranks)]
+
+    def _wait_for_commit(self, name: str) -> None:
+        waiting = _Waiting(self._timeout)
+        folder, step = self._folder, self._head.batch
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                if of_bytes(folder.read(name_of(step), MANIFEST)).nonce == self._head.nonce:
+                    return
+            with contextlib.suppress(OSError, ValueError):
+                error = json.loads(folder.read(name, _FAILED))["error"]
+                raise RuntimeError(f"rank 0 could not complete checkpoint {step}: {error}")
+            if folder.is_local and not folder.fs.exists(folder.at(name)):
+                with contextlib.suppress(OSError, ValueError):  # renamed meanwhile
+                    if of_bytes(folder.read(name_of(step), MANIFEST)).nonce == self._head.nonce:
+                        return
+                raise OSError(f"rank 0 gave up checkpoint {step}: its folder {name} is gone")
+            waiting.look(f"rank 0 did not complete checkpoint {step}")
+
+
+class _Waiting:
+    """Looks for something from time to time, up to a deadline."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._begin = time.monotonic()
+        self._pause = _LOOK_SECONDS
+
+    def look(self, failure: str) -> None:
+        """Sleeps, or raises TimeoutError with the failure when the time is over."""
+        if time.monotonic() - self._begin > self._timeout:
+            raise TimeoutError(
+                f"{failure} within {self._timeout:g} s: is the folder shared by all?"
+            )
+        time.sleep(self._pause)
+        self._pause = min(1.0, 1.5 * self._pause)
+
+
+def _model_bytes(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files.values() if file.kind == "model")
+
+
+def _manifest(head: Head, parts: list[Field]) -> Manifest:
+    files: dict[str, SavedFile] = {}
+    numbers: dict[str, Any] = {}
+    optimizers = []
+    ranks = []
+    for part in parts:
+        own, optimizer, of_rank, its_files = part.fields("own", "optimizer", "numbers", "files")
+        ranks.append(own.read(RankPart))
+        optimizers.append(optimizer.value)
+        numbers.update(of_rank.value)
+        files.update({key: file.read(SavedFile) for key, file in its_files.entries().items()})
+    return Manifest(
+        nonce=head.nonce,
+        batch=head.batch,
+        train_steps=head.train_steps,
+        random_seed=head.random_seed,
+        settings=head.settings,
+        trainable=head.trainable,
+        tied=head.tied,
+        model_state=head.model_state,
+        optimizer=_merge(optimizers),
+        numbers=numbers,
+        schedulers=head.schedulers,
+        ranks=tuple(ranks),
+        files=files,
+    )
+
+
+def _merge(optimizers: list[Any]) -> Any:
+    """The first rank's; but of an optimizer of which it has no parameter, the first that has."""
+    if optimizers[0] is None:
+        return None
+    merged = dict(optimizers[0])
+    merged["optimizers"] = [
+        next((each for each in theirs if not each["is_empty"]), theirs[0])
+        for theirs in zip(*(each["optimizers"] for each in optimizers), strict=True)
+    ]
+    return merged

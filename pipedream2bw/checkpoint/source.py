@@ -1,0 +1,129 @@
+"""A checkpoint to read from: every byte that is used is compared with what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from .encoding import decode
+from .folder import Folder, name_of
+from .manifest import DamagedCheckpointError, Manifest, read_manifest
+from .tensor_file import Entry, read_header, read_tensor, sum_of
+
+
+class Source:
+    """A checkpoint to read from.
+
+    Attributes:
+        manifest: what it says.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._headers: dict[str, dict[str, Entry]] = {}
+
+    @staticmethod
+    def newest(folder: Folder, step: int | None = None) -> Source:
+        """The newest checkpoint of a folder, or a certain one."""
+        if step is None:
+            steps = folder.steps()
+            if not steps:
+                raise ValueError(f"{folder.path}: 0 checkpoints, there must be 1 to load")
+            step = steps[0]
+        return Source(folder, read_manifest(folder, step))
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's folder."""
+        return name_of(self.manifest.batch)
+
+    def check_file(self, file_name: str, *, sums: bool) -> None:
+        """Raises DamagedCheckpointError if a file is not as it was written.
+
+        Args:
+            sums: whether all its bytes are read; otherwise its size and its header.
+        """
+        saved = self.manifest.files[file_name]
+        try:
+            size = self.folder.size(self.name, file_name)
+            if size != saved.size:
+                raise ValueError(f"{size} bytes, it was written with {saved.size}")
+            entries = self._header(file_name)
+            if set(entries) != set(saved.tensors):
+                raise ValueError("other tensors than were written")
+            if sums:
+                with self.folder.open(self.name, file_name) as file:
+                    if sum_of(file) != saved.sum:
+                        raise ValueError("its sum is another than when it was written")
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{self.name}/{file_name}: {error}") from error
+
+    def _header(self, file_name: str) -> dict[str, Entry]:
+        if file_name not in self._headers:
+            with self.folder.open(self.name, file_name) as file:
+                size = self.manifest.files[file_name].size
+                self._headers[file_name] = read_header(file, size)
+        return self._headers[file_name]
+
+    def places(self, kind: str, ranks: Collection[int] | None = None) -> dict[str, str]:
+        """The files of a kind's tensors, by the tensors' names.
+
+        Args:
+            ranks: only what these have written.
+        """
+        return {
+            name: file_name
+            for file_name, saved in self.manifest.files.items()
+            if saved.kind == kind and (ranks is None or saved.rank in ranks)
+            for name in saved.tensors
+        }
+
+    def entry(self, name: str, file_name: str) -> Entry:
+        """What the header of a file says of a tensor."""
+        return self._header(file_name)[name]
+
+    def read(self, wanted: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Reads tensors.
+
+        Args:
+            wanted: the tensors' names and files.
+
+        Raises:
+            DamagedCheckpointError: a tensor's bytes are not those that were written.
+        """
+        tensors = {}
+        for file_name in dict.fromkeys(wanted.values()):
+            try:
+                with self.folder.open(self.name, file_name) as file:
+                    for name in (n for n, place in wanted.items() if place == file_name):
+                        entry = self.entry(name, file_name)
+                        tensors[name], crc = read_tensor(file, entry)
+                        if crc != self.manifest.files[file_name].tensors[name]:
+                            raise ValueError(f"{name}: its sum is another than when it was written")
+            except (OSError, ValueError) as error:
+                raise DamagedCheckpointError(f"{self.name}/{file_name}: {error}") from error
+        return tensors
+
+    def values(self, *documents: Any) -> list[Any]:
+        """The user's state of which these are documents; its tensors are read."""
+        files = self.places("rank")
+        names: list[str] = []
+        for document in documents:
+            _tensor_names(document, names)
+        tensors = self.read({name: files[name] for name in names})
+        return [decode(document, tensors) for document in documents]
+
+
+def _tensor_names(document: Any, names: list[str]) -> None:
+    if isinstance(document, list):
+        for item in document:
+            _tensor_names(item, names)
+    elif isinstance(document, dict):
+        for key, item in document.items():
+            if key in ("$tensor", "$array"):
+                names.append(item)
+            else:
+                _tensor_names(item, names)

@@ -1,0 +1,180 @@
+"""The optimizers' state between two updates, by the parameters' names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..runtime.stage_weights import StageWeights
+from .fused import read_state
+from .own_step import StageStepper, changed_by
+from .staleness import StepCorrection
+
+STALENESS = "staleness"
+"""The name of what a remedy keeps of a parameter, beside its optimizer's own names."""
+
+StateByName = dict[str, dict[str, Any]]
+"""By the parameters' names: what the stock optimizer would have; tensors are the live ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedOptimizer:
+    """One of the wrapped optimizers.
+
+    Attributes:
+        kind: the class's name.
+        groups: the options of its groups, without parameters.
+        is_empty: whether this process has none of its parameters; then its groups lack what the
+            optimizer itself changes there.
+    """
+
+    kind: str
+    groups: Sequence[Mapping[str, Any]]
+    is_empty: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedOptimizers:
+    """What all of them share.
+
+    Attributes:
+        delayed_batches: steps since the warm-up.
+        loss_scales: of each version that is read again; empty without loss scaling.
+        growth_tracker: updates without overflow since the scale last changed.
+    """
+
+    optimizers: Sequence[SavedOptimizer]
+    delayed_batches: int
+    loss_scales: Mapping[int, float]
+    growth_tracker: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerCut:
+    """What the optimizers hold after the update that makes a version, before the next one.
+
+    Made in the main thread before that; its methods are for the thread that copies the stage.
+
+    Attributes:
+        kinds: the fused pass of each, None of those that step by themselves.
+        optimizers: the wrapped ones.
+        given: the options of each optimizer's groups, as its user set them.
+        seen: the same after the last step, of those that step by themselves.
+        steppers: these, by number and stage.
+        corrections: a remedy's, by stage.
+    """
+
+    kinds: Sequence[str | None]
+    optimizers: Sequence[torch.optim.Optimizer]
+    given: Sequence[list[dict[str, Any]]]
+    seen: Mapping[int, list[dict[str, Any]]]
+    steppers: Mapping[tuple[int, int], StageStepper]
+    corrections: Mapping[int, StepCorrection]
+    scale: _C.LossScale | None
+    delayed_batches: int
+
+    def of_stage(self, weights: StageWeights) -> StateByName:
+        """The state of the parameters that count on the stage; what a remedy keeps is with it."""
+        found: StateByName = {}
+        holders = {
+            id(parameter): (kind, optimizer, group)
+            for kind, optimizer in zip(self.kinds, self.optimizers, strict=True)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for i, (name, handle) in enumerate(weights.trainable.items()):
+            if weights.is_shown and weights.counts(name):
+                kind, optimizer, group = holders[id(handle)]
+                of_own = optimizer.state.get(handle, {})
+                found[name] = read_state(kind, weights, i, group) if kind else dict(of_own)
+        if weights.index in self.corrections:
+            for name, kept in self.corrections[weights.index].state().items():
+                if name in found:
+                    found[name][STALENESS] = kept
+        return found
+
+    def shared(self, stages: Sequence[StageWeights], versions: Sequence[int]) -> SavedOptimizers:
+        """The rest, when each of this process's stages has made the version.
+
+        Args:
+            versions: those that are read again.
+        """
+        optimizers = []
+        for number, given in enumerate(self.given):
+            of_stages = [self.steppers.get((number, weights.index)) for weights in stages]
+            stepper = next((each for each in of_stages if each and not each.is_empty), None)
+            changed: Sequence[dict[str, Any]] = [{}] * len(given)
+            if stepper is not None:
+                changed = changed_by(stepper.current_options(), given, self.seen[number])
+            optimizers.append(
+                SavedOptimizer(
+                    kind=type(self.optimizers[number]).__name__,
+                    groups=[{**a, **b} for a, b in zip(given, changed, strict=True)],
+                    is_empty=number in self.seen and stepper is None,
+                )
+            )
+        return SavedOptimizers(
+            optimizers=optimizers,
+            delayed_batches=self.delayed_batches,
+            loss_scales={v: self.scale.of_version(v) for v in versions} if self.scale else {},
+            growth_tracker=self.scale.growth_tracker if self.scale else 0,
+        )
+
+
+def check_saved(
+    saved: SavedOptimizers, optimizers: Sequence[torch.optim.Optimizer], *, has_scale: bool
+) -> None:
+    """Raises ValueError if the optimizers cannot go on from the saved ones."""
+    theirs = [each.kind for each in saved.optimizers]
+    ours = [type(optimizer).__name__ for optimizer in optimizers]
+    if theirs != ours:
+        raise ValueError(
+            f"optimizer: {', '.join(ours)}, the checkpoint has {', '.join(theirs)}: they must be "
+            "of the same kind; optimizer=False loads the weights alone"
+        )
+    for kind, own, each in zip(ours, optimizers, saved.optimizers, strict=True):
+        if len(own.param_groups) != len(each.groups):
+            raise ValueError(
+                f"param_groups of {kind}: {len(own.param_groups)}, the checkpoint has "
+                f"{len(each.groups)}: they must be equal"
+            )
+    if has_scale != bool(saved.loss_scales):
+        raise ValueError(
+            f"loss_scale: {'given' if has_scale else 'None'}, the checkpoint has "
+            f"{'one' if saved.loss_scales else 'none'}: both must have one, or none"
+        )
+
+
+def as_torch_has_it(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    states: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The ``state_dict`` that the optimizer would have given.
+
+    Args:
+        names: of the parameters, by their id.
+        states: by name.
+        groups: options.
+    """
+    number, state, packed = 0, {}, []
+    for own, options in zip(optimizer.param_groups, groups, strict=True):
+        first = number
+        for parameter in own["params"]:
+            of_parameter = states.get(names.get(id(parameter), ""), {})
+            kept = {key: value for key, value in of_parameter.items() if key != STALENESS}
+            if kept:
+                state[number] = kept
+            number += 1
+        types = {key: type(value) for key, value in own.items()}
+        restored = {
+            key: tuple(value) if types.get(key) is tuple else value
+            for key, value in options.items()
+        }
+        packed.append({**restored, "params": list(range(first, number))})
+    return {"state": state, "param_groups": packed}
