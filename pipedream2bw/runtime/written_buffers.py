@@ -1,0 +1,141 @@
+"""The buffers that forwards write to, as they were before a run's first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Holder = dict[str, Any]
+"""A module's dictionary of buffers, shared by the clones of the module."""
+
+Place = tuple[int, str]
+"""Which buffer: the holder's id and the buffer's name in it."""
+
+
+class _Kept(NamedTuple):
+    """A buffer before a run."""
+
+    holder: Holder
+    leaf: str
+    tensor: torch.Tensor | None  # the object that was there
+    version: int  # what its writers had counted up to
+    copy: torch.Tensor | None  # None: nobody is known to write to it
+
+
+class WrittenBuffers:
+    """Keeps the buffers of a stage as they were before each of some runs.
+
+    The first run shows which buffers forwards write to: only those are copied from the second one
+    on. A stage of which no forward writes to a buffer keeps no copy.
+
+    Args:
+        holders: lists the dictionaries in which the stage's modules hold buffers.
+    """
+
+    def __init__(self, holders: Callable[[], Sequence[Holder]]) -> None:
+        self._find_holders = holders
+        self._holders: Sequence[Holder] | None = None
+        self._written: set[Place] | None = None  # None: nothing is known yet
+        self._kept: dict[int, list[_Kept]] = {}  # by run, in their order
+
+    def begin(self, run: int) -> None:
+        """Remembers the buffers; called in the stage's thread before the run's first forward."""
+        if self._holders is None:
+            self._holders = self._find_holders()
+        self._learn()
+        kept: list[_Kept] = []
+        for holder in self._holders:
+            # Normalisation writes to its statistics without counting.
+            counts_nothing = "running_mean" in holder
+            for leaf, tensor in holder.items():
+                if tensor is None:
+                    kept.append(_Kept(holder, leaf, None, 0, None))
+                    continue
+                is_copied = (
+                    counts_nothing or self._written is None or (id(holder), leaf) in self._written
+                )
+                copy = tensor.detach().clone() if is_copied else None
+                kept.append(_Kept(holder, leaf, tensor, tensor._version, copy))
+        self._kept[run] = kept
+
+    def before(self, run: int) -> dict[Place, torch.Tensor]:
+        """The buffers before the run: copies, or the buffers themselves where nobody writes.
+
+        Raises:
+            RuntimeError: a buffer is written to for the first time, and of it there is no copy.
+        """
+        found: dict[Place, torch.Tensor] = {}
+        for kept in self._kept[run]:
+            if kept.tensor is not None:
+                _check_restorable(kept)
+                found[id(kept.holder), kept.leaf] = kept.tensor if kept.copy is None else kept.copy
+        return found
+
+    def restore(self, run: int) -> None:
+        """Makes the buffers what they were before the run, and forgets it and all later ones.
+
+        Does nothing if the stage has not begun the run. The stage is idle.
+
+        Raises:
+            RuntimeError: a buffer was written to for the first time, and of it there is no copy.
+        """
+        begun = [other for other in self._kept if other >= run]
+        if not begun:
+            return
+        first = self._kept[min(begun)]
+        for kept in first:
+            _check_restorable(kept)
+        before = {(id(kept.holder), kept.leaf) for kept in first}
+        for holder in self._holders or ():
+            for leaf in [leaf for leaf in holder if (id(holder), leaf) not in before]:
+                del holder[leaf]
+        with torch.no_grad():
+            for kept in first:
+                kept.holder[kept.leaf] = kept.tensor
+                if kept.copy is not None and kept.tensor is not None:
+                    kept.tensor.copy_(kept.copy)
+        for other in begun:
+            del self._kept[other]
+
+    def forget(self, run: int) -> None:
+        """Forgets the runs up to this one: they will not be taken back."""
+        self._learn()
+        for other in [other for other in self._kept if other <= run]:
+            del self._kept[other]
+
+    def _learn(self) -> None:
+        """Finds out what the runs so far have written to."""
+        for of_run in self._kept.values():
+            changed = {
+                (id(kept.holder), kept.leaf)
+                for kept in of_run
+                if _is_replaced(kept) or (self._written is None and _differs(kept))
+            }
+            self._written = changed if self._written is None else self._written | changed
+
+
+def _is_replaced(kept: _Kept) -> bool:
+    """Whether somebody wrote to the buffer, and counted it, or put another one in its place."""
+    now = kept.holder.get(kept.leaf)
+    return now is not kept.tensor or (now is not None and now._version != kept.version)
+
+
+def _differs(kept: _Kept) -> bool:
+    """Whether the buffer has other bits than its copy."""
+    if kept.tensor is None or kept.copy is None or kept.tensor.shape != kept.copy.shape:
+        return kept.copy is not None
+    as_bytes = (
+        tensor.contiguous().view(-1).view(torch.uint8) for tensor in (kept.tensor, kept.copy)
+    )
+    return not torch.equal(*as_bytes)
+
+
+def _check_restorable(kept: _Kept) -> None:
+    tensor = kept.tensor
+    if tensor is not None and kept.copy is None and tensor._version != kept.version:
+        raise RuntimeError(
+            f"buffer {kept.leaf!r}: a forward has written to it for the first time, so that no "
+            "copy of it was made before: what it was is lost"
+        )
