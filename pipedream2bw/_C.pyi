@@ -466,6 +466,26 @@ class Fault:
     error: Final[StageError | None]
     kept: Final[int]
 
+class Discards:
+    def __init__(self, shared: SharedBoard | None) -> None: ...
+    def discard(self, batch: int, error: StageError) -> None: ...
+    first: Final[int | None]
+    batch: Final[int | None]
+    error: Final[StageError | None]
+    kept: Final[int]
+    def go_on(self) -> None: ...
+
+class BatchVerdicts:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        discards: Discards,
+        group: str,
+        shared: SharedBoard | None,
+    ) -> None: ...
+    def forget(self) -> None: ...
+
 class LossBoard:
     def __init__(
         self,
@@ -551,6 +571,8 @@ class Executor:
         warmup_batches: int,
         stages: Sequence[StageSetup],
         fault: Fault,
+        discards: Discards,
+        discards_reach_all: bool,
         losses: LossBoard,
         keep_error: Callable[[BaseException], int],
     ) -> None: ...
@@ -563,6 +585,8 @@ class Executor:
         outbound: Sequence[OutboundEdge],
     ) -> None: ...
     def set_clipping(self, stage: int, clipping: Clipping | None) -> None: ...
+    def set_verdicts(self, verdicts: BatchVerdicts | None) -> None: ...
+    def take_back(self, batch: int, run: int) -> None: ...
     def drop_connections(self) -> None: ...
     def close(self) -> None: ...
     def submit_run(self, run: Run) -> int: ...

@@ -82,7 +82,11 @@ class DoesNotFit(_WithDataError, ValueError):  # noqa: N818
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class StageError(_WithDataError, RuntimeError):
-    """A failure ended a running pipeline; every rank raises the first one, then and later.
+    """A failure in a running pipeline; every rank raises the first one.
+
+    What the user's code raises discards a batch, where all stages can do without it: the pipeline
+    is then open, drained, and as it was before that batch. Any other failure ends the pipeline, and
+    every later call raises it again.
 
     The rank that failed chains the exception itself as ``__cause__``; the others chain a
     :class:`RemoteTraceback`. What is not known, or does not apply, is None.
@@ -96,6 +100,9 @@ class StageError(_WithDataError, RuntimeError):
         action: "forward", "backward", "input gradient", "weight gradient", "update", "loss", or
             the operation that all ranks began together, such as "train_step".
         cause: the first failure, its type and message.
+        discarded: the numbers of the train_steps that were taken back, of the batch that failed and
+            of later ones (none if an evaluation failed): the next train_steps have these numbers.
+            None: the pipeline has ended.
     """
 
     rank: int | None = None
@@ -105,6 +112,7 @@ class StageError(_WithDataError, RuntimeError):
     microbatch: int | None = None
     action: str | None = None
     cause: str | None = None
+    discarded: tuple[int, ...] | None = None
 
 
 class PeerLost(StageError):  # noqa: N818

@@ -5,6 +5,7 @@
 #include "bindings/python_lock.h"
 #include "bindings/structs.h"
 #include "engine/loss/loss_board.h"
+#include "engine/update/batch_verdicts.h"
 
 #include <cstdint>
 #include <functional>
@@ -94,18 +95,27 @@ void bind_making(ExecutorClass& executor) {
       .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
                        int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
                        std::vector<StageSetup> stages, std::shared_ptr<Fault> fault,
+                       std::shared_ptr<Discards> discards, bool discards_reach_all,
                        const std::shared_ptr<LossBoard>& losses, py::function keep_error) {
-             ExecutorSetup setup{
-                 schedule, rank,        replica,           num_replicas, warmup_batches,
-                 seed,     num_threads, std::move(stages), {},           {},
-                 {}};
+             ExecutorSetup setup{.schedule = schedule,
+                                 .rank = rank,
+                                 .replica = replica,
+                                 .num_replicas = num_replicas,
+                                 .warmup_batches = warmup_batches,
+                                 .seed = seed,
+                                 .num_threads = num_threads,
+                                 .stages = std::move(stages),
+                                 .on_loss = {},
+                                 .run_thread = {},
+                                 .discards = std::move(discards),
+                                 .discards_reach_all = discards_reach_all};
              return make_executor(std::move(setup), std::move(fault), losses,
                                   std::move(keep_error));
            }),
            py::kw_only(), py::arg("schedule"), py::arg("rank"), py::arg("replica"),
            py::arg("num_replicas"), py::arg("num_threads"), py::arg("seed"),
-           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("losses"),
-           py::arg("keep_error"))
+           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("discards"),
+           py::arg("discards_reach_all"), py::arg("losses"), py::arg("keep_error"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id, std::vector<InboundEdge> inbound,
@@ -119,6 +129,8 @@ void bind_making(ExecutorClass& executor) {
             self.worker(stage).updates().set_clipping(std::move(clipping));
           },
           py::arg("stage"), py::arg("clipping").none(true))
+      .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true))
+      .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"))
       .def("drop_connections", &Executor::drop_connections,
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>());
@@ -176,6 +188,15 @@ void bind_reports(ExecutorClass& executor) {
 
 void bind_executor(py::module_& module) {
   bind_structs(module);
+  py::class_<BatchVerdicts, std::shared_ptr<BatchVerdicts>>(module, "BatchVerdicts")
+      .def(py::init([](int num_stages, std::shared_ptr<Discards> discards, const std::string& group,
+                       std::shared_ptr<SharedBoard> shared) {
+             return std::make_shared<BatchVerdicts>(num_stages, std::move(discards),
+                                                    resolve_group(group), std::move(shared));
+           }),
+           py::kw_only(), py::arg("num_stages"), py::arg("discards"), py::arg("group"),
+           py::arg("shared").none(true))
+      .def("forget", &BatchVerdicts::forget);
   ExecutorClass executor(module, "Executor");
   bind_making(executor);
   bind_submitting(executor);

@@ -1,4 +1,5 @@
 // Failures of a running pipeline as the exceptions of pipedream2bw/errors.py.
+#include "engine/discards.h"
 #include "engine/fault.h"
 
 #include "bindings/bindings.h"
@@ -102,7 +103,48 @@ Failure describe_exception(const std::exception_ptr& error, int here,
   return failure;
 }
 
+namespace {
+
+void bind_discards(py::module_& module) {
+  const auto of_failure = [](const Discards& self, auto get) -> py::object {
+    const auto failure = self.failure();
+    return failure ? py::object(get(*failure)) : py::none();
+  };
+  py::class_<Discards, std::shared_ptr<Discards>>(module, "Discards")
+      .def(py::init<std::shared_ptr<SharedBoard>>(), py::arg("shared").none(true))
+      .def("discard",
+           [](Discards& self, std::int64_t batch, const py::object& error) {
+             self.discard(batch, failure_from(error));
+           },
+           py::arg("batch"), py::arg("error"))
+      .def_property_readonly("first",
+                             [](const Discards& self) {
+                               const std::int64_t first = self.first();
+                               return first == Discards::kNone ? std::nullopt
+                                                               : std::optional(first);
+                             })
+      .def_property_readonly(
+          "batch",
+          [of_failure](const Discards& self) {
+            return of_failure(self, [](const auto& found) { return py::int_(found.first); });
+          })
+      .def_property_readonly(
+          "error",
+          [of_failure](const Discards& self) {
+            return of_failure(self, [](const auto& found) { return error_of(found.second); });
+          })
+      .def_property_readonly("kept",
+                             [](const Discards& self) {
+                               const auto failure = self.failure();
+                               return failure ? failure->second.kept : -1;
+                             })
+      .def("go_on", &Discards::go_on);
+}
+
+}  // namespace
+
 void bind_fault(py::module_& module) {
+  bind_discards(module);
   py::class_<Fault, std::shared_ptr<Fault>>(module, "Fault")
       .def(py::init<int>(), py::kw_only(), py::arg("rank") = 0)
       .def(

@@ -16,7 +16,7 @@ class AwaitedNumbers {
  public:
   explicit AwaitedNumbers(std::shared_ptr<const Fault> fault) : fault_(std::move(fault)) {}
 
-  // Once.
+  // Once. None: the batch was discarded.
   void give(std::vector<double> numbers) { promise_.set_value(std::move(numbers)); }
 
   bool are_there() const { return is_ready(std::chrono::milliseconds(0)); }

@@ -18,6 +18,7 @@ struct SharedBoard::Shared {
   int row_size;
   alignas(64) std::atomic<std::uint32_t> arrived;  // ranks, in the exchange under way
   std::atomic<std::uint32_t> exchanged;            // exchanges that all have begun, modulo 2^32
+  alignas(64) std::atomic<std::uint64_t> word;
 };
 
 // What one rank writes.
@@ -34,6 +35,8 @@ std::size_t SharedBoard::bytes(int num_ranks, int row_size) {
   return sizeof(Shared) + ranks * sizeof(Member) + 2 * ranks * row * sizeof(std::int64_t) +
          ranks * ranks * sizeof(std::atomic<std::uint32_t>);
 }
+
+std::atomic<std::uint64_t>& SharedBoard::word() { return shared_->word; }
 
 SharedBoard::Member& SharedBoard::member(int rank) {
   return reinterpret_cast<Member*>(shared_ + 1)[rank];

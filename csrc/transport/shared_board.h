@@ -56,6 +56,9 @@ class SharedBoard {
   void send(double value, std::span<const int> ranks);
   std::optional<double> receive(int rank);
 
+  // A number that every rank may read and change at any time; 0 at first.
+  std::atomic<std::uint64_t>& word();
+
   // Ends waiting in this process, now and later, and other ranks' waiting for this one. May be
   // called from any thread.
   void leave();

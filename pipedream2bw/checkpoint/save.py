@@ -156,7 +156,7 @@ class Saver:
             return Announcement()
 
         with session.ending.failing_closes():
-            session.control.agree(Operation.save, session.accumulation.num_updates, local)
+            session.agree(Operation.save, session.accumulation.num_updates, local)
         assert head is not None
         self._num_saves += 1
         memory = self._memory.pop() if self._memory else HostMemory()

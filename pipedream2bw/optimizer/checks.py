@@ -42,7 +42,7 @@ def agreed_session_of(
         return Announcement()
 
     with session.ending.failing_closes():
-        session.control.agree(Operation.new_optimizer, session.num_train_steps, announce)
+        session.agree(Operation.new_optimizer, session.num_train_steps, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
         session.control.agree_on_objects(None, settings)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..ranks.agreement import Operation
+from ..ranks.agreement import Announcement, Operation
 from ..runtime.local_stages import LocalStage
+from ..runtime.session import TakenBack
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, parameters_of
 from .clipping import Clipping, GradNorm
@@ -116,7 +117,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
         self._make_steppers()
+        self._let_updates_wait()
         session.optimizer = weakref.ref(self)
+        session.on_take_back.append(weakref.WeakMethod(self._take_back))
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
 
@@ -146,6 +149,31 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 if fused is not None
             }
         )
+
+    def _let_updates_wait(self) -> None:
+        """Makes updates wait for all stages where their gradients have a buffer to wait in.
+
+        Where all buffers take turns, or where they wait for a norm anyway; or where the stages wait
+        for the update.
+        """
+        session = self._session
+        rotates = [
+            None not in self._kinds and weights.engine.num_slots > weights.engine.num_versions
+            for weights in self._weights
+        ]
+        mine = self._norm is not None or all(
+            weights.engine.num_versions == 1 or rotating
+            for weights, rotating in zip(self._weights, rotates, strict=True)
+        )
+        announced = session.agree(
+            Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
+        )
+        session.stages.let_updates_wait(waiting_is_free=all(each.training for each in announced))
+
+    def _take_back(self, taken: TakenBack) -> None:
+        """Some steps have not been; what the user has changed in the groups since stays."""
+        warmup = self._session.stages.options.warmup_batches
+        self._delayed_batches -= max(0, taken.batch + taken.updates - max(taken.batch, warmup))
 
     def _check_in_charge(self) -> None:
         if self._session.optimizer() is not self:
@@ -317,7 +345,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Every rank calls it.
         """
         self._check_in_charge()
-        self._session.flush_for(Operation.optimizer_state_dict)
+        self._session.flush_to_read(Operation.optimizer_state_dict)
         where = {
             id(handle): (weights, i)
             for weights in self._weights

@@ -308,6 +308,14 @@ class PipelineModule(SessionModule):
         """
         self.session.flush_for(Operation.flush)
 
+    def discard_batch(self) -> tuple[int, ...]:
+        """Takes back the ``train_step`` calls since the last ``opt.step()``; gives their numbers.
+
+        Every rank calls it; drains. For a loop that leaves a batch in the middle. Where an
+        interrupt did that in a notebook, the next ``train_step`` does it by itself.
+        """
+        return self.session.discard_batch()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the newest weights, computed by the pipeline without gradients.
 
@@ -371,8 +379,10 @@ class PipelineModule(SessionModule):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self.session.ending.is_open:
             if kind is None:
-                self.flush()
-                self.close()
+                try:
+                    self.flush()
+                finally:
+                    self.close()
             else:
                 self.session.ending.abort(f"an exception left the with block: {kind.__name__}")
 

@@ -166,9 +166,11 @@ class SessionModule(nn.Module):
     ) -> dict[str, Any]:
         """This process's part of the model's ``state_dict``, newest weights, after a drain.
 
-        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``.
+        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``. Of a
+        pipeline that a failure has ended, each rank may read its part: the newest version that each
+        of its stages had made whole, of which one may be one ahead of another.
         """
-        self.session.flush_for(Operation.state_dict)
+        self.session.flush_to_read(Operation.state_dict)
         return self.session.local_model.state(prefix, keep_vars)
 
     def full_state_dict(self) -> dict[str, Any]:

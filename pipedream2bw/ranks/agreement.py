@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, errors
-from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from ..errors import (
+    PeerLost,
+    PeerTimeout,
+    StageError,
+    from_document,
+    reworded,
+    to_document,
+)
 from .first_failure import FirstFailure
 from .grid import join_world
 
@@ -42,6 +49,11 @@ class Operation(enum.IntEnum):
     new_optimizer = 12
     save = 13
     load = 14
+    end_of_drain = 15
+
+
+class BatchDiscarded(Exception):  # noqa: N818
+    """A rank knows of a batch that is discarded: all ranks have to drain and take it back."""
 
 
 class Announcement(NamedTuple):
@@ -77,6 +89,8 @@ class ControlPlane:
     Attributes:
         group: all ranks' processes; None with one rank, and once the agreement has ended.
         board: the memory that they share.
+        discards: the first batch that is discarded.
+        verdict_group, verdict_board: over which stages agree on a batch; None with one rank.
         place: this rank, in messages.
     """
 
@@ -85,13 +99,27 @@ class ControlPlane:
         self.timeout = timeout
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
+        self.verdict_group: dist.ProcessGroup | None = None
+        self.verdict_board: _C.SharedBoard | None = None
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         if world > 1:
             self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
-            self.board = make_board(self.group, 3 + len(Announcement._fields), timeout)
+            self.board = make_board(self.group, 4 + len(Announcement._fields), timeout)
+            self.verdict_group = self.group
+            self.verdict_board = make_board(self.group, 1, timeout)
+            if self.verdict_board is None:  # collectives of two threads need two groups
+                self.verdict_group = dist.new_group(
+                    timeout=datetime.timedelta(seconds=timeout), backend="gloo"
+                )
             store = dist.distributed_c10d._get_default_store()
             self._first_failure = FirstFailure(store, name, fault)
+        self.discards = _C.Discards(self.board)
+
+    @property
+    def discards_reach_all(self) -> bool:
+        """Whether a stage knows that a batch is discarded before it gets a message of it."""
+        return self.board is not None or self.group is None
 
     @property
     def size(self) -> int:
@@ -105,6 +133,7 @@ class ControlPlane:
         Raises:
             Exception: what ``local`` raised here; on the other ranks the same with the rank named.
             StageError: ranks called different operations, or one is gone or silent.
+            BatchDiscarded: on every rank.
         """
         error: Exception | None = None
         announcement = Announcement()
@@ -112,16 +141,40 @@ class ControlPlane:
             announcement = local()
         except Exception as raised:
             error = raised
-        if self.group is None:
-            if error is not None:
-                raise error
-            return [announcement]
-        row = [operation, number, error is not None, *announcement]
-        table = self._exchange(row, operation, number)
-        self._check_same_operation(table)
+        table = self._exchange_rows(operation, number, error is not None, announcement)
+        if _first_discarded(table) is not None:
+            raise BatchDiscarded()
         if any(row[2] for row in table):
             self.agree_on_objects(error, {})
-        return [Announcement(*row[3:]) for row in table]
+        return [Announcement(*row[4:]) for row in table]
+
+    def first_discarded(self) -> int | None:
+        """The first batch that any rank knows to be discarded. Every rank calls it, drained."""
+        return _first_discarded(
+            self._exchange_rows(Operation.end_of_drain, 0, False, Announcement())
+        )
+
+    def why_discarded(self, batch: int) -> StageError:
+        """Why a batch is discarded. Every rank calls it, drained."""
+        error = self.discards.error if self.discards.batch == batch else None
+        if self.group is None:
+            assert error is not None
+            return error
+        told: list[Any] = [None] * self.size
+        mine = None if error is None else to_document(error)
+        dist.all_gather_object(told, mine, group=self.group)
+        return from_document(next(document for document in told if document is not None))
+
+    def _exchange_rows(
+        self, operation: Operation, number: int, failed: bool, announcement: Announcement
+    ) -> list[list[int]]:
+        first = self.discards.first
+        row = [operation, number, failed, -1 if first is None else first, *announcement]
+        if self.group is None:
+            return [row]
+        table = self._exchange(row, operation, number)
+        self._check_same_operation(table)
+        return table
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
@@ -277,10 +330,13 @@ class ControlPlane:
         if self.board is not None:
             self.board.leave()
             self.board = None
-        if self.group is not None:
+        if self.verdict_board is not None:
+            self.verdict_board.leave()
+            self.verdict_board = None
+        for group in {self.group, self.verdict_group} - {None}:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group(self.group)
-            self.group = None
+                dist.destroy_process_group(group)
+        self.group = self.verdict_group = None
 
 
 def join(name: str, device_type: str, timeout: object) -> ControlPlane:
@@ -310,6 +366,10 @@ def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.Sh
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, board is not None, group=group)
     return board if all(everyone) else None
+
+
+def _first_discarded(table: list[list[int]]) -> int | None:
+    return min((row[3] for row in table if row[3] >= 0), default=None)
 
 
 def _finish(work: dist.Work) -> bool | None:

@@ -92,9 +92,25 @@ class Accumulation:
 
     def check_between_batches(self, what: str) -> None:
         """Raises ValueError if a batch has begun whose step has not been called."""
-        if self._last is not None and self._last.batch == self.num_updates:
+        if self.has_begun:
             steps = f"{self._counted + self._held} train_steps and {self.num_updates} opt.step()"
             raise ValueError(f"{what}: {steps} so far, a batch waits for its opt.step(): call it")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch has begun whose step has not been called."""
+        return self._last is not None and self._last.batch == self.num_updates
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many train_steps so far count towards a step, and how many do not."""
+        return self._counted, self._held
+
+    def take_back(self, batch: int, counts: tuple[int, int]) -> None:
+        """The batch and all after it have not been; the counts are those before it."""
+        self.num_updates = batch
+        self._counted, self._held = counts
+        self._last = None
 
     def go_on_from(self, updates: int) -> None:
         """The next batch has this number."""

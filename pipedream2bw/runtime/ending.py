@@ -33,6 +33,11 @@ class Ending:
         """Whether nothing has ended it."""
         return self._ended_by is None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure has ended it, and what this process holds can be read."""
+        return isinstance(self._ended_by, StageError)
+
     def check_open(self) -> None:
         """Raises if the pipeline was closed or has failed.
 
@@ -53,7 +58,11 @@ class Ending:
         except BaseException as error:
             if self._control.fault.raised:
                 self._fail()
-            if not isinstance(error, (ValueError, TypeError)):
+            is_open = isinstance(error, StageError) and error.discarded is not None
+            # In one process the main thread alone was interrupted, while it waited.
+            in_processes = self._stages.grid.in_processes
+            is_open = is_open or (isinstance(error, KeyboardInterrupt) and not in_processes)
+            if not isinstance(error, (ValueError, TypeError)) and not is_open:
                 self.abort(f"{type(error).__name__} {error}".strip(), error=error)
             raise
 
@@ -98,6 +107,8 @@ class Ending:
         for stage in self._stages:
             stage.runner.forget()
         self._stages.end()
+        for stage in self._stages:  # what has been made can still be read
+            stage.weights.show_newest()
         for stage in self._stages:  # no update is under way any more
             stage.weights.remove_guards()
 
@@ -119,7 +130,7 @@ class Ending:
         """Raises the first failure of all ranks, and ends this one's part."""
         mine = self._control.fault.error
         assert mine is not None
-        original = self._stages.take_error()
+        original = self._stages.take_error(self._control.fault.kept)
         first = self._control.report(mine)
         self.end(first)
         # Another object than the one that is kept, which would keep what its traceback refers to.

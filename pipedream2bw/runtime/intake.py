@@ -169,6 +169,7 @@ class Intake:
             training=given.training,
         )
         if given.part is not None:
+            inputs.begins = given.part.batch if given.part.begins else None
             rows = self.weighing_rows(sizes)
             inputs.loss_weights = [
                 LossWeight(

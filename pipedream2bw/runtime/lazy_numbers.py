@@ -25,22 +25,34 @@ class LazyNumber(abc.ABC):
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self.train_step = session.num_train_steps - 1
+        self._times_taken_back = len(session.taken_back)
 
     def _wait(self, read: Callable[[], _Read]) -> _Read:
-        """Returns what ``read`` gives; if the pipeline fails first, raises the first cause."""
+        """Returns what ``read`` gives; if the pipeline fails first, raises the first cause.
+
+        So it does if the train_step was discarded.
+        """
+        session = self._session()
+        if session is not None:
+            session.check_kept(self.train_step, self._times_taken_back)
         try:
-            return read()
+            value = read()
         except RuntimeError:
-            session = self._session()
             if session is not None:
                 session.ending.check_open()
             raise
+        if value == []:
+            if session is None:
+                raise RuntimeError(f"train_step {self.train_step} was discarded")
+            session.raise_discarded(self.train_step)
+        return value
 
     def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
         """Waits for a number that exists after the last backward on every stage."""
         session = self._session()
         if session is not None and not self.done():
             session.ending.check_open()
+            session.check_kept(self.train_step, self._times_taken_back)
             missing = session.train_steps_until_finished(self.train_step)
             if missing > 0:
                 raise RuntimeError(

@@ -114,6 +114,13 @@ class LocalStages:
         self._stages = sorted(self.in_update_order, key=lambda stage: stage.index)
         self._executors = list(dict.fromkeys(stage.executor for stage in self.in_update_order))
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
+        verdict_group = control.verdict_group
+        self._verdicts = _C.BatchVerdicts(
+            num_stages=len(self._stages),
+            discards=control.discards,
+            group="" if verdict_group is None else verdict_group.group_name,
+            shared=control.verdict_board,
+        )
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
             self,
@@ -183,6 +190,8 @@ class LocalStages:
                     for i in here
                 ],
                 fault=self.control.fault,
+                discards=self.control.discards,
+                discards_reach_all=self.control.discards_reach_all,
                 losses=self.losses,
                 keep_error=_keeping(weakref.ref(self._errors)),
             )
@@ -266,6 +275,32 @@ class LocalStages:
         """Begins a train_step."""
         self._tickets.append([executor.submit_run(run) for executor in self._executors])
 
+    def let_updates_wait(self, *, waiting_is_free: bool) -> None:
+        """Makes updates wait until no stage can fail in their batch, where that costs no time.
+
+        Every rank calls it, with the same argument; drained.
+        """
+        waits = waiting_is_free and len(set(self.schedule.delay)) == 1
+        with contextlib.suppress(ValueError):
+            self.schedule.check_global_updates()
+            for executor in self._executors:
+                executor.set_verdicts(self._verdicts if waits else None)
+
+    def take_back(self, batch: int, run: int, *, batches: bool) -> None:
+        """Makes the stages as they were before a batch, whose first run has that number.
+
+        Drained, and all updates before it have been made.
+
+        Args:
+            batches: False: only an evaluation is taken back.
+        """
+        for executor in self._executors:
+            executor.take_back(batch, run)
+        if batches:
+            self._verdicts.forget()
+        for stage in self._stages:
+            stage.runner.take_back(batch, run)
+
     def submit_evaluation(self, run: _C.Run) -> None:
         """Begins an evaluation."""
         for executor in self._executors:
@@ -283,7 +318,8 @@ class LocalStages:
     def wait_for_room(self, max_unfinished: int) -> None:
         """Waits until fewer than ``max_unfinished`` train_steps are unfinished."""
         while len(self._tickets) >= max_unfinished:
-            self._wait_for(self._tickets.pop(0))
+            self._wait_for(self._tickets[0])
+            del self._tickets[0]
 
     def drain(self) -> None:
         """Runs the schedule's epilogue on every stage and waits for it."""
@@ -300,9 +336,8 @@ class LocalStages:
         for executor, ticket in zip(self._executors, tickets, strict=True):
             executor.wait(ticket)
 
-    def take_error(self) -> BaseException | None:
-        """The Python exception that the fault is about, if it was raised here; forgets all."""
-        kept = self.control.fault.kept
+    def take_error(self, kept: int) -> BaseException | None:
+        """The Python exception of that number, if it was raised here; forgets all."""
         error = self._errors[kept] if kept >= 0 else None
         self._errors.clear()
         return error

@@ -25,6 +25,7 @@ from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
 from .stage_weights import StageWeights
+from .written_buffers import WrittenBuffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class RunInputs:
     total_rows: int  # of all pipelines
     layouts: list[int]
     training: bool
+    begins: int | None = None  # the number of the batch that begins with this run
     loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a train_step
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
     targets: list[Any] | None = None  # last stage of a train_step
@@ -147,8 +149,12 @@ class StageRunner:
         self._device = weights.device
         self._state_pointers = weights.storage_pointers
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
-        loss_places = [(module._buffers, leaf) for module in losses for leaf in module._buffers]
+        of_losses = [module._buffers for module in losses]
+        loss_places = [(holder, leaf) for holder in of_losses for leaf in holder]
         self._buffer_places = lambda: [*weights.replayed_places(), *loss_places]
+        self._buffers = WrittenBuffers(lambda: [*weights.buffer_holders(), *of_losses])
+        self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs
+        self._engine = weights.engine
         self._frozen = list(weights.frozen.values())
         self._precision = options.precision
         self._recompute = options.recompute[stage]
@@ -196,6 +202,8 @@ class StageRunner:
                 inputs.outputs.append(outputs[0])
                 return _C.ForwardResult()
             return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
+        if call.microbatch == 0 and inputs.begins is not None:
+            self._begin_batch(inputs.begins, call.run)
         if call.microbatch == len(inputs.sizes) - 1:
             del self._runs[call.run]
         weight = inputs.loss_weights[call.microbatch]
@@ -203,6 +211,24 @@ class StageRunner:
             weight = dataclasses.replace(weight, scale=call.loss_scale)
             inputs.loss_weights[call.microbatch] = weight
         return self._train(inputs, call)
+
+    def _begin_batch(self, batch: int, run: int) -> None:
+        newest = self._engine.newest_version
+        while self._begun and self._begun[0][0] < newest:  # its update has been made
+            self._buffers.forget(self._begun.pop(0)[1])
+        self._begun.append((batch, run))
+        self._buffers.begin(run)
+
+    def take_back(self, batch: int, run: int) -> None:
+        """Makes as if the batch, whose first run has that number, had not begun. The stage is idle.
+
+        Evaluations are over, too.
+        """
+        self._buffers.restore(run)
+        self._begun = [begun for begun in self._begun if begun[0] < batch]
+        self._before = [(other, call) for other, call in self._before if other <= run]
+        self._runs = {other: inputs for other, inputs in self._runs.items() if 0 <= other < run}
+        self._replays = {key: kept for key, kept in self._replays.items() if key[0] < run}
 
     def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
         given = _Given.of(inputs, call.microbatch)

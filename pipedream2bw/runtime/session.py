@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
+from ..errors import StageError, reworded
 from ..model.checkpoint import Checkpoint
-from ..ranks.agreement import Announcement, ControlPlane, Operation
+from ..ranks.agreement import Announcement, BatchDiscarded, Operation
 from ..ranks.mesh import mesh_of
 from ..schedules.events import Event
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .ending import Ending
 from .intake import Call, Given, Intake, Microbatches
+from .interrupts import interrupts_later, last_interrupt
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
+
+
+class TakenBack(NamedTuple):
+    """Train_steps that have not been, as a batch was discarded.
+
+    Attributes:
+        batch: the number of the first batch.
+        train_step: the number of its first train_step.
+        updates: how many optimizer steps had been registered since.
+        error: why.
+    """
+
+    batch: int
+    train_step: int
+    updates: int
+    error: StageError
+
+
+class _Begun(NamedTuple):
+    """How many calls there had been when a batch began."""
+
+    train_steps: int
+    counts: tuple[int, int]
 
 
 class Session:
@@ -48,6 +74,8 @@ class Session:
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+        taken_back: what was discarded so far.
+        on_take_back: methods that are called after batches were taken back.
     """
 
     def __init__(
@@ -72,6 +100,10 @@ class Session:
         self.ending = Ending(stages)
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
+        self.taken_back: list[TakenBack] = []
+        self.on_take_back: list[weakref.WeakMethod[Callable[[TakenBack], None]]] = []
+        self._begun: dict[int, _Begun] = {}  # by batch, those that may be taken back
+        self._interrupt_before: int | None = None  # when the last train_step was submitted
         self._num_evaluations = 0
         self._intake = Intake(
             self.grid,
@@ -106,6 +138,7 @@ class Session:
             is_train: whether the modules are in train mode.
         """
         self.ending.check_open()
+        self._discard_interrupted()
         with self.ending.failing_closes():
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
@@ -115,28 +148,40 @@ class Session:
             )
             mode = self._mode_in_use(is_train)
             self._mode_of_last_step = is_train
-            slot = self.stages.losses.expect(number)
-            assert given.part is not None
-            for stage in self.stages:
-                inputs = self._intake.inputs(given, stage, mode, microbatches)
-                stage.runner.begin(number, inputs)
-            self.stages.submit_train_step(
-                _C.Run(
-                    id=number,
-                    wiring=mode.wiring,
-                    layouts=microbatches.layouts,
-                    rows=self._intake.weighing_rows(microbatches.sizes),
-                    batch=given.part.batch,
-                    begins_batch=given.part.begins,
-                    ends_batch=given.part.ends,
-                    num_averaged=given.part.num_averaged,
-                )
-            )
-            self.accumulation.take(given.part)
-            self._drained = False
-            self.num_train_steps += 1
-            self.ending.batch = self.num_train_steps
+            with self._interruptible_later():
+                slot = self._submit(given, mode, microbatches)
+                self._interrupt_before = last_interrupt()
             return slot
+
+    def _submit(self, given: Given, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
+        number, part = self.num_train_steps, given.part
+        assert part is not None
+        slot = self.stages.losses.expect(number)
+        self._note(part, number)
+        for stage in self.stages:
+            inputs = self._intake.inputs(given, stage, mode, microbatches)
+            stage.runner.begin(number, inputs)
+        self.stages.submit_train_step(
+            _C.Run(
+                id=number,
+                wiring=mode.wiring,
+                layouts=microbatches.layouts,
+                rows=self._intake.weighing_rows(microbatches.sizes),
+                batch=part.batch,
+                begins_batch=part.begins,
+                ends_batch=part.ends,
+                num_averaged=part.num_averaged,
+            )
+        )
+        self.accumulation.take(part)
+        self._drained = False
+        self.num_train_steps += 1
+        self.ending.batch = self.num_train_steps
+        return slot
+
+    def _interruptible_later(self) -> contextlib.AbstractContextManager[None]:
+        """With several processes an interrupt ends the pipeline, whatever has been done."""
+        return contextlib.nullcontext() if self.grid.in_processes else interrupts_later()
 
     def evaluate(self, call: Call, *, is_train: bool) -> Any:
         """Gives the model's output where its last stage is, None elsewhere. Drains."""
@@ -153,10 +198,12 @@ class Session:
             for stage in stages:
                 inputs = self._intake.inputs(given, stage, mode, microbatches)
                 stage.runner.begin(run, inputs)
+            # If it fails it is discarded alone: as a batch after all that have begun.
+            batch = self.accumulation.num_updates + 1
             self.stages.submit_evaluation(
-                _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts)
+                _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
             )
-            self.stages.finish_submitted()
+            self.drain()
             outputs = [stage.runner.outputs_of(run) for stage in stages]
         return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
 
@@ -191,7 +238,7 @@ class Session:
             given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
             return given.announcement
 
-        announced = self.control.agree(operation, number, check)
+        announced = self.agree(operation, number, check)
         check_same_part(announced)
         return given, self._intake.microbatches(announced, training=given.training)
 
@@ -210,14 +257,167 @@ class Session:
         with others.in_place() if others else contextlib.nullcontext():
             return self.modes.capture(is_train)
 
+    def agree(
+        self, operation: Operation, number: int, local: Callable[[], Announcement]
+    ) -> list[Announcement]:
+        """Agrees with all ranks as :meth:`ControlPlane.agree` does.
+
+        Raises:
+            StageError: on every rank: a batch was discarded, and has been taken back now.
+        """
+        try:
+            return self.control.agree(operation, number, local)
+        except BatchDiscarded:
+            pass
+        self.drain()
+        raise AssertionError("a discarded batch was not taken back")
+
+    # ------------------------------------------------------------------ taking back
+
+    def _note(self, part: BatchPart, train_step: int) -> None:
+        """Remembers where a batch begins, as long as it may be taken back."""
+        if part.begins:
+            self._begun[part.batch] = _Begun(train_step, self.accumulation.counts)
+            oldest = part.batch - self.schedule.most_batches_behind - 2
+            self._begun.pop(oldest, None)
+
+    def _take_back(self, batch: int) -> NoReturn:
+        """Makes as if the batch and all later ones had not been; every rank does, drained.
+
+        Raises:
+            StageError: why the batch is discarded.
+        """
+        stages, discards = self.stages, self.control.discards
+        failure = self.control.why_discarded(batch)
+        is_mine = discards.batch == batch
+        original = stages.take_error(discards.kept if is_mine else -1)
+        now = _Begun(self.num_train_steps, self.accumulation.counts)
+        begun = self._begun.get(batch, now)
+        discarded = tuple(range(begun.train_steps, self.num_train_steps))
+        updates = max(0, self.accumulation.num_updates - batch)
+        stages.take_back(batch, begun.train_steps, batches=batch in self._begun)
+        text = f"{failure}. The evaluation was discarded, the pipeline is open"
+        if batch in self._begun:
+            shown = ", ".join(map(str, discarded))
+            text = (
+                f"{failure}. Discarded: train_steps {shown}; the pipeline is open, drained and as "
+                f"it was before them, at version {batch}"
+            )
+            self.num_train_steps = self.ending.batch = begun.train_steps
+            self.accumulation.take_back(batch, begun.counts)
+            if self._restarts_delay(failure):
+                text += "; the delay begins anew"
+                for stage in stages:
+                    stage.weights.engine.restart_delay()
+        self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
+        error = reworded(failure, text)
+        error.discarded = discarded
+        error.__cause__ = failure.__cause__
+        taken = TakenBack(batch, begun.train_steps, updates, error)
+        self.taken_back.append(taken)
+        discards.go_on()
+        self._show()
+        for method in self.on_take_back:
+            listener = method()
+            if listener is not None:
+                listener(taken)
+        # Another object than the one that is kept, which would keep what its traceback refers to.
+        raise reworded(error, text) from (original if original is not None else error.__cause__)
+
+    def _restarts_delay(self, failure: StageError) -> bool:
+        """Whether the version that the batch read may have been overwritten on some stage.
+
+        Stages learn of a failure in a forward, or on the last stage, before their own backward of
+        the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
+        whose gradients are added up where that version was.
+        """
+        is_backward = failure.action in ("backward", "input gradient", "weight gradient")
+        is_last = failure.stage == self.grid.depth - 1
+        return is_backward and not is_last and max(self.schedule.delay) > 0
+
+    def discard_batch(self) -> tuple[int, ...]:
+        """Takes back the train_steps since the last optimizer step; gives their numbers.
+
+        Every rank calls it. Drains.
+        """
+        self.ending.check_open()
+        batch, first = self.accumulation.num_updates, self.num_train_steps
+        if self.accumulation.has_begun:
+            first = self._begun[batch].train_steps
+            cause = "discard_batch() was called"
+            self.control.discards.discard(batch, StageError(cause, cause=cause))
+        last = self.num_train_steps
+        try:
+            with self.ending.failing_closes():
+                self.drain()
+        except StageError as error:
+            if error.discarded is None or error.discarded[0] < first:
+                raise
+        return tuple(range(first, last))
+
+    def _discard_interrupted(self) -> None:
+        """Discards a batch if its step is missing because of an interrupt since.
+
+        Nobody has caught it, and the program has gone on: so it is a notebook or Python's prompt.
+        """
+        interrupt = last_interrupt()
+        if (
+            interrupt in (None, self._interrupt_before)
+            or self.grid.in_processes
+            or not self.accumulation.has_begun
+        ):
+            return
+        discarded = ", ".join(map(str, self.discard_batch()))
+        warnings.warn(
+            f"train_steps {discarded}, interrupted before their opt.step(), were discarded",
+            stacklevel=4,
+        )
+
+    def check_kept(self, train_step: int, times_taken_back: int) -> None:
+        """Raises StageError if a train_step was discarded.
+
+        Args:
+            times_taken_back: when it was called.
+        """
+        for taken in self.taken_back[times_taken_back : times_taken_back + 1]:
+            if train_step >= taken.train_step:
+                raise reworded(taken.error, str(taken.error))
+
+    def raise_discarded(self, train_step: int) -> NoReturn:
+        """Raises StageError: this train_step has no numbers.
+
+        With several processes it will be taken back in their next common operation.
+        """
+        if not self.grid.in_processes:
+            with self.ending.failing_closes():
+                self.drain()
+        known = self.control.discards.error
+        cause = "a stage of another rank failed" if known is None else str(known)
+        text = f"train_step {train_step} will be taken back by the next call: {cause}"
+        error = StageError(text, cause=cause) if known is None else reworded(known, text)
+        error.discarded = (train_step,)
+        raise error
+
     # ------------------------------------------------------------------ draining
 
     def drain(self) -> None:
-        """Finishes what was submitted on every stage; the model's Parameters show the newest."""
+        """Finishes what was submitted on every stage; the model's Parameters show the newest.
+
+        Every rank calls it.
+
+        Raises:
+            StageError: a batch was discarded, and has been taken back.
+        """
         if not self._drained:
             self.stages.drain()
             self._drained = True
         self.stages.finish_submitted()  # updates submitted after the last drain
+        first = self.control.first_discarded()
+        if first is not None:
+            self._take_back(first)
+        self._show()
+
+    def _show(self) -> None:
         for stage in self.stages:
             stage.weights.show_newest()
             stage.runner.make_calls()
@@ -226,8 +426,17 @@ class Session:
         """Agrees on an operation and drains, which is the first part of it."""
         self.ending.check_open()
         with self.ending.failing_closes():
-            self.control.agree(operation, self.num_train_steps, Announcement)
+            self.agree(operation, self.num_train_steps, Announcement)
             self.drain()
+
+    def flush_to_read(self, operation: Operation) -> None:
+        """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
+
+        Each stage then shows the newest version that it had made whole; one may have made one more
+        than another.
+        """
+        if not self.ending.has_failed:
+            self.flush_for(operation)
 
     # ------------------------------------------------------------------ changing
 
@@ -268,15 +477,15 @@ class Session:
         """
         self.ending.check_open()
         self.accumulation.check_update()
-        with self.ending.failing_closes():
+        with self.ending.failing_closes(), self._interruptible_later():
             yield self.num_train_steps - 1
-        self.accumulation.num_updates += 1
+            self.accumulation.num_updates += 1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Timeline]:
         """Records the actions executed inside; drains at its end."""
         self.ending.check_open()
-        timeline = Timeline(self.control)
+        timeline = Timeline(self)
         self.stages.record(True)
         try:
             yield timeline
@@ -303,7 +512,7 @@ class Session:
 
     def give_back(self) -> None:
         """Gives the model memory of its own, with the newest weights, and closes."""
-        self.flush_for(Operation.flush)
+        self.flush_to_read(Operation.flush)
         for stage in self.stages.of_first_pipeline():
             stage.weights.give_back()
         self.stages.options.precision.restore()
@@ -315,21 +524,22 @@ class Session:
             return
         with self.ending.failing_closes():
             self.ending.finish_submitted()
-            self.control.agree(Operation.close, self.num_train_steps, Announcement)
+            with contextlib.suppress(BatchDiscarded):
+                self.control.agree(Operation.close, self.num_train_steps, Announcement)
         self.ending.end(RuntimeError("close() was called"))
 
 
 class Timeline:
     """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
 
-    def __init__(self, control: ControlPlane) -> None:
-        self._control = control
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.rows: list[Event] = []
 
     def gather(self) -> list[Event]:
         """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
-        self._control.agree(Operation.gather_events, 0, Announcement)
-        parts = self._control.gather([dataclasses.astuple(event) for event in self.rows])
+        self._session.agree(Operation.gather_events, 0, Announcement)
+        parts = self._session.control.gather([dataclasses.astuple(event) for event in self.rows])
         return sorted(Event(*row) for part in parts for row in part)
 
 

@@ -166,10 +166,13 @@ class StageWeights:
 
     def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
         """Like :meth:`buffer_places`, for every buffer (None too) of the stage's modules."""
+        return [(holder, leaf) for holder in self.buffer_holders() for leaf in holder]
+
+    def buffer_holders(self) -> list[dict[str, Any]]:
+        """The dictionaries in which the stage's modules hold their buffers."""
         names = (*self.trainable, *self.frozen, *self.buffer_names)
         owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        modules = [self._root.get_submodule(owner) for owner in owners]
-        return [(module._buffers, leaf) for module in modules for leaf in module._buffers]
+        return [self._root.get_submodule(owner)._buffers for owner in owners]
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""

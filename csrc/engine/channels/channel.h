@@ -19,6 +19,9 @@ struct Message {
   std::string structure;
   std::vector<at::Tensor> tensors;  // in a gradient message, undefined if there is no gradient
   std::vector<bool> requires_grad;  // by tensor
+  // It stands for a message of a discarded batch and has no content. What it would have been is not
+  // known to the receiver, or is in the process.
+  bool is_void = false;
 
   bool differentiable() const {
     return std::ranges::find(requires_grad, true) != requires_grad.end();
@@ -47,6 +50,10 @@ using LayoutId = std::int64_t;
 class Sender {
  public:
   virtual ~Sender() = default;
+  // Of a message that is void only `requires_grad` counts: whether its gradients will come. Between
+  // processes that is what the messages of the layout so far have been, or nothing if there was
+  // none: the receiver gets one of meaningless content then, or one that is void.
+  // Throws ValueError, before anything is sent, for a message that is not of its layout.
   virtual void send(LayoutId layout, Message message) = 0;
   // Ends all waiting, now and later, with ChannelAborted.
   virtual void abort() = 0;

@@ -7,6 +7,7 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -15,6 +16,9 @@ namespace {
 
 // A stream of messages shares one group: the running tag matches the n-th send to the n-th receive.
 constexpr int kTags = 1 << 15;
+
+// In place of a header's length: no header and no tensors follow.
+constexpr std::int64_t kIsVoid = -1;
 
 // How many bytes of a message go through the ring: all or none.
 std::size_t bytes_through(const SharedRing* ring, const Message& header) {
@@ -126,6 +130,15 @@ at::Tensor ProcessGroupSender::laid_out(const Message& message, std::size_t i,
 void ProcessGroupSender::send(LayoutId layout, Message message) {
   std::vector<Work> works;
   auto known = headers_.find(layout);
+  if (message.is_void && known == headers_.end()) {
+    post(works, at::tensor({kIsVoid}, at::kLong));
+    await_oldest(std::move(works));
+    return;
+  }
+  if (message.is_void) {  // zeros will do
+    message = known->second;
+    std::ranges::fill(message.tensors, at::Tensor());
+  }
   if (known == headers_.end()) {
     known = headers_.emplace(layout, header_of(message)).first;
     const at::Tensor packed = pack(known->second);
@@ -138,6 +151,10 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
       "values between stages must follow from the shapes of the model's inputs: a message of ",
       message.tensors.size(), " tensors, where one of ", header.tensors.size(),
       " tensors with other constants was sent for the same input shapes");
+  std::vector<at::Tensor> tensors;
+  for (std::size_t i = 0; i < message.tensors.size(); ++i) {
+    tensors.push_back(laid_out(message, i, header));
+  }
   const std::size_t ring_bytes = bytes_through(peer_.ring.get(), header);
   std::byte* to = nullptr;
   if (ring_bytes > 0) {
@@ -146,8 +163,7 @@ void ProcessGroupSender::send(LayoutId layout, Message message) {
       throw ChannelAborted();
     }
   }
-  for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-    const at::Tensor tensor = laid_out(message, i, header);
+  for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) {
       continue;
     }
@@ -263,7 +279,7 @@ void ProcessGroupReceiver::wait(const Work& work) {
   }
 }
 
-Message ProcessGroupReceiver::receive_header() {
+std::optional<Message> ProcessGroupReceiver::receive_header() {
   const auto receive_words = [this](std::int64_t count) {
     at::Tensor words = at::empty({count}, at::kLong);
     Work work;
@@ -274,8 +290,8 @@ Message ProcessGroupReceiver::receive_header() {
     wait(work);
     return words;
   };
-  const at::Tensor length = receive_words(1);
-  return unpack(receive_words(*length.const_data_ptr<std::int64_t>()));
+  const std::int64_t length = receive_words(1).item<std::int64_t>();
+  return length == kIsVoid ? std::nullopt : std::optional(unpack(receive_words(length)));
 }
 
 Message ProcessGroupReceiver::receive() {
@@ -291,9 +307,16 @@ Message ProcessGroupReceiver::receive() {
     }
   }
   if (unknown) {
-    Message header = receive_header();
+    std::optional<Message> header = receive_header();
     const std::lock_guard lock(mutex_);
-    headers_.emplace(*unknown, std::move(header));
+    if (!header) {
+      expected_.pop_front();
+      post_known_layouts();
+      Message none;
+      none.is_void = true;
+      return none;
+    }
+    headers_.emplace(*unknown, *std::move(header));
     post_known_layouts();
   }
   Posted next;

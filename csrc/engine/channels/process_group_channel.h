@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -77,7 +78,7 @@ class ProcessGroupReceiver : public Receiver {
   };
   Work post(at::Tensor flat);
   void post_known_layouts();  // holds mutex_
-  Message receive_header();
+  std::optional<Message> receive_header();  // none: the message is void
   void wait(const Work& work);
 
   const Peer peer_;

@@ -5,12 +5,35 @@
 #include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
+#include <bit>
+#include <cstdint>
 #include <set>
 
 namespace pd2 {
 
+namespace {
+
 constexpr int kTag = 7;
+
+// What travels for a run without a loss: a NaN that no arithmetic makes.
+constexpr std::uint64_t kNoLoss = 0x7FF8'7064'3262'7764;
+
+bool is_loss(const at::Tensor& numbers) {
+  return std::bit_cast<std::uint64_t>(*numbers.const_data_ptr<double>()) != kNoLoss;
+}
+
+at::Tensor no_loss(int num_numbers) {
+  return at::full({num_numbers}, std::bit_cast<double>(kNoLoss), at::kDouble);
+}
+
+at::Tensor numbers_of(const RunLoss& loss, int num_numbers, const at::Tensor& before = {}) {
+  const bool is_discarded = loss.is_discarded || (before.defined() && !is_loss(before));
+  return is_discarded ? no_loss(num_numbers) : loss.numbers(before);
+}
+
+}  // namespace
 
 LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fault,
                      c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -93,7 +116,7 @@ void LossBoard::send_losses() {
       at::Tensor sum;
       for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
         if (next->parts[pipeline]) {
-          sum = next->parts[pipeline]->numbers(sum);
+          sum = numbers_of(*next->parts[pipeline], options_.num_numbers, sum);
           continue;
         }
         sum = at::empty({options_.num_numbers}, at::kDouble);
@@ -124,7 +147,7 @@ void LossBoard::receive_losses() {
     try {
       for (const std::optional<RunLoss>& part : next->parts) {
         if (part) {
-          send(part->numbers(), {sender});
+          send(numbers_of(*part, options_.num_numbers), {sender});
         }
       }
       if (!receive(value, sender)) {
@@ -143,7 +166,8 @@ void LossBoard::receive_losses() {
 
 void LossBoard::deliver(const at::Tensor& numbers) {
   const double* data = numbers.const_data_ptr<double>();
-  expected_.front().second->give({data, data + numbers.numel()});
+  expected_.front().second->give(is_loss(numbers) ? std::vector(data, data + numbers.numel())
+                                                  : std::vector<double>());
 }
 
 void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {

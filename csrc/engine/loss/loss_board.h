@@ -55,7 +55,7 @@ class LossBoard {
   LossBoard& operator=(const LossBoard&) = delete;
 
   // The run's loss and, after it, its metrics: given soon after the last stage has forwarded the
-  // run's last microbatch.
+  // run's last microbatch. No numbers if the run was discarded before.
   std::shared_ptr<AwaitedNumbers> expect(std::int64_t run);
   void publish(std::int64_t run, RunLoss loss, int pipeline = 0);
 

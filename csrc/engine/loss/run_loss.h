@@ -17,6 +17,7 @@ struct RunLoss {
   std::size_t first = 0;           // the number in the run of the first of them
   // The metrics, already weighted and added up over these microbatches; undefined: none.
   at::Tensor metrics{};
+  bool is_discarded = false;  // the run has no loss
 
   // `value` with the weight of the `microbatch`-th of them, computed as autograd would, forwards
   // and backwards.

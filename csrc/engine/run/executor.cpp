@@ -2,12 +2,15 @@
 
 #include "core/check.h"
 #include "engine/this_thread.h"
+#include "transport/peer_error.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <chrono>
 #include <ranges>
+#include <stdexcept>
+#include <typeinfo>
 #include <utility>
 
 namespace pd2 {
@@ -35,8 +38,11 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     updates.failed = [this, stage = each.index](std::int64_t run) {
       fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
     };
-    workers_.push_back(std::make_unique<StageWorker>(
-        setup_, each, [this](const ExecutedAction& action) { log(action); }, std::move(updates)));
+    updates.discards = setup_.discards;
+    WorkerCallbacks callbacks{[this](const ExecutedAction& action) { log(action); },
+                              [this](std::int64_t batch) { return discard(batch); }};
+    workers_.push_back(std::make_unique<StageWorker>(setup_, each, std::move(callbacks),
+                                                     std::move(updates)));
   }
   for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
@@ -182,7 +188,46 @@ void Executor::begin_thread() const {
   }
 }
 
-void Executor::fail(const Doing& doing) {
+void Executor::set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts) {
+  has_verdicts_ = verdicts != nullptr;
+  for (const auto& worker : workers_) {
+    worker->updates().set_verdicts(verdicts, workers_.size() == 1);
+  }
+}
+
+void Executor::take_back(std::int64_t batch, std::int64_t run) {
+  for (const auto& worker : workers_) {
+    worker->updates().take_back(batch, run);
+  }
+}
+
+bool Executor::discard(std::int64_t batch) {
+  // A later stage has done its backward before, and without verdicts perhaps its update.
+  const bool is_before_updates = doing_.evaluating || doing_.kind == ActionKind::kForward ||
+                                 setup_.schedule.is_last(doing_.stage);
+  if (!setup_.discards ||
+      (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all))) {
+    return false;
+  }
+  try {
+    throw;
+  } catch (const ChannelAborted&) {
+    return false;
+  } catch (const PeerError&) {
+    return false;
+  } catch (const std::logic_error& error) {
+    if (typeid(error) == typeid(std::logic_error)) {  // PD2_ASSERT
+      return false;
+    }
+  } catch (...) {
+  }
+  setup_.discards->discard(batch, describe(doing_));
+  return true;
+}
+
+void Executor::fail(const Doing& doing) { fault_->raise(describe(doing)); }
+
+Failure Executor::describe(const Doing& doing) const {
   const Schedule& schedule = setup_.schedule;
   Failure failure = setup_.describe(std::current_exception(), fault_->rank());
   failure.text = where(doing) + ": " + failure.cause;
@@ -193,7 +238,7 @@ void Executor::fail(const Doing& doing) {
   }
   failure.microbatch = schedule.number_in_batch(doing.stage, doing.microbatch);
   failure.action = name_of(doing.kind);
-  fault_->raise(std::move(failure));
+  return failure;
 }
 
 void Executor::loop() {

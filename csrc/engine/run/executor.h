@@ -27,6 +27,10 @@ namespace pd2 {
 // thread; a submission returns a ticket. The first failure ends the thread, drops what is in flight
 // and raises the fault.
 //
+// What a forward or a backward raises is no failure in that sense where all stages can do without
+// its batch: they then go on through the lists without computing for it, each with every message
+// that the schedule has, until a drain; and take_back() makes as if the batch had never been.
+//
 // A batch of the schedule is a run here. The U of a run that does not end its batch is skipped. The
 // U of a run that does executes the update if it has been submitted by then; otherwise the update
 // is executed when it is submitted: the user may drain between the backward and opt.step(). A
@@ -53,6 +57,11 @@ class Executor {
   // Forward only, no gradients, on the newest version. The pipeline must be drained. With two
   // pipelines only the first one evaluates.
   Ticket submit_evaluation(Run run);
+
+  // Makes every update that is to come wait for the verdict on its batch; null: none does. Drained.
+  void set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts);
+  // Forgets the discarded batch and all later ones, and runs from that one on. Drained.
+  void take_back(std::int64_t batch, std::int64_t run);
 
   // True when everything up to the ticket has been executed, within `timeout`. Throws PipelineError
   // once the pipeline has failed.
@@ -92,8 +101,13 @@ class Executor {
   void abort_channels();
   bool is_empty() const;
   std::string where(const Doing& doing) const;
-  // Raises the fault with the exception that is being handled.
+  // The exception that is being handled.
+  Failure describe(const Doing& doing) const;
+  // Raises the fault with it.
   void fail(const Doing& doing);
+  // Discards the batch because of it. False if it is not the user's mistake, or if some stage may
+  // have made the batch's update already.
+  bool discard(std::int64_t batch);
   void begin_thread() const;
 
   const ExecutorSetup setup_;
@@ -106,6 +120,7 @@ class Executor {
   // with `steady`.
   std::map<std::int64_t, Run> runs_;
   int most_runs_before_ = 0;
+  bool has_verdicts_ = false;
   Doing doing_;
 
   mutable std::mutex mutex_;

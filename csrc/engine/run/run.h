@@ -3,6 +3,7 @@
 
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
+#include "engine/discards.h"
 #include "engine/fault.h"
 #include "engine/loss/run_loss.h"
 #include "engine/stage/stage.h"
@@ -25,7 +26,7 @@ struct Run {
   std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
   // By microbatch, the weights of the losses' means; empty if losses are sums.
   std::vector<std::int64_t> rows;
-  std::int64_t batch = 0;  // updates before it
+  std::int64_t batch = 0;  // updates before it; an evaluation's comes after all that have begun
   bool begins_batch = true;
   bool ends_batch = true;
   int num_averaged = 1;  // runs of which the batch's gradient is the mean
@@ -96,6 +97,10 @@ struct ExecutorSetup {
   std::function<void(std::int64_t run, RunLoss loss, int pipeline)> on_loss;
   // Calls `loop` in the executor's thread, with what forwards need in a thread; null: nothing.
   std::function<void(const std::function<void()>& loop)> run_thread;
+  // What the user's code raises in a batch discards that; null: it is a fault.
+  std::shared_ptr<Discards> discards;
+  // Whether all stages learn of a discarded batch before they get a message of it.
+  bool discards_reach_all = true;
   // failure_of() for exceptions that come out of a forward or a backward, also Python ones.
   std::function<Failure(const std::exception_ptr& error, int here)> describe = failure_of;
 };

@@ -45,12 +45,12 @@ class ActionRange {
 }  // namespace
 
 StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
-                         std::function<void(const ExecutedAction&)> log, UpdateCallbacks updates)
+                         WorkerCallbacks callbacks, UpdateCallbacks updates)
     : setup_(setup),
       mine_(mine),
       first_microbatch_(setup.schedule.number_in_batch(mine.index, 0)),
       seed_(mix_seed(mix_seed(setup.seed, setup.replica), mine.index)),
-      log_(std::move(log)),
+      callbacks_(std::move(callbacks)),
       updates_(*stage_, with_record(std::move(updates))) {}
 
 UpdateCallbacks StageWorker::with_record(UpdateCallbacks callbacks) {
@@ -91,12 +91,35 @@ void StageWorker::clear() {
   loss_ = {};
 }
 
-ForwardCall StageWorker::receive_values(const Run& run, int microbatch) {
+template <typename UserCode>
+bool StageWorker::attempt(const Run& run, UserCode user_code) const {
+  try {
+    user_code();
+    return true;
+  } catch (...) {
+    if (!callbacks_.discard(run.batch)) {
+      throw;
+    }
+    return false;
+  }
+}
+
+void StageWorker::look_at(const Message& message, const Run& run) const {
+  if (message.is_void) {
+    PD2_ASSERT(setup_.discards, "a message is void, and no batch can be");
+    setup_.discards->discard(run.batch);
+  }
+}
+
+ForwardCall StageWorker::receive_values(const Run& run, int microbatch,
+                                        InFlight& in_flight) const {
   ForwardCall call;
   call.run = run.id;
   call.microbatch = microbatch;
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
     call.inbound.push_back(edge.values->receive());
+    look_at(call.inbound.back(), run);
+    in_flight.owes_gradients.push_back(call.inbound.back().differentiable());
   }
   return call;
 }
@@ -135,20 +158,36 @@ void StageWorker::keep_edges(const ForwardResult& result, InFlight& in_flight) {
   in_flight.loss = edge_of(result.loss);
 }
 
-void StageWorker::send_values(const Run& run, int microbatch, ForwardResult& result,
+void StageWorker::send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
                               InFlight* in_flight) {
   const Wiring& wiring = wirings_.at(run.wiring);
-  PD2_ASSERT(result.outbound.size() == wiring.outbound.size(), "a message for each edge");
+  PD2_ASSERT(!result || result->outbound.size() == wiring.outbound.size(),
+             "a message for each edge");
   const LayoutId layout = this->layout(run, microbatch);
   for (std::size_t e = 0; e < wiring.outbound.size(); ++e) {
-    Message& message = result.outbound[e];
-    message.requires_grad.clear();
-    for (at::Tensor& tensor : message.tensors) {
-      message.requires_grad.push_back(in_flight && tensor.requires_grad());
-      tensor = tensor.tensor_data();
+    Sender& channel = *wiring.outbound[e].values;
+    bool expects_gradients = false;
+    const auto send = [&] {
+      Message& message = result->outbound[e];
+      message.requires_grad.clear();
+      for (at::Tensor& tensor : message.tensors) {
+        message.requires_grad.push_back(in_flight && tensor.requires_grad());
+        tensor = tensor.tensor_data();
+      }
+      expects_gradients = message.differentiable();
+      channel.send(layout, std::move(message));
+    };
+    if (result && attempt(run, send)) {
+      have_gradients_[{&channel, layout}] = expects_gradients;
+    } else {
+      result.reset();
+      const auto known = have_gradients_.find({&channel, layout});
+      expects_gradients = known != have_gradients_.end() && known->second;
+      Message message;
+      message.is_void = true;
+      message.requires_grad = {expects_gradients};
+      channel.send(layout, std::move(message));
     }
-    const bool expects_gradients = message.differentiable();
-    wiring.outbound[e].values->send(layout, std::move(message));
     if (in_flight) {
       in_flight->expects_gradients.push_back(expects_gradients);
     }
@@ -162,6 +201,7 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
                            InFlight& in_flight) {
   const at::Tensor& loss = result.loss;
   if (microbatch == 0) {
+    loss_ = {};  // of a discarded run
     loss_.rows = run.rows;
     loss_.first = first_microbatch_;
   }
@@ -189,16 +229,48 @@ void StageWorker::forward(const Run& run, int microbatch) {
   InFlight in_flight;
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
-  in_flight.version = version_of_batch(run.batch);
-  ForwardCall call = receive_values(run, microbatch);
-  if (in_flight.version > stage_->versions().newest()) {
-    updates_.finish();
+  ForwardCall call = receive_values(run, microbatch, in_flight);
+  std::optional<ForwardResult> result;
+  if (!is_discarded(run)) {
+    result = compute(run, microbatch, std::move(call), in_flight);
   }
-  const ExecutedAction action = begin(ActionKind::kForward, run.id, microbatch, in_flight.version);
+  if (!result && setup_.schedule.is_last(mine_.index) && microbatch == last_microbatch()) {
+    RunLoss none;
+    none.is_discarded = true;
+    setup_.on_loss(run.id, std::move(none), setup_.schedule.pipeline(mine_.index));
+  }
+  const bool has_result = result.has_value();
+  const bool has_graph = has_result && is_differentiable(*result);
+  send_values(run, microbatch, result, &in_flight);
+  if (has_result && !result) {
+    release(in_flight);
+  }
+  const auto any = [](const std::vector<bool>& of_edges) {
+    return std::ranges::find(of_edges, true) != of_edges.end();
+  };
+  if (!has_graph && !any(in_flight.owes_gradients) && !any(in_flight.expects_gradients)) {
+    release(in_flight);
+    return;
+  }
+  in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
+  most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
+}
+
+std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch, ForwardCall call,
+                                                  InFlight& in_flight) {
+  const std::int64_t version = version_of_batch(run.batch);
+  if (version > stage_->versions().newest()) {
+    updates_.finish();
+    if (is_discarded(run)) {  // the version was not made
+      return std::nullopt;
+    }
+  }
+  const ExecutedAction action = begin(ActionKind::kForward, run.id, microbatch, version);
   const ActionRange range(action);
-  stage_->versions().pin(in_flight.version);
-  call.slot = stage_->versions().slot(in_flight.version);
-  in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, in_flight.version);
+  stage_->versions().pin(version);
+  in_flight.version = version;
+  call.slot = stage_->versions().slot(version);
+  in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, version);
   call.loss_scale = in_flight.loss_scale;
   std::int64_t bytes = 0;
   if (mine_.recompute) {
@@ -212,9 +284,11 @@ void StageWorker::forward(const Run& run, int microbatch) {
     }
   }
   add_sinks(call, in_flight);
-  const bool owes_gradients =
-      std::ranges::any_of(in_flight.sinks, [](const NodePtr& sink) { return sink != nullptr; });
-  ForwardResult result = call_forward(std::move(call));
+  ForwardResult result;
+  if (!attempt(run, [&] { result = call_forward(std::move(call)); })) {
+    release(in_flight);
+    return std::nullopt;
+  }
   if (result.loss.defined()) {
     add_loss(run, microbatch, result, in_flight);
   }
@@ -223,16 +297,25 @@ void StageWorker::forward(const Run& run, int microbatch) {
   } else {
     keep_edges(result, in_flight);
   }
-  const bool has_backward = owes_gradients || is_differentiable(result);
-  log(action, now());
-  send_values(run, microbatch, result, &in_flight);
-  if (!has_backward) {
-    stage_->versions().unpin(in_flight.version);
-    return;
+  if (std::ranges::find(in_flight.owes_gradients, true) != in_flight.owes_gradients.end() ||
+      is_differentiable(result)) {
+    count_bytes(in_flight, bytes + result.bytes_kept);
   }
-  count_bytes(in_flight, bytes + result.bytes_kept);
-  in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
-  most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
+  log(action, now());
+  return result;
+}
+
+void StageWorker::release(InFlight& in_flight) {
+  if (in_flight.version >= 0) {
+    stage_->versions().unpin(std::exchange(in_flight.version, -1));
+  }
+  bytes_in_flight_ -= std::exchange(in_flight.bytes, 0);
+  in_flight.call = {};
+  in_flight.sinks.clear();
+  in_flight.outputs.clear();
+  in_flight.loss = {};
+  in_flight.split.reset();
+  in_flight.held.clear();
 }
 
 bool StageWorker::is_differentiable(const ForwardResult& result) {
@@ -287,7 +370,9 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
   if (in_flight_.contains({run.id, microbatch})) {
     return false;
   }
-  log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
+  if (!is_discarded(run)) {
+    log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
+  }
   return true;
 }
 
@@ -304,17 +389,18 @@ void StageWorker::begin_gradients(const Run& run, int microbatch) {
 
 void StageWorker::end_flight(std::int64_t run, int microbatch) {
   const auto place = in_flight_.find({run, microbatch});
-  stage_->versions().unpin(place->second.version);
-  bytes_in_flight_ -= place->second.bytes;
+  release(place->second);
   in_flight_.erase(place);
 }
 
 void StageWorker::backward(const Run& run, int microbatch) {
-  begin_gradients(run, microbatch);
+  if (!is_discarded(run)) {
+    begin_gradients(run, microbatch);
+  }
   if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
-  run_backward(ActionKind::kBackward, run.id, microbatch,
+  run_backward(ActionKind::kBackward, run, microbatch,
                [](const auto& roots, const auto& gradients) {
                  run_autograd(roots, gradients, /*keep_graph=*/false);
                });
@@ -328,7 +414,7 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->hold_gradients(&in_flight.held);
-  run_backward(ActionKind::kInputGrad, run.id, microbatch,
+  run_backward(ActionKind::kInputGrad, run, microbatch,
                [&](const auto& roots, const auto& gradients) {
                  in_flight.split->run_input_half(roots, gradients);
                });
@@ -339,90 +425,130 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
 }
 
 void StageWorker::weight_grad(const Run& run, int microbatch) {
-  begin_gradients(run, microbatch);
+  if (!is_discarded(run)) {
+    begin_gradients(run, microbatch);
+  }
   if (skips_backward(ActionKind::kWeightGrad, run, microbatch)) {
     return;
   }
   InFlight& in_flight = this->in_flight(run.id, microbatch);
-  const ExecutedAction action =
-      begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
-  const ActionRange range(action);
-  {
-    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
-    in_flight.split->run_weight_half();
+  if (!is_discarded(run) && in_flight.split) {
+    const ExecutedAction action =
+        begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
+    const ActionRange range(action);
+    const auto run_half = [&] {
+      {
+        const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+        in_flight.split->run_weight_half();
+      }
+      for (const HeldGradient& held : in_flight.held) {
+        held.accumulator->add(held.parameter, held.gradient);
+      }
+    };
+    if (attempt(run, run_half)) {
+      log(action, now());
+    }
   }
-  for (const HeldGradient& held : in_flight.held) {
-    held.accumulator->add(held.parameter, held.gradient);
-  }
-  log(action, now());
   end_flight(run.id, microbatch);
 }
 
-void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch,
-                               const Backward& execute) {
-  InFlight& in_flight = this->in_flight(run, microbatch);
-  if (mine_.recompute) {
-    recompute(run, microbatch, in_flight);  // before waiting for the gradients
-  }
+StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
   const Wiring& wiring = wirings_.at(in_flight.wiring);
-  torch::autograd::edge_list roots;
-  torch::autograd::variable_list gradients;
+  Incoming incoming;
   // The last consumer's gradient first: the order in which the unsplit backward adds them.
   for (std::size_t e = wiring.outbound.size(); e-- > 0;) {
     if (!in_flight.expects_gradients[e]) {
       continue;
     }
     Message message = wiring.outbound[e].gradients->receive();
+    look_at(message, run);
+    if (is_discarded(run)) {
+      continue;
+    }
     for (std::size_t i = 0; i < message.tensors.size(); ++i) {
       if (in_flight.outputs[e][i].is_valid() && message.tensors[i].defined()) {
-        roots.push_back(in_flight.outputs[e][i]);
-        gradients.push_back(std::move(message.tensors[i]));
+        incoming.roots.push_back(in_flight.outputs[e][i]);
+        incoming.gradients.push_back(std::move(message.tensors[i]));
       }
     }
   }
-  const ExecutedAction action = begin(kind, run, microbatch, in_flight.version);
-  const ActionRange range(action);
   if (in_flight.loss.is_valid()) {
-    roots.push_back(in_flight.loss);
-    gradients.push_back(in_flight.loss_seed);
+    incoming.roots.push_back(in_flight.loss);
+    incoming.gradients.push_back(in_flight.loss_seed);
   }
+  return incoming;
+}
+
+void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
+                               const Backward& execute) {
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
+  if (mine_.recompute && !is_discarded(run)) {  // before waiting for the gradients
+    attempt(run, [&] { recompute(run.id, microbatch, in_flight); });
+  }
+  const Wiring& wiring = wirings_.at(in_flight.wiring);
+  const Incoming incoming = receive_gradients(run, in_flight);
+  const ExecutedAction action = begin(kind, run.id, microbatch, in_flight.version);
+  const ActionRange range(action);
   std::optional<double> sent_at;
   std::vector<bool> sent(wiring.inbound.size());
-  const auto send = [&](std::size_t e) {
+  const auto send = [&](std::size_t e, Message message) {
+    sent_at = now();
+    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
+    sent[e] = true;
+  };
+  const auto send_captured = [&](std::size_t e) {
     auto& sink = static_cast<InputSink&>(*in_flight.sinks[e]);
     Message message;
     message.tensors = std::move(sink.captured);
     message.tensors.resize(sink.num_inputs());
     message.requires_grad.assign(message.tensors.size(), false);
-    sent_at = now();
-    sent[e] = true;
-    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
+    send(e, std::move(message));
   };
-  // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
-  // autograd runs the node in a thread of its own.)
-  for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
-    if (in_flight.sinks[e]) {
-      static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&send, e] { send(e); };
+  bool is_good = !is_discarded(run);
+  if (is_good) {
+    // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
+    // autograd runs the node in a thread of its own.)
+    for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
+      if (in_flight.sinks[e]) {
+        static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&, e] { send_captured(e); };
+      }
     }
+    is_good = attempt(run, [&] {
+      const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+      execute(incoming.roots, incoming.gradients);
+    });
   }
-  {
-    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
-    execute(roots, gradients);
+  if (is_good) {
+    log(action, sent_at.value_or(now()));
   }
-  log(action, sent_at.value_or(now()));
   for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
-    if (in_flight.sinks[e] && !sent[e]) {
-      send(e);
+    if (!in_flight.owes_gradients[e] || sent[e]) {
+      continue;
     }
+    if (is_good) {
+      send_captured(e);
+    } else {
+      Message message;
+      message.is_void = true;
+      send(e, std::move(message));
+    }
+  }
+  if (!is_good) {
+    release(in_flight);
   }
 }
 
 void StageWorker::evaluate(const Run& run, int microbatch) {
   const at::NoGradGuard no_grad;
-  ForwardCall call = receive_values(run, microbatch);
+  InFlight none;
+  ForwardCall call = receive_values(run, microbatch, none);
   const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
   call.slot = stage_->versions().slot(stage_->versions().newest());
-  ForwardResult result = mine_.forward(std::move(call));
+  std::optional<ForwardResult> result;
+  if (!is_discarded(run) &&
+      !attempt(run, [&] { result = mine_.forward(std::move(call)); })) {
+    result.reset();
+  }
   send_values(run, microbatch, result, nullptr);
 }
 
@@ -433,7 +559,7 @@ ExecutedAction StageWorker::begin(ActionKind kind, std::int64_t run, int microba
 
 void StageWorker::log(ExecutedAction action, double end) const {
   action.end = end;
-  log_(action);
+  callbacks_.log(action);
 }
 
 }  // namespace pd2

@@ -25,14 +25,21 @@
 
 namespace pd2 {
 
+// By which a stage's worker calls its executor.
+struct WorkerCallbacks {
+  // Gets every action that was executed, also from the updates' thread.
+  std::function<void(const ExecutedAction&)> log;
+  // Called while what the user's code raised is handled. False: it is a fault.
+  std::function<bool(std::int64_t batch)> discard;
+};
+
 // Used by one executor's thread; methods that other threads may call say so.
 class StageWorker {
  public:
-  // `setup` and `mine`, which is one of its stages, must outlive the worker. `log` gets every
-  // action that was executed, also from the updates' thread. `updates`: its callbacks but `record`,
-  // which the worker adds.
-  StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
-              std::function<void(const ExecutedAction&)> log, UpdateCallbacks updates);
+  // `setup` and `mine`, which is one of its stages, must outlive the worker. `updates`: its
+  // callbacks but `record`, which the worker adds.
+  StageWorker(const ExecutorSetup& setup, const StageSetup& mine, WorkerCallbacks callbacks,
+              UpdateCallbacks updates);
   StageWorker(const StageWorker&) = delete;
   StageWorker& operator=(const StageWorker&) = delete;
 
@@ -52,6 +59,9 @@ class StageWorker {
   // After the thread has ended. Releases the channels and the replicas, and so their connections.
   void drop_connections();
 
+  // Of a discarded batch's microbatch an action only receives and sends: what it receives means
+  // nothing, and so does what it sends. Where the user's code raises, the batch is discarded and
+  // the action goes on like that.
   void forward(const Run& run, int microbatch);
   void backward(const Run& run, int microbatch);
   // The two halves of a backward.
@@ -77,8 +87,9 @@ class StageWorker {
   struct InFlight {
     LayoutId layout = 0;
     int wiring = 0;
-    std::int64_t version = 0;
+    std::int64_t version = -1;                                // pinned; -1: none
     ForwardCall call;                                         // which recompute() repeats
+    std::vector<bool> owes_gradients;                         // by inbound edge
     std::vector<NodePtr> sinks;                               // by inbound edge
     std::vector<std::vector<torch::autograd::Edge>> outputs;  // by outbound edge
     std::vector<bool> expects_gradients;                      // by outbound edge
@@ -96,10 +107,25 @@ class StageWorker {
     return run.layouts.at(first_microbatch_ + microbatch);
   }
   int last_microbatch() const { return setup_.schedule.num_microbatches - 1; }
-  ForwardCall receive_values(const Run& run, int microbatch);
+  bool is_discarded(const Run& run) const {
+    return setup_.discards && setup_.discards->covers(run.batch);
+  }
+  // Calls `user_code`; false if it raised something, and the batch is discarded.
+  template <typename UserCode>
+  bool attempt(const Run& run, UserCode user_code) const;
+  // Learns from a message that is void.
+  void look_at(const Message& message, const Run& run) const;
+  ForwardCall receive_values(const Run& run, int microbatch, InFlight& in_flight) const;
+  // What forward() does between receiving and sending; none if the batch is discarded.
+  std::optional<ForwardResult> compute(const Run& run, int microbatch, ForwardCall call,
+                                       InFlight& in_flight);
   static void add_sinks(ForwardCall& call, InFlight& in_flight);
   void keep_edges(const ForwardResult& result, InFlight& in_flight);
-  void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
+  // `result` becomes none if it cannot be sent.
+  void send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
+                   InFlight* in_flight);
+  // Of a discarded microbatch nothing is needed but which messages are still to come and go.
+  void release(InFlight& in_flight);
   void recompute(std::int64_t run, int microbatch, InFlight& in_flight);
   ForwardResult call_forward(ForwardCall call) const;
   // While the result lives, drawing random numbers is an error if the stage recomputes.
@@ -113,7 +139,13 @@ class StageWorker {
   bool skips_backward(ActionKind kind, const Run& run, int microbatch);
   // Receives the gradients of the values that the microbatch sent, runs `execute` and sends the
   // gradients of the values that it received.
-  void run_backward(ActionKind kind, std::int64_t run, int microbatch, const Backward& execute);
+  void run_backward(ActionKind kind, const Run& run, int microbatch, const Backward& execute);
+  // The outbound gradients of a microbatch with where they begin; none if the batch is discarded.
+  struct Incoming {
+    torch::autograd::edge_list roots;
+    torch::autograd::variable_list gradients;
+  };
+  Incoming receive_gradients(const Run& run, InFlight& in_flight) const;
   void begin_gradients(const Run& run, int microbatch);
   void end_flight(std::int64_t run, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
@@ -127,7 +159,9 @@ class StageWorker {
   const std::shared_ptr<Stage> stage_ = mine_.stage;
   const int first_microbatch_;
   const std::uint64_t seed_;  // of the random numbers of forwards that are called again
-  const std::function<void(const ExecutedAction&)> log_;
+  const WorkerCallbacks callbacks_;
+  // By channel and layout: whether the messages sent so far have gradients that come back.
+  std::map<std::pair<const Sender*, LayoutId>, bool> have_gradients_;
   Wirings wirings_;
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch
   RunLoss loss_;                                                // of the run's microbatches so far

@@ -243,6 +243,19 @@ void Stage::begin_update(std::int64_t batch) {
   }
 }
 
+void Stage::begin_nothing(std::int64_t batch) {
+  update_ = {};
+  if (replicas_) {
+    update_.sum = replicas_->end_batch(gradient_buffer(batch));
+  }
+}
+
+void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
+  for (const auto& work : std::exchange(update_.sum.works, {})) {
+    wait_for_work(*work, replicas_->timeout(), !on_cuda(), is_stopped);
+  }
+}
+
 void Stage::hold_gradients(std::vector<HeldGradient>* where) {
   for (auto& gradient : gradients_) {
     gradient->hold(where);

@@ -118,6 +118,8 @@ class Stage {
 
   // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
+  // Instead of it: the batch is discarded. Replicas, which may not know yet, get what they wait for.
+  void begin_nothing(std::int64_t batch);
 
   // The following belong to the update that has begun; until publish() any thread may call them.
 
@@ -138,8 +140,14 @@ class Stage {
   // Instead of write_next(): W(t+1) is W(t), nothing is stepped.
   void repeat_newest();
 
+  // Instead of reduce() and all that follows it: waits for the sums that have begun, whose results
+  // nobody reads.
+  void let_sums_end(const std::function<bool()>& is_stopped);
+
   // Ends the update: its version can be read.
   void publish() { versions_.publish(); }
+  // Ends the update: no version was made.
+  void drop() { versions_.drop_next(); }
 
   // The versions `oldest` .. `newest` are about to be written to their slots, and `newest` to the
   // masters, while the pipeline is drained. Throws ValueError if there are not so many slots.

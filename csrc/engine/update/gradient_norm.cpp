@@ -111,6 +111,17 @@ void GradientNorm::drop_connections() {
   }
 }
 
+void GradientNorm::drop(std::int64_t run) {
+  const std::lock_guard lock(mutex_);
+  const auto place = batches_.find(run);
+  if (place != batches_.end()) {
+    if (place->second.expected) {
+      place->second.expected->give({});
+    }
+    batches_.erase(place);
+  }
+}
+
 at::Tensor GradientNorm::wait(std::int64_t run, const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
   Batch& mine = this->batch(run);  // stays where it is

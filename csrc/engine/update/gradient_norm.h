@@ -54,6 +54,9 @@ class GradientNorm {
   void give(std::int64_t run, const ParameterNorms& norms, const std::function<bool()>& is_stopped);
   at::Tensor wait(std::int64_t run, const std::function<bool()>& is_stopped);  // [] of `dtype`
 
+  // Instead of both, by each stage: the batch is discarded, its norm will never be.
+  void drop(std::int64_t run);
+
   // Releases the connections to the other processes.
   void drop_connections();
 

@@ -1,5 +1,6 @@
 #include "engine/update/stage_updates.h"
 
+#include "core/check.h"
 #include "engine/channels/channel.h"
 
 #include <ATen/ops/scalar_tensor.h>
@@ -19,32 +20,45 @@ StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
       background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
 void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
-  const Complete gradients{run, batch};
+  if (verdicts_) {
+    verdicts_->give(run, callbacks_.is_stopped);
+  }
   const auto submitted = submitted_.find(run);
   if (submitted == submitted_.end()) {
-    complete_ = gradients;
+    complete_ = {run, batch};
     return;
   }
-  Apply apply = std::move(submitted->second);
+  const Apply apply = std::move(submitted->second);
   submitted_.erase(submitted);
-  const auto scaled = loss_scales_.find(run);
+  begin({run, batch}, apply);
+}
+
+void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
+  const auto scaled = loss_scales_.find(gradients.run);
   const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
-  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(run));
+  loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(gradients.run));
   settle();
-  stage_.begin_update(batch);
+  has_begun_ = !is_discarded(gradients.batch);
+  if (has_begun_) {
+    stage_.begin_update(gradients.batch);
+  } else {
+    stage_.begin_nothing(gradients.batch);
+  }
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
   // other stages, those of this rank must come to theirs meanwhile.
-  if (!stage_.has_slack() && !clipping_ && !stage_.is_tied()) {
-    this->apply(gradients, apply, loss_scale);
-    stage_.publish();
-    begin_copies(batch + 1);
+  const bool waits = clipping_ || stage_.is_tied() || (verdicts_ && !is_alone_);
+  if (!stage_.has_slack() && !waits && has_begun_) {
+    is_made_ = this->apply(gradients, apply, loss_scale);
+    end_update(gradients);
     return;
   }
   is_under_way_ = true;
-  background_->start([this, gradients, apply = std::move(apply), loss_scale] {
+  background_->start([this, gradients, apply, loss_scale] {
     try {
-      this->apply(gradients, apply, loss_scale);
-      begin_copies(gradients.batch + 1);
+      is_made_ = this->apply(gradients, apply, loss_scale);
+      if (is_made_) {
+        begin_copies(gradients.batch + 1);
+      }
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
     } catch (...) {
@@ -54,9 +68,10 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
 }
 
 void StageUpdates::submit(std::int64_t run, Apply apply) {
-  submitted_.emplace(run, std::move(apply));
   if (complete_ && complete_->run == run) {
-    reach(run, std::exchange(complete_, std::nullopt)->batch);
+    begin(*std::exchange(complete_, std::nullopt), apply);
+  } else {
+    submitted_.emplace(run, std::move(apply));
   }
 }
 
@@ -66,7 +81,45 @@ void StageUpdates::finish() {
   }
   wait_for(*background_);
   is_under_way_ = false;
-  stage_.publish();
+  if (is_made_) {
+    stage_.publish();
+  } else if (has_begun_) {
+    stage_.drop();
+  }
+}
+
+void StageUpdates::end_update(const Complete& gradients) {
+  if (is_made_) {
+    stage_.publish();
+    begin_copies(gradients.batch + 1);
+  } else {
+    stage_.drop();
+  }
+}
+
+bool StageUpdates::is_good(const Complete& gradients) const {
+  if (verdicts_) {
+    verdicts_->wait(gradients.run, callbacks_.is_stopped);
+  }
+  return !is_discarded(gradients.batch);
+}
+
+void StageUpdates::drop(const Complete& gradients) const {
+  stage_.let_sums_end(callbacks_.is_stopped);
+  if (clipping_ && clipping_->norm) {
+    clipping_->norm->drop(gradients.run);
+  }
+}
+
+void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
+  PD2_ASSERT(!is_under_way_, "an update is under way");
+  submitted_.erase(submitted_.lower_bound(run), submitted_.end());
+  loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
+  if (complete_ && complete_->batch >= batch) {
+    complete_.reset();
+  }
+  const std::lock_guard lock(copies_mutex_);
+  to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());
 }
 
 void StageUpdates::wait_for(Background& background) const {
@@ -114,6 +167,11 @@ void StageUpdates::begin_copies(std::int64_t made) {
 
 void StageUpdates::settle() {
   finish();
+  if (complete_ && callbacks_.discards && !is_good(*complete_)) {
+    // No step will come, but replicas may wait, whose steps have.
+    stage_.begin_nothing(complete_->batch);
+    drop(*std::exchange(complete_, std::nullopt));
+  }
   if (copier_) {
     wait_for(*copier_);
   }
@@ -124,9 +182,19 @@ void StageUpdates::end() {
   copier_.reset();
 }
 
-void StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
+bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
+  if (!is_good(gradients)) {
+    drop(gradients);
+    return false;
+  }
+  bool is_made = true;
   callbacks_.record(gradients.run, gradients.batch + 1, [&] {
     stage_.reduce(callbacks_.is_stopped);
+    // Without verdicts a replica may have failed: what it gave to the sum means nothing.
+    if (is_discarded(gradients.batch) && !verdicts_) {
+      is_made = false;
+      return;
+    }
     stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
     if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
       stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
@@ -137,6 +205,10 @@ void StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
       stage_.repeat_newest();
     }
   });
+  if (!is_made) {
+    drop(gradients);
+  }
+  return is_made;
 }
 
 float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64_t version) {
@@ -153,6 +225,9 @@ float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64
 void StageUpdates::drop_connections() {
   if (clipping_ && clipping_->norm) {
     clipping_->norm->drop_connections();
+  }
+  if (verdicts_) {
+    verdicts_->drop_connections();
   }
 }
 

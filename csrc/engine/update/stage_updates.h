@@ -2,8 +2,10 @@
 // submitted, at the same time as the next microbatches.
 #pragma once
 
+#include "engine/discards.h"
 #include "engine/stage/stage.h"
 #include "engine/update/background.h"
+#include "engine/update/batch_verdicts.h"
 #include "engine/update/clipping.h"
 
 #include <cstdint>
@@ -23,9 +25,14 @@ struct UpdateCallbacks {
   std::function<void(std::int64_t run, std::int64_t version, const std::function<void()>& update)>
       record;
   std::function<void(std::int64_t run)> failed;  // called while the exception is handled
+  std::shared_ptr<Discards> discards;            // null: no batch is ever discarded
 };
 
 // Used by the stage's executor thread.
+//
+// The update of a discarded batch changes nothing: no weight, moment or count. With verdicts every
+// update first waits until no stage can fail in the batch any more. Without, it is made as soon as
+// this stage can.
 class StageUpdates {
  public:
   using Apply = std::function<void(Stage&)>;
@@ -50,6 +57,14 @@ class StageUpdates {
   // finish(), and waits for copies under way.
   void settle();
 
+  // While nothing is under way. With one stage per rank a thread may wait for the others' word; with
+  // several these have to go on meanwhile.
+  void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
+    verdicts_ = std::move(verdicts);
+    is_alone_ = is_alone;
+  }
+  // Forgets the batch and all later ones, and runs from that one on. Drained.
+  void take_back(std::int64_t batch, std::int64_t run);
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
   // The factor of the losses of the run's microbatches, which read `version`, and so of the run's
@@ -64,7 +79,16 @@ class StageUpdates {
   struct Complete {
     std::int64_t run = 0, batch = 0;
   };
-  void apply(const Complete& gradients, const Apply& apply, float loss_scale);
+  void begin(const Complete& gradients, const Apply& apply);
+  // False if the batch is discarded: nothing was changed.
+  bool apply(const Complete& gradients, const Apply& apply, float loss_scale);
+  bool is_discarded(std::int64_t batch) const {
+    return callbacks_.discards && callbacks_.discards->covers(batch);
+  }
+  // Waits for the verdict, if there will be one.
+  bool is_good(const Complete& gradients) const;
+  void drop(const Complete& gradients) const;
+  void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
   // Version `made_` has been made: begins the copies that wait for it.
   void begin_copies(std::int64_t made);
@@ -75,7 +99,11 @@ class StageUpdates {
   std::map<std::int64_t, float> loss_scales_;  // of runs that have not been updated
   std::map<std::int64_t, Apply> submitted_;    // by the batch's last run; gradients incomplete
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
+  std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
+  bool is_alone_ = false;
   bool is_under_way_ = false;
+  bool has_begun_ = false;  // the stage's update, of the one under way
+  bool is_made_ = false;    // by the one under way; once that has ended
   std::mutex copies_mutex_;
   std::int64_t made_;                                           // the newest version
   std::multimap<std::int64_t, std::function<void()>> to_copy_;  // by version

@@ -74,6 +74,8 @@ class WeightStore {
     count_live_versions();
     return s;
   }
+  // Instead of publish(): newest() + 1 will be begun again.
+  void drop_next() { writing_next_ = false; }
   // newest() + 1 is complete and can be read.
   void publish() {
     const int s = slot_to_write(newest_ + 1);

@@ -1,0 +1,121 @@
+"""What the user's code raises in a batch costs that batch, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import pipedream2bw as pd2
+from tests.runs.discarding import Failure, Outcome, batches, by_oracle, train
+from tests.runs.trajectory import assert_same_state
+
+M, ROWS, COUNT = 4, 8, 9
+
+
+def check(outcome: Outcome, given: Any, *, exact: bool = True, **options: Any) -> None:
+    assert outcome.errors
+    want = by_oracle(given, outcome, **options)
+    if exact:
+        assert outcome.losses == want.losses
+    assert_same_state(outcome.state, want.state, exact=exact)
+
+
+def delays(schedule: str, num_stages: int) -> int | list[int]:
+    if schedule == "pipedream":
+        per_layer = 2  # parameters
+        return [num_stages - 1 - i for i in range(num_stages) for _ in range(per_layer)]
+    return int("2bw" in schedule)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "hook", "memory"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_batch_that_fails_is_as_if_it_had_not_been(kind: str, layer: int) -> None:
+    given = batches(COUNT, ROWS)
+    outcome = train(
+        given, [Failure(layer, kind, 3 * M + 2)], num_stages=3, num_microbatches=M, norm=True
+    )
+    assert [error.discarded[0] for error in outcome.errors] == [3]
+    check(outcome, given, num_stages=3, num_microbatches=M, delay=1, norm=True)
+
+
+@pytest.mark.parametrize("schedule", pd2.schedule_names())
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_under_every_schedule(schedule: str, kind: str) -> None:
+    m = 1 if schedule == "pipedream" else M
+    layer = 1 if schedule == "pipedream" and kind == "backward" else 0
+    given = batches(COUNT, ROWS)
+    pipelines = 2 if "chimera" in schedule else 1
+    outcome = train(
+        given,
+        [Failure(layer, kind, 4 * m + m // 2)],
+        num_stages=2,
+        num_microbatches=m,
+        schedule=schedule,
+    )
+    check(
+        outcome,
+        given,
+        num_stages=2,
+        num_microbatches=m,
+        delay=delays(schedule, 2),
+        num_pipelines=pipelines,
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_failures(seed: int) -> None:
+    draw = random.Random(seed)
+    num_stages = draw.choice([1, 2, 3])
+    given = batches(COUNT, ROWS)
+    failures = [
+        Failure(
+            draw.randrange(num_stages),
+            draw.choice(["forward", "backward", "hook", "memory"]),
+            draw.randrange(COUNT * M),
+        )
+        for _ in range(3)
+    ]
+    schedule = draw.choice(["2bw", "1f1b", "gpipe"])
+    limit = draw.choice([None, 0.05])
+    outcome = train(
+        given,
+        failures,
+        num_stages=num_stages,
+        num_microbatches=M,
+        schedule=schedule,
+        norm=draw.random() < 0.5,
+        optimizer_options={} if limit is None else {"max_grad_norm": limit},
+    )
+    if outcome.errors:
+        has_norm = any("running_mean" in name for name in outcome.state)
+        check(
+            outcome,
+            given,
+            num_stages=num_stages,
+            num_microbatches=M,
+            delay=delays(schedule, num_stages),
+            norm=has_norm,
+            max_grad_norm=limit,
+        )
+
+
+def test_an_evaluation_that_fails_costs_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    pipe = pd2.PipelineModule(
+        list(model), torch.nn.functional.mse_loss, num_microbatches=2, example_args=(x,)
+    )
+    with pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.train_step(x, target=x)
+        with torch.no_grad(), pytest.raises(pd2.errors.StageError, match="evaluation") as raised:
+            pipe(torch.randn(8, 5))
+        assert raised.value.discarded == ()
+        opt.step()
+        pipe.train_step(x, target=x)
+        opt.step()
+        with torch.no_grad():
+            assert pipe(x).shape == x.shape
