@@ -20,7 +20,10 @@ def check(outcome: Outcome, given: Any, *, exact: bool = True, **options: Any) -
     want = by_oracle(given, outcome, **options)
     if exact:
         assert outcome.losses == want.losses
-    assert_same_state(outcome.state, want.state, exact=exact)
+    # Of two pipelines each has buffers of its own.
+    names = [n for n in want.state if options.get("num_pipelines") != 2 or "num_calls" not in n]
+    got = {name: outcome.state[name] for name in names}
+    assert_same_state(got, {name: want.state[name] for name in names}, exact=exact)
 
 
 def delays(schedule: str, num_stages: int) -> int | list[int]:
