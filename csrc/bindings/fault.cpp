@@ -1,8 +1,8 @@
 // Failures of a running pipeline as the exceptions of pipedream2bw/errors.py.
-#include "engine/discards.h"
 #include "engine/fault.h"
 
 #include "bindings/bindings.h"
+#include "engine/discards.h"
 #include "transport/peer_error.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -112,27 +112,28 @@ void bind_discards(py::module_& module) {
   };
   py::class_<Discards, std::shared_ptr<Discards>>(module, "Discards")
       .def(py::init<std::shared_ptr<SharedBoard>>(), py::arg("shared").none(true))
-      .def("discard",
-           [](Discards& self, std::int64_t batch, const py::object& error) {
-             self.discard(batch, failure_from(error));
-           },
-           py::arg("batch"), py::arg("error"))
+      .def(
+          "discard",
+          [](Discards& self, std::int64_t batch, const py::object& error) {
+            self.discard(batch, failure_from(error));
+          },
+          py::arg("batch"), py::arg("error"))
       .def_property_readonly("first",
                              [](const Discards& self) {
                                const std::int64_t first = self.first();
                                return first == Discards::kNone ? std::nullopt
                                                                : std::optional(first);
                              })
-      .def_property_readonly(
-          "batch",
-          [of_failure](const Discards& self) {
-            return of_failure(self, [](const auto& found) { return py::int_(found.first); });
-          })
-      .def_property_readonly(
-          "error",
-          [of_failure](const Discards& self) {
-            return of_failure(self, [](const auto& found) { return error_of(found.second); });
-          })
+      .def_property_readonly("batch",
+                             [of_failure](const Discards& self) {
+                               return of_failure(
+                                   self, [](const auto& found) { return py::int_(found.first); });
+                             })
+      .def_property_readonly("error",
+                             [of_failure](const Discards& self) {
+                               return of_failure(
+                                   self, [](const auto& found) { return error_of(found.second); });
+                             })
       .def_property_readonly("kept",
                              [](const Discards& self) {
                                const auto failure = self.failure();

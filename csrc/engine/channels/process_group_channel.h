@@ -77,7 +77,7 @@ class ProcessGroupReceiver : public Receiver {
     std::vector<Work> works;
   };
   Work post(at::Tensor flat);
-  void post_known_layouts();  // holds mutex_
+  void post_known_layouts();                // holds mutex_
   std::optional<Message> receive_header();  // none: the message is void
   void wait(const Work& work);
 

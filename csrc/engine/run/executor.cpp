@@ -41,8 +41,8 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     updates.discards = setup_.discards;
     WorkerCallbacks callbacks{[this](const ExecutedAction& action) { log(action); },
                               [this](std::int64_t batch) { return discard(batch); }};
-    workers_.push_back(std::make_unique<StageWorker>(setup_, each, std::move(callbacks),
-                                                     std::move(updates)));
+    workers_.push_back(
+        std::make_unique<StageWorker>(setup_, each, std::move(callbacks), std::move(updates)));
   }
   for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
@@ -205,8 +205,7 @@ bool Executor::discard(std::int64_t batch) {
   // A later stage has done its backward before, and without verdicts perhaps its update.
   const bool is_before_updates = doing_.evaluating || doing_.kind == ActionKind::kForward ||
                                  setup_.schedule.is_last(doing_.stage);
-  if (!setup_.discards ||
-      (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all))) {
+  if (!setup_.discards || (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all))) {
     return false;
   }
   try {

@@ -111,8 +111,7 @@ void StageWorker::look_at(const Message& message, const Run& run) const {
   }
 }
 
-ForwardCall StageWorker::receive_values(const Run& run, int microbatch,
-                                        InFlight& in_flight) const {
+ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight& in_flight) const {
   ForwardCall call;
   call.run = run.id;
   call.microbatch = microbatch;
@@ -545,8 +544,7 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
   const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
   call.slot = stage_->versions().slot(stage_->versions().newest());
   std::optional<ForwardResult> result;
-  if (!is_discarded(run) &&
-      !attempt(run, [&] { result = mine_.forward(std::move(call)); })) {
+  if (!is_discarded(run) && !attempt(run, [&] { result = mine_.forward(std::move(call)); })) {
     result.reset();
   }
   send_values(run, microbatch, result, nullptr);

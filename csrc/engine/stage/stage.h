@@ -118,7 +118,8 @@ class Stage {
 
   // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
-  // Instead of it: the batch is discarded. Replicas, which may not know yet, get what they wait for.
+  // Instead of it: the batch is discarded. Replicas, which may not know yet, get what they wait
+  // for.
   void begin_nothing(std::int64_t batch);
 
   // The following belong to the update that has begun; until publish() any thread may call them.

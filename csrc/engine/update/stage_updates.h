@@ -57,8 +57,8 @@ class StageUpdates {
   // finish(), and waits for copies under way.
   void settle();
 
-  // While nothing is under way. With one stage per rank a thread may wait for the others' word; with
-  // several these have to go on meanwhile.
+  // While nothing is under way. With one stage per rank a thread may wait for the others' word;
+  // with several these have to go on meanwhile.
   void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
     verdicts_ = std::move(verdicts);
     is_alone_ = is_alone;
