@@ -329,11 +329,13 @@ class Session:
 
         Stages learn of a failure in a forward, or on the last stage, before their own backward of
         the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
-        whose gradients are added up where that version was.
+        whose gradients are added up where that version was. Without memory that all ranks share, they
+        learn of any failure only then.
         """
         is_backward = failure.action in ("backward", "input gradient", "weight gradient")
         is_last = failure.stage == self.grid.depth - 1
-        return is_backward and not is_last and max(self.schedule.delay) > 0
+        is_late = (is_backward and not is_last) or not self.control.discards_reach_all
+        return failure.action is not None and is_late and max(self.schedule.delay) > 0
 
     def discard_batch(self) -> tuple[int, ...]:
         """Takes back the train_steps since the last optimizer step; gives their numbers.
