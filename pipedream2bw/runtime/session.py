@@ -329,8 +329,8 @@ class Session:
 
         Stages learn of a failure in a forward, or on the last stage, before their own backward of
         the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
-        whose gradients are added up where that version was. Without memory that all ranks share, they
-        learn of any failure only then.
+        whose gradients are added up where that version was. Without memory that all ranks share,
+        they learn of any failure only then.
         """
         is_backward = failure.action in ("backward", "input gradient", "weight gradient")
         is_last = failure.stage == self.grid.depth - 1
