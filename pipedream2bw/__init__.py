@@ -11,7 +11,12 @@ check_loaded_torch()
 from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.load import load
+from .checkpoint.preemption import Preempted
 from .checkpoint.sampler import ResumableSampler
+from .checkpoint.save import save
+from .checkpoint.saving import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
@@ -43,6 +48,7 @@ __all__ = [
     "KNOWN_DEVICES",
     "Alternative",
     "Calibration",
+    "Checkpointer",
     "Cluster",
     "DeviceFigures",
     "DeviceType",
@@ -56,8 +62,10 @@ __all__ = [
     "PipelineModule",
     "PipelineOptimizer",
     "Plan",
+    "Preempted",
     "Profile",
     "ResumableSampler",
+    "Saving",
     "Schedule",
     "Simulation",
     "StageMemory",
@@ -71,11 +79,13 @@ __all__ = [
     "draw_text",
     "draw_timeline",
     "errors",
+    "load",
     "load_schedule",
     "make_schedule",
     "plan",
     "profile",
     "read_events",
+    "save",
     "schedule_names",
     "simulate",
     "use_local_shards",

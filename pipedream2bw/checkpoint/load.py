@@ -19,7 +19,7 @@ from ..runtime.session import Session
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
 from .manifest import Manifest, RankPart
-from .save import Beside, Stateful, is_stateful, set_generators, settings_of
+from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators, settings_of
 from .source import Source
 
 log = logging.getLogger("pipedream2bw")
@@ -53,7 +53,7 @@ def load(
         The values of ``extra`` that are no objects with a state, by name.
 
     Raises:
-        DamagedCheckpointError: a file is missing, cut or changed; nothing has been loaded then.
+        DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
         ValueError: there is no checkpoint, or it does not fit: both values are named. On every
             rank; nothing has been loaded then.
     """
@@ -130,7 +130,7 @@ class _Prepared:
                 f"{'without' if data is None else 'with'} it"
             )
         for name in beside.extra:
-            if name not in self._extra:
+            if name not in self._extra and not name.startswith(OUR_EXTRA):
                 raise ValueError(
                     f"extra: {name!r} given, the checkpoint has {sorted(self._extra) or 'none'}"
                 )
@@ -286,14 +286,14 @@ class _Prepared:
         if beside.data is not None:
             beside.data.load_state_dict(self._data)
         for name, value in beside.extra.items():
-            if is_stateful(value):
+            if is_stateful(value) and name in self._extra:
                 value.load_state_dict(self._extra[name])
         if generators and settings_of(session).num_ranks == manifest.settings.num_ranks:
             set_generators(self._generators)
         return {
             name: value
             for name, value in self._extra.items()
-            if not is_stateful(beside.extra.get(name))
+            if not is_stateful(beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
 
 

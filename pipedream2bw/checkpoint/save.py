@@ -24,6 +24,9 @@ from .folder import Folder
 from .manifest import RankPart, SavedSettings
 from .saving import Head, Saving, Writer
 
+OUR_EXTRA = "pipedream2bw."
+"""Begins names in ``extra`` that are not the user's."""
+
 
 class Stateful(Protocol):
     """Anything with a state, as ``torch.distributed.checkpoint.stateful.Stateful``."""

@@ -48,6 +48,9 @@ class Session:
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+        wish: gives a number of what this rank wishes that all do after a batch.
+        agreed_wish: the greatest of all ranks, when the last batch or evaluation began.
+        before_evaluation: is called when all ranks have agreed on an evaluation.
     """
 
     def __init__(
@@ -72,6 +75,9 @@ class Session:
         self.ending = Ending(stages)
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
+        self.wish: Callable[[], int] = lambda: 0
+        self.agreed_wish = 0
+        self.before_evaluation: Callable[[], None] = lambda: None
         self._num_evaluations = 0
         self._intake = Intake(
             self.grid,
@@ -145,6 +151,8 @@ class Session:
             given, microbatches = self._take(
                 call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
             )
+        self.before_evaluation()
+        with self.ending.failing_closes():
             mode = self._mode_in_use(is_train)
             self.drain()
             run = ~self._num_evaluations  # never a train_step's number
@@ -189,10 +197,11 @@ class Session:
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
             given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
-            return given.announcement
+            return given.announcement._replace(wish=self.wish())
 
         announced = self.control.agree(operation, number, check)
         check_same_part(announced)
+        self.agreed_wish = max(rank.wish for rank in announced)
         return given, self._intake.microbatches(announced, training=given.training)
 
     def _mode_in_use(self, is_train: bool) -> Mode:
