@@ -92,7 +92,7 @@ class Checkpointer:
         )
         self._saver = Saver(path, pipe, opt, self._beside)
         self._signals: Signals = session.control.together(lambda: Signals(preempt))
-        self._saving: Saving | None = None
+        self._under_way: list[tuple[Saving, int]] = []  # and the train_steps before
         self._failures = 0  # in a row
         self._last_step: float | None = None
         self.extra: dict[str, Any] = {}
@@ -155,8 +155,8 @@ class Checkpointer:
         session = self._session
         now = time.monotonic()
         if self._last_step is not None:
-            self._frequency.batch_ended(now - self._last_step, is_saving=self._saving is not None)
-        self._look_at_saving()
+            self._frequency.batch_ended(now - self._last_step, is_saving=bool(self._under_way))
+        self._look_at_ended()
         wish = session.agreed_wish
         if wish == _STOP:
             self._save_and_stop()
@@ -171,23 +171,31 @@ class Checkpointer:
         if self._signals.received:
             return _STOP
         decides = self._session.grid.rank == 0 and not self._frequency.is_fixed
-        is_free = self._saving is None
+        is_free = not self._under_way
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
 
     def _save(self) -> Saving:
-        if self._saving is not None:  # one after the other; the waiting counts as a batch's time
-            with contextlib.suppress(Exception):
-                self._saving.done.result(self._session.control.timeout)
-            self._look_at_saving(give_up=True)
-        self._session.control.agree(
-            Operation.save, self._session.accumulation.num_updates, self._check_failures
+        session = self._session
+        # One after the other, as far as this needs no further batch.
+        for saving, train_steps in list(self._under_way):
+            if session.num_train_steps - train_steps >= session.schedule.most_batches_behind:
+                self._wait_for(saving)
+        session.control.agree(
+            Operation.save, session.accumulation.num_updates, self._check_failures
         )
-        self._saving = self._saver.save()
-        self._saving_began = time.monotonic()
+        saving = self._saver.save()
+        self._under_way.append((saving, session.num_train_steps))
         self._frequency.save_began()
-        if self._session.grid.rank == 0:
-            self._saving.done.add_done_callback(self._retain)
-        return self._saving
+        if session.grid.rank == 0:
+            saving.done.add_done_callback(self._retain)
+        return saving
+
+    def _wait_for(self, saving: Saving) -> None:
+        timeout = self._session.control.timeout
+        error: BaseException | None = TimeoutError(f"it took more than {timeout:g} s")
+        with contextlib.suppress(TimeoutError):
+            error = saving.done.exception(timeout)
+        self._ended(saving, error)
 
     def _check_failures(self) -> Announcement:
         if self._failures >= _MOST_FAILURES:
@@ -197,16 +205,13 @@ class Checkpointer:
             )
         return Announcement()
 
-    def _look_at_saving(self, *, give_up: bool = False) -> None:
-        saving = self._saving
-        if saving is None or not (saving.done.done() or give_up):
-            return
-        self._saving = None
-        error = (
-            saving.done.exception()
-            if saving.done.done()
-            else TimeoutError(f"it took more than {self._session.control.timeout:g} s")
-        )
+    def _look_at_ended(self) -> None:
+        for saving, _ in list(self._under_way):
+            if saving.done.done():
+                self._ended(saving, saving.done.exception())
+
+    def _ended(self, saving: Saving, error: BaseException | None) -> None:
+        self._under_way = [each for each in self._under_way if each[0] is not saving]
         if error is None:
             self._failures = 0
             self._frequency.save_ended(sum(saving.seconds.values()))
@@ -248,11 +253,14 @@ class Checkpointer:
         raise Preempted(128 + (self._signals.received or 15))
 
     def close(self) -> None:
-        """Waits for the save under way; signals do what they did before. Every rank calls it."""
-        if self._saving is not None:
-            with contextlib.suppress(Exception):
-                self._saving.wait()
-            self._look_at_saving(give_up=True)
+        """Waits for the saves under way; signals do what they did before. Every rank calls it."""
+        if self._session.ending.is_open:
+            self._session.flush_for(Operation.flush)
+        for saving, _ in list(self._under_way):
+            self._wait_for(saving)
+        self._leave()
+
+    def _leave(self) -> None:
         self._signals.restore()
         self._session.wish = lambda: _NOTHING
         self._session.before_evaluation = lambda: None
@@ -266,7 +274,10 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # on this rank alone, perhaps
+            self._leave()
 
 
 def _frequency(

@@ -132,6 +132,7 @@ class Saver:
         self.session.ending.check_open()
         self.folder: Folder = self.session.control.together(lambda: self._open(path))
         self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+        self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
 
@@ -163,7 +164,13 @@ class Saver:
         assert head is not None
         self._num_saves += 1
         memory = self._memory.pop() if self._memory else HostMemory()
-        cut = begin_cut(session, optimizer, memory, all_versions=all_versions)
+        cut = begin_cut(
+            session,
+            optimizer,
+            memory,
+            all_versions=all_versions,
+            in_model=self._persistent if session.grid.replica == 0 else (),
+        )
         saving = Saving(session, head.batch)
         saving.done.add_done_callback(lambda _: self._memory.append(memory))
         Writer(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..json_document import Field
+from ..ranks.agreement import Operation
 from ..runtime.session import Session
 from .cut import Cut
 from .encoding import encode
@@ -74,8 +75,8 @@ class Saving:
             OSError, RuntimeError: it could not be written; the pipeline has failed.
         """
         session = self._session()
-        if session is not None and session.ending.is_open and not self.snapshot.done():
-            session.drain()
+        if session is not None and session.ending.is_open:
+            session.flush_for(Operation.flush)
         self.done.result()
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +66,6 @@ SETTINGS = {
 }
 
 
-class Killer(nn.Module):
-    """Passes a value on; kills its process at a certain forward or backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._count()
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self._count())  # type: ignore[no-untyped-call]
-        return x * 1.0
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def make_model(setting: Setting) -> nn.Module:
     torch.manual_seed(3)
     layers: list[nn.Module] = []
@@ -125,7 +106,7 @@ class Life:
         in_threads: whether one process runs all stages.
         every: batches from one save to the next.
         victims: ranks to kill; empty: the run goes on to its end.
-        after: seconds from the first batch after which they are killed; None: by action.
+        after: seconds after which they are killed, from the first batch on.
         signal: by which.
     """
 
@@ -135,7 +116,7 @@ class Life:
     in_threads: bool = False
     every: int = 3
     victims: tuple[int, ...] = ()
-    after: float | None = None
+    after: float = 0.0
     signal: int = signal.SIGKILL
 
 
@@ -176,7 +157,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         folder, pipe, opt, data=sampler, schedulers=[schedule], every=life.every, keep=2
     ) as ckpt:
         start = ckpt.resume()
-        if rank in life.victims and life.after is not None:
+        if rank in life.victims:
             threading.Timer(life.after, os.kill, (os.getpid(), life.signal)).start()
         batches = (each for _ in range(1000) for each in sampler)
         for t in range(start, setting.batches):
@@ -262,14 +243,18 @@ def first_life(setting: Setting) -> Life:
     return Life(schedule=setting.schedule, ranks=ranks, stages=stages, every=1000)
 
 
-def random_life(setting: Setting, draw: random.Random, *, kills: bool) -> Life:
-    """A life in one of the ways that give the same bits."""
+def random_life(setting: Setting, draw: random.Random, *, by: int | None) -> Life:
+    """A life in one of the ways that give the same bits.
+
+    Args:
+        by: the signal that ends it early; None: it lives to its end.
+    """
     ranks, stages = draw.choice(setting.ways)
-    schedules = [s for s in setting.schedules or (setting.schedule,)]
+    schedules = setting.schedules or (setting.schedule,)
     in_threads = setting.threads and draw.random() < 0.3
     world = 1 if in_threads else ranks * setting.width
     victims: tuple[int, ...] = ()
-    if kills:
+    if by is not None:
         victims = tuple(range(world)) if draw.random() < 0.3 else (draw.randrange(world),)
     return Life(
         schedule=draw.choice(schedules),
@@ -278,8 +263,6 @@ def random_life(setting: Setting, draw: random.Random, *, kills: bool) -> Life:
         in_threads=in_threads,
         every=draw.choice((1, 2, 3, 5)),
         victims=victims,
-        after=draw.uniform(0.0, 0.25) if kills else None,
+        after=draw.uniform(0.0, 0.25),
+        signal=by or signal.SIGKILL,
     )
-
-
-Check = Callable[[str], None]
