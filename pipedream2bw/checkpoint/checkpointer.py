@@ -183,11 +183,9 @@ class Checkpointer:
         session.control.agree(
             Operation.save, session.accumulation.num_updates, self._check_failures
         )
-        saving = self._saver.save()
+        saving = self._saver.save(then=self._retain)
         self._under_way.append((saving, session.num_train_steps))
         self._frequency.save_began()
-        if session.grid.rank == 0:
-            saving.done.add_done_callback(self._retain)
         return saving
 
     def _wait_for(self, saving: Saving) -> None:
@@ -223,10 +221,8 @@ class Checkpointer:
             stacklevel=3,
         )
 
-    def _retain(self, done: Any) -> None:
+    def _retain(self) -> None:
         """Removes checkpoints that need not stay. In the thread that wrote the newest."""
-        if done.exception() is not None:
-            return
         folder = self._saver.folder
         with contextlib.suppress(OSError, DamagedCheckpoint):
             steps = folder.steps()

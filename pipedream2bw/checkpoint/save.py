@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -145,8 +145,12 @@ class Saver:
             )
         return Folder(path)
 
-    def save(self, *, all_versions: bool = True) -> Saving:
-        """Begins to save; see :func:`save`."""
+    def save(self, *, all_versions: bool = True, then: Callable[[], None] = lambda: None) -> Saving:
+        """Begins to save; see :func:`save`.
+
+        Args:
+            then: called on rank 0 when the checkpoint is whole, in the thread that wrote it.
+        """
         session = self.session
         session.ending.check_open()
         head: Head | None = None
@@ -179,6 +183,7 @@ class Saver:
             head,
             is_ended=_is_ended(session),
             timeout=session.control.timeout,
+            then=then,
         ).start(saving)
         return saving
 

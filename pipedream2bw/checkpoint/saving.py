@@ -86,16 +86,25 @@ class Writer:
     Args:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         timeout: seconds that a rank waits for the others' parts.
+        then: called on rank 0 when the checkpoint is whole; must not raise.
     """
 
     def __init__(
-        self, folder: Folder, cut: Cut, head: Head, *, is_ended: Callable[[], bool], timeout: float
+        self,
+        folder: Folder,
+        cut: Cut,
+        head: Head,
+        *,
+        is_ended: Callable[[], bool],
+        timeout: float,
+        then: Callable[[], None],
     ) -> None:
         self._folder = folder
         self._cut = cut
         self._head = head
         self._is_ended = is_ended
         self._timeout = timeout
+        self._then = then
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
@@ -121,6 +130,7 @@ class Writer:
             took("write")
             if self._head.own.rank == 0:
                 self._commit(name)
+                self._then()
             else:
                 self._wait_for_commit(name)
             took("commit")
