@@ -20,6 +20,7 @@ from .checkpoint.saving import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
+from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
 from .optimizer.optimizer import PipelineOptimizer
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
@@ -85,6 +86,7 @@ __all__ = [
     "plan",
     "profile",
     "read_events",
+    "reference_random",
     "save",
     "schedule_names",
     "simulate",

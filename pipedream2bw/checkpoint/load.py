@@ -277,7 +277,11 @@ class _Prepared:
                     buffers[name].copy_(value)
             session.local_model.loaded([*self._weights[stage.index][manifest.batch], *buffers])
         session.local_model.load_extra_state(self._model_state)
-        session.go_on_from(train_steps=manifest.train_steps, updates=manifest.batch)
+        session.go_on_from(
+            train_steps=manifest.train_steps,
+            updates=manifest.batch,
+            random_seed=manifest.random_seed,
+        )
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
         beside = self._beside

@@ -73,7 +73,7 @@ class Manifest(Document):
         nonce: another one for every save.
         batch: the number of the batch that follows: optimizer steps so far.
         train_steps: ``train_step`` calls so far.
-        random_seed: of the random numbers that forwards draw.
+        random_seed: of the random numbers that training draws; None: they were torch's own.
         settings: of the pipeline.
         trainable: the names of the parameters that are trained.
         tied: further names of parameters, and the name under which each was saved.
@@ -91,7 +91,7 @@ class Manifest(Document):
     nonce: str
     batch: int
     train_steps: int
-    random_seed: int
+    random_seed: int | None
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]

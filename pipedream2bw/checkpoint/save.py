@@ -214,7 +214,7 @@ class Saver:
             nonce=f"{self._run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
-            random_seed=0,
+            random_seed=session.random_seed,
             settings=settings_of(session),
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),

@@ -40,7 +40,7 @@ class Head:
     nonce: str
     batch: int
     train_steps: int
-    random_seed: int
+    random_seed: int | None
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]

@@ -105,8 +105,8 @@ class PipelineModule(SessionModule):
             or names of modules: of each of these only the inputs are kept, and it runs again when
             its gradient arrives.
             Hooks run twice, and so does Python code with effects of its own; where a schedule has I
-            and W, those of named modules three times. Inside there may be no torch.utils.checkpoint
-            around what draws random numbers, and no torch.Generator of the model's own.
+            and W, those of named modules three times. Inside there may be no torch.Generator of the
+            model's own.
         accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
             gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
             batches, and each call gives its own loss. Replicas add up their gradients once per
@@ -146,6 +146,14 @@ class PipelineModule(SessionModule):
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
             ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
             of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
+        random: ``"keyed"``: the random numbers that training draws (dropout) follow from
+            :attr:`random_seed`, the train_step, the microbatch among those of all replicas and the
+            draw's number in the unsplit model. So they are the same in threads and processes, under
+            every schedule, at every depth and with ``recompute``, and torch's default generators,
+            which the rest of the script uses, are left alone. :func:`reference_random` makes the
+            unsplit model draw them. Processes that run shards of one stage draw the same ones.
+            ``"torch"``: stages draw from torch's default generators, which all threads share; not
+            with ``recompute``. Evaluation always does. Python's and NumPy's generators are theirs.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:
@@ -185,6 +193,7 @@ class PipelineModule(SessionModule):
         precision: str | None = None,
         split_master: bool = False,
         autocast: torch.dtype | None = None,
+        random: str = "keyed",
         timeout: float = 1800.0,
     ) -> None:
         given = locals()
@@ -196,6 +205,15 @@ class PipelineModule(SessionModule):
     @property
     def num_stages(self) -> int:
         return self.session.schedule.depth
+
+    @property
+    def random_seed(self) -> int | None:
+        """Where the random numbers of training begin: drawn from torch's default generator.
+
+        It was drawn when the pipeline was made, on rank 0, after ``torch.manual_seed(...)`` always
+        the same. None with ``random="torch"``.
+        """
+        return self.session.random_seed
 
     @property
     def num_microbatches(self) -> int:

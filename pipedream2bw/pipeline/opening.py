@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from .._C import Schedule
 from ..capture.chain import as_root, device_type_of
 from ..model.materialize import home_of, materialize
 from ..model.metrics import check_metrics
 from ..model.precision import Precision
+from ..model.random_numbers import follow_threads
 from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.grid import RankGrid
@@ -83,6 +85,11 @@ def open_session(
             control=control,
             options=checked.stage_options,
         )
+        seed = None
+        if options.random == "keyed":
+            follow_threads()
+            drawn = _C.draw_seed()  # on every rank, so that their generators stay alike
+            seed = control.from_first(lambda: drawn)
         return Session(
             model=model,
             modes=checked.modes,
@@ -90,6 +97,7 @@ def open_session(
             accumulation=checked.accumulation,
             replicated=tuple(options.replicated),
             without_values=without_values,
+            random_seed=seed,
         )
 
 
@@ -118,6 +126,12 @@ def check(
     refuse_valueless(root)
     home = home_of(root, example)
     recomputes = bool(blocks) or any(recompute)
+    draws_by_key = options.random == "keyed"
+    if recomputes and not draws_by_key:
+        raise ValueError(
+            f"random: 'torch', with recompute: {arrangement.recompute!r}: torch's stream cannot be "
+            "drawn again: choose random='keyed', or torch.utils.checkpoint inside the model"
+        )
     compiling = compile_options(options.compile, home, recomputes=recomputes)
     precision = Precision(
         root=root,
@@ -141,6 +155,7 @@ def check(
             split=split if isinstance(split, str) else tuple(split),
             replicated=replicated,
             recomputed_blocks=blocks,
+            numbers_draws=draws_by_key and not compiling,
             precision=precision,
         ),
         accumulation=accumulation,
@@ -149,7 +164,6 @@ def check(
             precision=precision,
             devices=stage_devices(options.devices, schedule.depth, num_processes, home),
             recompute=recompute,
-            recomputes_blocks=bool(blocks),
             metrics=metrics,
             compile_options=compiling,
             bucket_cap_mb=options.bucket_cap_mb,

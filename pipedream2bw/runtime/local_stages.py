@@ -157,8 +157,6 @@ class LocalStages:
         schedule, grid, options, d = self.schedule, self.grid, self.options, self.schedule.depth
         weights_of = {each.index: each for each in weights}
         stages: list[LocalStage] = []
-        draws = any(options.recompute) or options.recomputes_blocks
-        seed = _C.draw_seed() if draws else 0
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             here = grid.stages_of(rank)
@@ -170,7 +168,6 @@ class LocalStages:
                 num_replicas=grid.width,
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
-                seed=seed,
                 warmup_batches=options.warmup_batches,
                 stages=[
                     _C.StageSetup(
@@ -178,7 +175,6 @@ class LocalStages:
                         stage=weights_of[i].engine,
                         forward=runners[i].forward_while_alive(),
                         recompute=options.recompute[i % d],
-                        recomputes_blocks=options.recomputes_blocks,
                     )
                     for i in here
                 ],

@@ -37,9 +37,13 @@ class Session:
         accumulation: which train_steps make one batch.
         replicated: names of arguments that every microbatch gets whole.
         without_values: names of parameters and buffers that are to be loaded.
+        random_seed: of the random numbers that training draws, the same on all ranks; None: they
+            are torch's own.
 
     Attributes:
         model, modes, stages, accumulation: as given.
+        random_seed: may be changed between train_steps, on all ranks. A run that begins with the
+            seed and ``num_train_steps`` of another one draws what that one would have drawn next.
         root: the model as one module.
         schedule: what the stages do in which order.
         grid: which process runs which stages.
@@ -62,8 +66,10 @@ class Session:
         accumulation: Accumulation,
         replicated: Sequence[str] = (),
         without_values: Collection[str] = (),
+        random_seed: int | None = None,
     ) -> None:
         self.model = model
+        self.random_seed = random_seed
         self.modes = modes
         self.stages = stages
         self.accumulation = accumulation
@@ -136,6 +142,7 @@ class Session:
                     begins_batch=given.part.begins,
                     ends_batch=given.part.ends,
                     num_averaged=given.part.num_averaged,
+                    seed=self.random_seed,
                 )
             )
             self.accumulation.take(given.part)
@@ -261,10 +268,15 @@ class Session:
                 self.stages.restart_delay(replicas_too=has_failed)
         return result
 
-    def go_on_from(self, *, train_steps: int, updates: int) -> None:
-        """Counts on from a run's so many train_steps and optimizer steps. Drained."""
+    def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
+        """Counts on from a run's so many train_steps and optimizer steps. Drained.
+
+        Training draws what that run would have drawn next, if both draw by key.
+        """
         self.num_train_steps = self.ending.batch = train_steps
         self.accumulation.go_on_from(updates)
+        if random_seed is not None and self.random_seed is not None:
+            self.random_seed = random_seed
 
     @contextlib.contextmanager
     def update(self) -> Iterator[int]:

@@ -3,7 +3,7 @@
 #include "core/check.h"
 #include "engine/clock.h"
 #include "engine/run/input_sink.h"
-#include "engine/run/private_generator.h"
+#include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
@@ -49,7 +49,6 @@ StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
     : setup_(setup),
       mine_(mine),
       first_microbatch_(setup.schedule.number_in_batch(mine.index, 0)),
-      seed_(mix_seed(mix_seed(setup.seed, setup.replica), mine.index)),
       log_(std::move(log)),
       updates_(*stage_, with_record(std::move(updates))) {}
 
@@ -200,6 +199,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   call.slot = stage_->versions().slot(in_flight.version);
   in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, in_flight.version);
   call.loss_scale = in_flight.loss_scale;
+  in_flight.random_key = random_key(run, microbatch);
   std::int64_t bytes = 0;
   if (mine_.recompute) {
     in_flight.call = call;
@@ -214,7 +214,7 @@ void StageWorker::forward(const Run& run, int microbatch) {
   add_sinks(call, in_flight);
   const bool owes_gradients =
       std::ranges::any_of(in_flight.sinks, [](const NodePtr& sink) { return sink != nullptr; });
-  ForwardResult result = call_forward(std::move(call));
+  ForwardResult result = call_forward(std::move(call), in_flight.random_key);
   if (result.loss.defined()) {
     add_loss(run, microbatch, result, in_flight);
   }
@@ -243,21 +243,26 @@ bool StageWorker::is_differentiable(const ForwardResult& result) {
          });
 }
 
-ForwardResult StageWorker::call_forward(ForwardCall call) const {
-  // The same for any schedule, and however threads and processes take turns.
-  const std::uint64_t seed = mix_seed(mix_seed(seed_, call.run), call.microbatch);
-  const ForwardSeeds seeds(seed);
-  std::optional<PrivateGenerator> generator;
-  if (mine_.recompute) {
-    generator.emplace(seed);
+std::optional<std::uint64_t> StageWorker::random_key(const Run& run, int microbatch) const {
+  if (!run.seed) {
+    return std::nullopt;
   }
-  return mine_.forward(std::move(call));
+  // As one replica with the microbatches of all would count them.
+  const std::uint64_t before = setup_.replica * run.layouts.size() + first_microbatch_;
+  return mix_seed(mix_seed(*run.seed, run.id), before + microbatch);
 }
 
-std::unique_ptr<PrivateGenerator> StageWorker::forbid_drawing() const {
-  return mine_.recompute || mine_.recomputes_blocks
-             ? std::make_unique<PrivateGenerator>(std::nullopt)
-             : nullptr;
+KeyedRandom StageWorker::draw_by(std::optional<std::uint64_t> key, ActionKind kind) const {
+  // A forward's code numbers the draws of its layers; what it does not know of has numbers of the
+  // stage's own.
+  const auto number = ~(static_cast<std::uint64_t>(kind) << 32 | mine_.index);
+  return KeyedRandom(key ? std::optional(RandomPlace{*key, number, 0, 0}) : std::nullopt,
+                     {.repeats = mine_.recompute});
+}
+
+ForwardResult StageWorker::call_forward(ForwardCall call, std::optional<std::uint64_t> key) const {
+  const KeyedRandom random = draw_by(key, ActionKind::kForward);
+  return mine_.forward(std::move(call));
 }
 
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
@@ -271,7 +276,7 @@ void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_fligh
   const ActionRange range(action);
   ForwardCall call = std::exchange(in_flight.call, {});
   add_sinks(call, in_flight);
-  const ForwardResult result = call_forward(std::move(call));
+  const ForwardResult result = call_forward(std::move(call), in_flight.random_key);
   keep_edges(result, in_flight);
   count_bytes(in_flight, result.bytes_kept);
   log(action, now());
@@ -348,7 +353,7 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
       begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
   const ActionRange range(action);
   {
-    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+    const KeyedRandom random = draw_by(in_flight.random_key, action.kind);
     in_flight.split->run_weight_half();
   }
   for (const HeldGradient& held : in_flight.held) {
@@ -406,7 +411,7 @@ void StageWorker::run_backward(ActionKind kind, std::int64_t run, int microbatch
     }
   }
   {
-    const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
+    const KeyedRandom random = draw_by(in_flight.random_key, kind);
     execute(roots, gradients);
   }
   log(action, sent_at.value_or(now()));

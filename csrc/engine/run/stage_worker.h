@@ -4,7 +4,7 @@
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
-#include "engine/run/private_generator.h"
+#include "engine/run/keyed_random.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"
 #include "engine/run/wiring.h"
@@ -85,6 +85,7 @@ class StageWorker {
     torch::autograd::Edge loss;
     at::Tensor loss_seed;
     float loss_scale = 1;
+    std::optional<std::uint64_t> random_key;
     std::unique_ptr<SplitBackward> split;  // between I and W
     std::vector<HeldGradient> held;        // the gradients of weights that I computed
     std::int64_t bytes = 0;
@@ -101,9 +102,12 @@ class StageWorker {
   void keep_edges(const ForwardResult& result, InFlight& in_flight);
   void send_values(const Run& run, int microbatch, ForwardResult& result, InFlight* in_flight);
   void recompute(std::int64_t run, int microbatch, InFlight& in_flight);
-  ForwardResult call_forward(ForwardCall call) const;
-  // While the result lives, drawing random numbers is an error if the stage recomputes.
-  std::unique_ptr<PrivateGenerator> forbid_drawing() const;
+  // The key of a microbatch's random numbers; none: they are torch's own.
+  std::optional<std::uint64_t> random_key(const Run& run, int microbatch) const;
+  // While the result lives, this thread draws by the key. In a backward that is what a checkpoint
+  // of the model's own runs again, which sets its place, and what draws there by itself.
+  KeyedRandom draw_by(std::optional<std::uint64_t> key, ActionKind kind) const;
+  ForwardResult call_forward(ForwardCall call, std::optional<std::uint64_t> key) const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t run, int microbatch);
   // Whether a gradient will come back, or begins here. If not, and if no stage before waits for a
@@ -126,7 +130,6 @@ class StageWorker {
   const StageSetup& mine_;
   const std::shared_ptr<Stage> stage_ = mine_.stage;
   const int first_microbatch_;
-  const std::uint64_t seed_;  // of the random numbers of forwards that are called again
   const std::function<void(const ExecutedAction&)> log_;
   Wirings wirings_;
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch

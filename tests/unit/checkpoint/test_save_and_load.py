@@ -26,7 +26,8 @@ def make_model(seed: int = 1) -> nn.Module:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(4):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
+        dropped = nn.Sequential(nn.Tanh(), nn.Dropout(0.1))
+        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), dropped]
     return nn.Sequential(*layers)
 
 
@@ -250,6 +251,7 @@ def test_without_older_versions_the_delay_begins_anew(
     pd2.save(tmp_path, run.pipe, run.opt, versions="newest").wait()
     weights, state = dict(run.pipe.state_dict()), run.opt.state_dict()
     other = start(seed=3)
+    other.pipe.session.random_seed = run.pipe.random_seed
     other.train(0, 3)
     other.pipe.load_state_dict(weights)
     other.opt.load_state_dict(state)
