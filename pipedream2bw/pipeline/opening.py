@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def open_session(
     """Opens a pipeline; every rank calls it, and raises what any of them finds."""
     device_type = device_type_of(model, options.example_args, options.example_kwargs)
     control = join(f"pipeline{next(_numbers)}", device_type, options.timeout)
-    with control.closed_on_error():
+    with contextlib.ExitStack() as opened:
+        opened.callback(control.close)
         if options.plan is None and options.num_stages == "auto":
             plan = plan_for_devices_at_hand(model, loss_fn, options, control)
             options = dataclasses.replace(options, num_stages=None, plan=plan)
@@ -70,6 +72,7 @@ def open_session(
         )
         # What waits for other ranks comes after this: it relies on equal settings.
         grid = place(checked, control)
+        opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
@@ -83,7 +86,7 @@ def open_session(
             control=control,
             options=checked.stage_options,
         )
-        return Session(
+        session = Session(
             model=model,
             modes=checked.modes,
             stages=stages,
@@ -91,6 +94,8 @@ def open_session(
             replicated=tuple(options.replicated),
             without_values=without_values,
         )
+        opened.pop_all()
+        return session
 
 
 def check(
@@ -166,7 +171,7 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
         num_pipelines=schedule.num_pipelines,
         width=arrangement.width,
         world=control.size,
-        timeout=control.timeout,
+        deadline=control.deadline,
         mesh=arrangement.mesh,
         order=arrangement.order,
     )

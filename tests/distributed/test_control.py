@@ -17,6 +17,7 @@ import torch
 from pipedream2bw import _C
 from pipedream2bw.errors import ScheduleError, StageError
 from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
+from pipedream2bw.ranks.deadline import Deadline
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.trajectory import sgd
@@ -30,9 +31,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="has no memory to 
 
 
 def make(name: str, fault: _C.Fault | None = None, timeout: float = 60.0) -> ControlPlane:
-    return ControlPlane(
-        torch.distributed.get_world_size(), timeout, fault or _C.Fault(), f"test of {name}"
-    )
+    world = torch.distributed.get_world_size()
+    return ControlPlane(world, Deadline(timeout, fault or _C.Fault()), f"test of {name}")
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str, float]:
