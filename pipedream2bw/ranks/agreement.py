@@ -137,7 +137,7 @@ class ControlPlane:
         everyone: list[Any] = [None] * self.size
         mine = (_describe(error), settings)
         self.deadline.wait(
-            "agreement", lambda: dist.all_gather_object(everyone, mine, group=self.group)
+            "agreeing", lambda: dist.all_gather_object(everyone, mine, group=self.group)
         )
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]
@@ -185,7 +185,7 @@ class ControlPlane:
             return make()
         made: list[Any] = [self.together(make if self.group.rank() == 0 else lambda: None)]
         self.deadline.wait(
-            "agreement", lambda: dist.broadcast_object_list(made, group=self.group, group_src=0)
+            "agreeing", lambda: dist.broadcast_object_list(made, group=self.group, group_src=0)
         )
         found: _Made = made[0]
         return found

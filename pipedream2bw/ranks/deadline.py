@@ -36,7 +36,7 @@ class Deadline:
         """Returns what ``call`` gives.
 
         Args:
-            action: what it does, for the error.
+            action: what all ranks do, for the error.
 
         Raises:
             PeerTimeout: it did not return in time.
@@ -73,7 +73,9 @@ class Deadline:
 
     def _failure(self, kind: type[StageError], action: str, cause: str) -> StageError:
         """The first failure of this process: this one, unless another one came before."""
-        self.fault.raise_(kind(f"{action}: {cause}", action=action, cause=cause))
+        self.fault.raise_(
+            kind(f"a rank was lost while {action}: {cause}", action=action, cause=cause)
+        )
         failure = self.fault.error
         assert failure is not None
         return failure
