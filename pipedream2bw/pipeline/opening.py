@@ -71,29 +71,31 @@ def open_session(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
         # What waits for other ranks comes after this: it relies on equal settings.
-        grid = place(checked, control)
+        with control.errors_told():
+            grid = place(checked, control)
         opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
         # Takes the model over: weights into the engine's buffers, threads, channels.
-        checked.stage_options.precision.convert()
-        stages = LocalStages(
-            root=checked.root,
-            mode=checked.modes.first,
-            schedule=checked.schedule,
-            grid=grid,
-            control=control,
-            options=checked.stage_options,
-        )
-        session = Session(
-            model=model,
-            modes=checked.modes,
-            stages=stages,
-            accumulation=checked.accumulation,
-            replicated=tuple(options.replicated),
-            without_values=without_values,
-        )
+        with control.errors_told():
+            checked.stage_options.precision.convert()
+            stages = LocalStages(
+                root=checked.root,
+                mode=checked.modes.first,
+                schedule=checked.schedule,
+                grid=grid,
+                control=control,
+                options=checked.stage_options,
+            )
+            session = Session(
+                model=model,
+                modes=checked.modes,
+                stages=stages,
+                accumulation=checked.accumulation,
+                replicated=tuple(options.replicated),
+                without_values=without_values,
+            )
         opened.pop_all()
         return session
 

@@ -13,17 +13,19 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from .. import _C, errors
-from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from ..errors import PeerLost, PeerTimeout, RemoteTraceback, StageError, reworded
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import join_world, new_group
+from .grid import join_world, new_group, number_groups_alike
 
 
 class Operation(enum.IntEnum):
@@ -92,10 +94,14 @@ class ControlPlane:
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         if world > 1:
+            # A connection of its own: torch's serves one call at a time, which may wait for long.
+            default = dist.distributed_c10d._get_default_store()
+            clone: Callable[[], Store] = default.clone  # type: ignore[attr-defined]  # in no stub
+            store = deadline.wait("joining all ranks", clone)
+            deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
             self.group = new_group([range(world)], deadline, "gloo")
             assert self.group is not None
             self.board = make_board(self.group, 3 + len(Announcement._fields), deadline)
-            store = dist.distributed_c10d._get_default_store()
             self._first_failure = FirstFailure(store, name, self.fault)
 
     @property
@@ -201,6 +207,18 @@ class ControlPlane:
             lambda: dist.gather_object(value, gathered, group=self.group, group_dst=0),
         )
         return gathered or []
+
+    @contextlib.contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Tells the other ranks, which may wait for this one, what is raised here alone."""
+        try:
+            yield
+        except BaseException as error:
+            cause = f"{type(error).__name__} {error}".strip()
+            failure = StageError(f"{self.place}: {cause}", rank=self.fault.rank, cause=cause)
+            failure.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
+            self.fault.raise_(failure)  # where it is not a consequence of another failure
+            raise
 
     def report(self, failure: StageError) -> StageError:
         """Tells the others why this rank failed; returns the first failure that any rank told.

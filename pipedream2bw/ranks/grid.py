@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
 from .mesh import Places, places_in
@@ -193,6 +194,20 @@ class RankGrid:
         """Drops the groups."""
         destroy_groups(self._groups.values())
         self._groups.clear()
+
+
+def number_groups_alike(store: Store, name: str) -> None:
+    """Sets torch's number of the next group to the highest of all ranks. Every process calls it.
+
+    A pipeline that failed while it made groups may have made more of them on some ranks.
+
+    Args:
+        name: of the pipeline, the same on every rank.
+    """
+    world = dist.distributed_c10d._world
+    keys = [f"pipedream2bw/{name}/groups/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], str(world.group_count))
+    world.group_count = max(map(int, store.multi_get(keys)))
 
 
 def new_group(
