@@ -55,13 +55,15 @@ class Deadline:
             ended.set()
 
         start = time.monotonic()
-        threading.Thread(target=run, name=f"pd2 {action}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"pd2 {action}", daemon=True)
+        thread.start()
         while not ended.wait(_SLICE_SECONDS):
             failure = self.fault.error
             if failure is not None:
                 raise failure
             if time.monotonic() - start > self.seconds + _GRACE_SECONDS:
                 raise self._failure(PeerTimeout, action, f"no answer for {self.seconds} s")
+        thread.join()
         if results:
             return results[0]
         (error,) = errors

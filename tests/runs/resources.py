@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Resources:
 def resources() -> Resources:
     """What there is once the garbage is collected."""
     gc.collect()
+    time.sleep(0.05)  # the system may show a thread a little longer than it is there
     own = Path("/proc/self")
     maps = (own / "maps").read_text(encoding="utf-8")
     return Resources(

@@ -66,7 +66,7 @@ class Case:
     delay: float
     clips: bool = False
     tidy: bool = True
-    timeout: float = 4.0
+    timeout: float = 3.0
 
     @property
     def world(self) -> int:
