@@ -44,7 +44,7 @@ def main() -> int:
         args=(options.transport, soak, options.batches, options.cycles),
         rendezvous="environment" if options.ranks > 1 else "none",
         timeout=86400.0,
-        # torch keeps its last 2,000 collectives to be looked at, and so grows until there are so many.
+        # torch keeps its last 2,000 collectives to be looked at, and grows until then.
         env={"TORCH_FR_BUFFER_SIZE": "0"},
     )
     wrong = False

@@ -94,7 +94,7 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
   std::ranges::transform(mine, row.begin(), std::bit_cast<std::int64_t, double>);
   shared_->begin_exchange(row);
   std::optional<std::vector<std::int64_t>> rows;
-  const double start = now(), timeout = timeout_of(group_.get());
+  const double start = now(), timeout = shared_->timeout().count();
   while (!(rows = shared_->finish_exchange(std::chrono::milliseconds(100)))) {
     if (is_stopped()) {
       throw ChannelAborted();
