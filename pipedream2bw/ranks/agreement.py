@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from .. import _C, errors
 from ..errors import PeerLost, PeerTimeout, RemoteTraceback, StageError, reworded
@@ -94,10 +93,7 @@ class ControlPlane:
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         if world > 1:
-            # A connection of its own: torch's serves one call at a time, which may wait for long.
-            default = dist.distributed_c10d._get_default_store()
-            clone: Callable[[], Store] = default.clone  # type: ignore[attr-defined]  # in no stub
-            store = deadline.wait("joining all ranks", clone)
+            store = dist.distributed_c10d._get_default_store()
             deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
             self.group = new_group([range(world)], deadline, "gloo")
             assert self.group is not None

@@ -192,7 +192,10 @@ def one_is_hit(rank: int, world: int, case: Case) -> dict[str, Any]:
         for pipe in pipes:
             pipe.close()
         dist.destroy_process_group()
+    last = time.monotonic() + LONGEST_SECONDS
     while not Path("hit").exists():
+        if time.monotonic() > last:
+            raise RuntimeError(f"it ended before the signal came: {kind}: {text}")
         time.sleep(0.01)
     return {"kind": kind, "text": text, "raised": raised, "hit": float(Path("hit").read_text())}
 
