@@ -473,6 +473,7 @@ class ProcessGroupReceiver(Receiver):
 class Fault:
     def __init__(self, *, rank: int = 0) -> None: ...
     def raise_(self, error: StageError) -> None: ...
+    rank: Final[int]
     raised: Final[bool]
     error: Final[StageError | None]
     kept: Final[int]

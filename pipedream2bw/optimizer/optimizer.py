@@ -353,7 +353,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
-        self._session.control.together(lambda: self._load(state_dict))
+        self._session.together(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         states = [state_dict] if len(self._wrapped) == 1 else state_dict.get("optimizers", [])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
+from ..errors import PeerLost
 from ..model.metrics import Metric
 from ..planning.plan import Plan
 from ..profiling.profile import Profile
@@ -401,3 +402,15 @@ class PipelineModule(SessionModule):
         proceed are dropped.
         """
         self.session.close()
+
+    def abort(self) -> None:
+        """Ends this process's part at once, without waiting for any other rank.
+
+        One rank may call it alone; what was submitted is dropped. The others raise a
+        :class:`PeerLost` that names this rank, as soon as they wait for anyone, and so does every
+        later call here. After that all ranks may build a pipeline again, in the same process group.
+        Code of the model's that a stage's thread is executing is finished first, as Python cannot
+        end a thread.
+        """
+        if self.session.ending.is_open:
+            self.session.ending.abort("abort() was called", kind=PeerLost)

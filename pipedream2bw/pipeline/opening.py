@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -55,7 +56,8 @@ def open_session(
     """Opens a pipeline; every rank calls it, and raises what any of them finds."""
     device_type = device_type_of(model, options.example_args, options.example_kwargs)
     control = join(f"pipeline{next(_numbers)}", device_type, options.timeout)
-    with control.closed_on_error():
+    with contextlib.ExitStack() as opened:
+        opened.callback(control.close)
         if options.plan is None and options.num_stages == "auto":
             plan = plan_for_devices_at_hand(model, loss_fn, options, control)
             options = dataclasses.replace(options, num_stages=None, plan=plan)
@@ -71,34 +73,39 @@ def open_session(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
         # What waits for other ranks comes after this: it relies on equal settings.
-        grid = place(checked, control)
+        with control.errors_told():
+            grid = place(checked, control)
+        opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
         # Takes the model over: weights into the engine's buffers, threads, channels.
-        checked.stage_options.precision.convert()
-        stages = LocalStages(
-            root=checked.root,
-            mode=checked.modes.first,
-            schedule=checked.schedule,
-            grid=grid,
-            control=control,
-            options=checked.stage_options,
-        )
-        seed = None
-        if options.random == "keyed":
-            follow_threads()
-            drawn = _C.draw_seed()  # on every rank, so that their generators stay alike
-            seed = control.from_first(lambda: drawn)
-        return Session(
-            model=model,
-            modes=checked.modes,
-            stages=stages,
-            accumulation=checked.accumulation,
-            replicated=tuple(options.replicated),
-            without_values=without_values,
-            random_seed=seed,
-        )
+        with control.errors_told():
+            checked.stage_options.precision.convert()
+            stages = LocalStages(
+                root=checked.root,
+                mode=checked.modes.first,
+                schedule=checked.schedule,
+                grid=grid,
+                control=control,
+                options=checked.stage_options,
+            )
+            seed = None
+            if options.random == "keyed":
+                follow_threads()
+                drawn = _C.draw_seed()  # on every rank, so that their generators stay alike
+                seed = control.from_first(lambda: drawn)
+            session = Session(
+                model=model,
+                modes=checked.modes,
+                stages=stages,
+                accumulation=checked.accumulation,
+                replicated=tuple(options.replicated),
+                without_values=without_values,
+                random_seed=seed,
+            )
+        opened.pop_all()
+        return session
 
 
 def check(
@@ -180,7 +187,7 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
         num_pipelines=schedule.num_pipelines,
         width=arrangement.width,
         world=control.size,
-        timeout=control.timeout,
+        deadline=control.deadline,
         mesh=arrangement.mesh,
         order=arrangement.order,
     )

@@ -13,6 +13,7 @@ import enum
 import itertools
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, errors
-from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from ..errors import PeerLost, PeerTimeout, RemoteTraceback, StageError, reworded
+from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import join_world
+from .grid import join_world, new_group, number_groups_alike
 
 
 class Operation(enum.IntEnum):
@@ -71,28 +73,32 @@ class ControlPlane:
 
     Args:
         world: number of processes.
-        timeout: seconds that a rank waits for another.
-        fault: ends waiting when this process fails; raised when another one has.
+        deadline: ends waiting for other ranks; its fault is raised when another one has failed.
         name: of the pipeline, the same on every rank.
 
     Attributes:
+        deadline: as given.
+        fault, timeout: its own.
         group: all ranks' processes; None with one rank, and once the agreement has ended.
         board: the memory that they share.
         place: this rank, in messages.
     """
 
-    def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
-        self.fault = fault
-        self.timeout = timeout
+    def __init__(self, world: int, deadline: Deadline, name: str) -> None:
+        self.fault = deadline.fault
+        self.deadline = deadline
+        self.timeout = deadline.seconds
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         if world > 1:
-            self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
-            self.board = make_board(self.group, 3 + len(Announcement._fields), timeout)
             store = dist.distributed_c10d._get_default_store()
-            self._first_failure = FirstFailure(store, name, fault)
+            deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
+            self.group = new_group([range(world)], deadline, "gloo")
+            assert self.group is not None
+            self.board = make_board(self.group, 3 + len(Announcement._fields), deadline)
+            self._first_failure = FirstFailure(store, name, self.fault)
 
     @property
     def size(self) -> int:
@@ -131,7 +137,10 @@ class ControlPlane:
                 raise error
             return
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (_describe(error), settings), group=self.group)
+        mine = (_describe(error), settings)
+        self.deadline.wait(
+            "agreeing", lambda: dist.all_gather_object(everyone, mine, group=self.group)
+        )
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]
             if any(value != values[0] for value in values):
@@ -177,7 +186,9 @@ class ControlPlane:
         if self.group is None:
             return make()
         made: list[Any] = [self.together(make if self.group.rank() == 0 else lambda: None)]
-        dist.broadcast_object_list(made, group=self.group, group_src=0)
+        self.deadline.wait(
+            "agreeing", lambda: dist.broadcast_object_list(made, group=self.group, group_src=0)
+        )
         found: _Made = made[0]
         return found
 
@@ -187,8 +198,23 @@ class ControlPlane:
             return [value]
         is_root = self.group.rank() == 0
         gathered: list[Any] | None = [None] * self.size if is_root else None
-        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        self.deadline.wait(
+            "gathering",
+            lambda: dist.gather_object(value, gathered, group=self.group, group_dst=0),
+        )
         return gathered or []
+
+    @contextlib.contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Tells the other ranks, which may wait for this one, what is raised here alone."""
+        try:
+            yield
+        except BaseException as error:
+            cause = f"{type(error).__name__} {error}".strip()
+            failure = StageError(f"{self.place}: {cause}", rank=self.fault.rank, cause=cause)
+            failure.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
+            self.fault.raise_(failure)  # where it is not a consequence of another failure
+            raise
 
     def report(self, failure: StageError) -> StageError:
         """Tells the others why this rank failed; returns the first failure that any rank told.
@@ -262,15 +288,6 @@ class ControlPlane:
             self.fault.raise_(failure)
             raise failure
 
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Closes the agreement if what is inside raises."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Ends the agreement; ranks that wait for this one get an error."""
         if self._first_failure is not None:
@@ -291,25 +308,31 @@ def join(name: str, device_type: str, timeout: object) -> ControlPlane:
     """
     is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
-    world = join_world(device_type)
+    world = join_world(device_type, Deadline(seconds, _C.Fault()))
     fault = _C.Fault(rank=dist.get_rank() if world > 1 else 0)
-    return ControlPlane(world, seconds, fault, name)
+    return ControlPlane(world, Deadline(seconds, fault), name)
 
 
-def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:
+def make_board(
+    group: dist.ProcessGroup, row_size: int, deadline: Deadline
+) -> _C.SharedBoard | None:
     """This rank's part of memory shared by a group's ranks, None if one of them cannot reach it.
 
     Every rank of the group calls it.
     """
     board: _C.SharedBoard | None = None
     if group.rank() == 0:
-        board = _C.SharedBoard.create(group.size(), row_size, timeout)
+        board = _C.SharedBoard.create(group.size(), row_size, deadline.seconds)
     told: list[Any] = [board.address if board else ""]
-    dist.broadcast_object_list(told, group=group, group_src=0)
+    deadline.wait(
+        "sharing memory", lambda: dist.broadcast_object_list(told, group=group, group_src=0)
+    )
     if group.rank() != 0:
-        board = _C.SharedBoard.open(told[0], group.rank(), timeout)
+        board = _C.SharedBoard.open(told[0], group.rank(), deadline.seconds)
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, board is not None, group=group)
+    deadline.wait(
+        "sharing memory", lambda: dist.all_gather_object(everyone, board is not None, group=group)
+    )
     return board if all(everyone) else None
 
 

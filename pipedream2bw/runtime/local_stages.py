@@ -93,7 +93,7 @@ class LocalStages:
         self._errors = _KeptErrors()
         devices = _device_of_each(schedule, options.devices)
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
-        self._channels = Channels(grid, devices, in_flight, control.timeout)
+        self._channels = Channels(grid, devices, in_flight, control.deadline)
         self.losses = _C.LossBoard(
             fault=control.fault,
             group="" if control.group is None else control.group.group_name,
@@ -126,7 +126,11 @@ class LocalStages:
             grid,
         )
         self.end.atexit = False
-        self.connect(mode)
+        try:
+            self.connect(mode)
+        except BaseException:
+            self.end()
+            raise
 
     def _specs(
         self, mode: Mode, devices: Sequence[torch.device], ties: Sequence[Tie]
@@ -145,6 +149,7 @@ class LocalStages:
                 group=grid.replica_group(stage),
                 bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
                 first=grid.process_of(stage % d, replica=0),
+                deadline=grid.deadline,
                 copies=sums[stage % d],
                 tied=tied,
                 precision=self.options.precision,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,8 @@ from .intake import Call, Given, Intake, Microbatches
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
+
+_Made = TypeVar("_Made")
 
 
 class Session:
@@ -261,11 +263,12 @@ class Session:
         self.flush_for(Operation.load_state_dict)
         has_failed = True
         try:
-            result = self.control.together(lambda: self.local_model.load(opened(), strict))
+            result = self.together(lambda: self.local_model.load(opened(), strict))
             has_failed = False
         finally:  # some may have loaded a part before they found an error
             if not self.control.fault.raised:
-                self.stages.restart_delay(replicas_too=has_failed)
+                with self.ending.lost_ranks_close():
+                    self.stages.restart_delay(replicas_too=has_failed)
         return result
 
     def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
@@ -277,6 +280,16 @@ class Session:
         self.accumulation.go_on_from(updates)
         if random_seed is not None and self.random_seed is not None:
             self.random_seed = random_seed
+
+    def together(self, make: Callable[[], _Made]) -> _Made:
+        """Calls ``make`` on every rank; returns what it gives here, or raises on every rank."""
+        with self.ending.lost_ranks_close():
+            return self.control.together(make)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` on rank 0, an empty list elsewhere."""
+        with self.ending.lost_ranks_close():
+            return self.control.gather(value)
 
     @contextlib.contextmanager
     def update(self) -> Iterator[int]:
@@ -297,7 +310,7 @@ class Session:
     def recording(self) -> Iterator[Timeline]:
         """Records the actions executed inside; drains at its end."""
         self.ending.check_open()
-        timeline = Timeline(self.control)
+        timeline = Timeline(self.control, self.ending)
         self.stages.record(True)
         try:
             yield timeline
@@ -343,14 +356,16 @@ class Session:
 class Timeline:
     """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(self, control: ControlPlane, ending: Ending) -> None:
         self._control = control
+        self._ending = ending
         self.rows: list[Event] = []
 
     def gather(self) -> list[Event]:
         """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
-        self._control.agree(Operation.gather_events, 0, Announcement)
-        parts = self._control.gather([dataclasses.astuple(event) for event in self.rows])
+        with self._ending.lost_ranks_close():
+            self._control.agree(Operation.gather_events, 0, Announcement)
+            parts = self._control.gather([dataclasses.astuple(event) for event in self.rows])
         return sorted(Event(*row) for part in parts for row in part)
 
 

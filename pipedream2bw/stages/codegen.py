@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import keyword
 import linecache
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,9 @@ class _Writer:
         filename = f"<pipedream2bw {title} #{next(_serial)}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         exec(compile(text, filename, "exec"), self._globals)
-        return StageSource(text, tuple(self._attribute_list), self._globals["make"])
+        make = self._globals["make"]
+        weakref.finalize(make, linecache.cache.pop, filename, None).atexit = False
+        return StageSource(text, tuple(self._attribute_list), make)
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "output":
