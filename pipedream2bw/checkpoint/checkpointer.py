@@ -124,7 +124,7 @@ class Checkpointer:
             step = steps[0]
             error: DamagedCheckpoint | None = None
             try:
-                source = control.together(lambda step=step: self._verified(step))  # type: ignore[misc]
+                source = self._session.together(lambda step=step: self._verified(step))  # type: ignore[misc]
             except DamagedCheckpoint as found:
                 error = found
             if error is None:

@@ -60,7 +60,7 @@ def load(
     session = pipe.session
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
-    source = session.control.together(lambda: Source.newest(Folder(path), step))
+    source = session.together(lambda: Source.newest(Folder(path), step))
     return load_from(source, session, opt, beside, generators=generators)
 
 
@@ -73,7 +73,7 @@ def load_from(
     generators: bool,
 ) -> dict[str, Any]:
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
-    prepared = session.control.together(lambda: _Prepared(source, session, opt, beside))
+    prepared = session.together(lambda: _Prepared(source, session, opt, beside))
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 

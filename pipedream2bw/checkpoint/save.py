@@ -130,7 +130,7 @@ class Saver:
         self._opt = opt
         self._beside = beside
         self.session.ending.check_open()
-        self.folder: Folder = self.session.control.together(lambda: self._open(path))
+        self.folder: Folder = self.session.together(lambda: self._open(path))
         self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0

@@ -72,7 +72,7 @@ def make_model(setting: Setting) -> nn.Module:
     for _ in range(6):
         layers += [nn.Linear(WIDTH, WIDTH)]
         layers += [nn.BatchNorm1d(WIDTH)] if setting.norm else []
-        layers += [nn.Tanh()]
+        layers += [nn.Tanh(), nn.Dropout(0.1)]
     return nn.Sequential(*layers)
 
 
