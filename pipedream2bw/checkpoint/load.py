@@ -94,6 +94,12 @@ class _Prepared:
             source.check_file(file_name, sums=False)
         if opt is not None and manifest.optimizer is None:
             raise ValueError("opt: given, the checkpoint has none: it was saved without")
+        if (manifest.random_seed is None) != (session.random_seed is None):
+            kinds = [
+                "torch" if seed is None else "keyed"
+                for seed in (session.random_seed, manifest.random_seed)
+            ]
+            raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
         self._check_names()
         self._tied = dict(manifest.tied) | session.local_model.tied_names()
         self._dtypes = {

@@ -396,12 +396,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
             corrections=self._corrections,
             scale=self._scale,
             delayed_batches=self._delayed_batches,
+            staleness=str(self._remedies),
         )
 
     def check_cut(self, shared: SavedOptimizers) -> None:
         """Raises ValueError if these optimizers cannot go on from a cut."""
         self._check_in_charge()
-        check_saved(shared, self._wrapped, has_scale=self._scale is not None)
+        check_saved(
+            shared, self._wrapped, has_scale=bool(self._scale), staleness=str(self._remedies)
+        )
 
     def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
         """Goes on where a cut was made, with this process's part of the state. Drained."""
