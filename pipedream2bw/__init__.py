@@ -11,10 +11,16 @@ check_loaded_torch()
 from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.load import load
+from .checkpoint.preemption import Preempted
 from .checkpoint.sampler import ResumableSampler
+from .checkpoint.save import save
+from .checkpoint.saving import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
+from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
 from .optimizer.optimizer import PipelineOptimizer
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
@@ -32,8 +38,8 @@ from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .runtime.lazy_numbers import Loss
-from .runtime.session import Timeline
 from .runtime.stage_memory import StageMemory
+from .runtime.timeline import Timeline
 from .schedules.events import Event
 from .schedules.load import load_schedule, make_schedule, schedule_names
 from .schedules.simulate import Simulation, simulate
@@ -43,6 +49,7 @@ __all__ = [
     "KNOWN_DEVICES",
     "Alternative",
     "Calibration",
+    "Checkpointer",
     "Cluster",
     "DeviceFigures",
     "DeviceType",
@@ -56,8 +63,10 @@ __all__ = [
     "PipelineModule",
     "PipelineOptimizer",
     "Plan",
+    "Preempted",
     "Profile",
     "ResumableSampler",
+    "Saving",
     "Schedule",
     "Simulation",
     "StageMemory",
@@ -71,11 +80,14 @@ __all__ = [
     "draw_text",
     "draw_timeline",
     "errors",
+    "load",
     "load_schedule",
     "make_schedule",
     "plan",
     "profile",
     "read_events",
+    "reference_random",
+    "save",
     "schedule_names",
     "simulate",
     "use_local_shards",

@@ -139,6 +139,10 @@ class WrongLossTypeError(StageError, TypeError):
     """The last stage's ``loss_fn``, or a metric, gave neither a tensor nor a number."""
 
 
+class DamagedCheckpoint(ValueError):  # noqa: N818
+    """A checkpoint is not what was written: names the file, and what is wrong with it."""
+
+
 class RemoteTraceback(Exception):  # noqa: N818
     """The formatted traceback of an exception that this process does not have."""
 

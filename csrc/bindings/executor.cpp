@@ -22,13 +22,13 @@ using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
 
 void bind_structs(py::module_& module) {
   py::class_<StageSetup>(module, "StageSetup")
-      .def(py::init([](int index, std::shared_ptr<Stage> stage, py::function forward,
-                       bool recompute, bool recomputes_blocks) {
-             return StageSetup{index, std::move(stage), forward_in_python(std::move(forward)),
-                               recompute, recomputes_blocks};
-           }),
+      .def(py::init(
+               [](int index, std::shared_ptr<Stage> stage, py::function forward, bool recompute) {
+                 return StageSetup{index, std::move(stage), forward_in_python(std::move(forward)),
+                                   recompute};
+               }),
            py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
-           py::arg("recompute"), py::arg("recomputes_blocks"));
+           py::arg("recompute"));
   py::class_<InboundEdge>(module, "InboundEdge")
       .def(py::init([](std::shared_ptr<Receiver> values, std::shared_ptr<Sender> gradients) {
              return InboundEdge{std::move(values), std::move(gradients)};
@@ -43,7 +43,7 @@ void bind_structs(py::module_& module) {
               std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
               std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
               std::pair("ends_batch", &Run::ends_batch),
-              std::pair("num_averaged", &Run::num_averaged));
+              std::pair("num_averaged", &Run::num_averaged), std::pair("seed", &Run::seed));
   py::class_<ExecutedAction>(module, "ExecutedAction")
       .def_readonly("stage", &ExecutedAction::stage)
       .def_property_readonly(
@@ -93,8 +93,8 @@ std::function<void(Stage&)> update_of(std::vector<GroupOptions> groups,
 void bind_making(ExecutorClass& executor) {
   executor
       .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
-                       int num_threads, std::uint64_t seed, std::int64_t warmup_batches,
-                       std::vector<StageSetup> stages, std::shared_ptr<Fault> fault,
+                       int num_threads, std::int64_t warmup_batches, std::vector<StageSetup> stages,
+                       std::shared_ptr<Fault> fault,
                        std::shared_ptr<Discards> discards, bool discards_reach_all,
                        const std::shared_ptr<LossBoard>& losses, py::function keep_error) {
              ExecutorSetup setup{.schedule = schedule,
@@ -102,7 +102,6 @@ void bind_making(ExecutorClass& executor) {
                                  .replica = replica,
                                  .num_replicas = num_replicas,
                                  .warmup_batches = warmup_batches,
-                                 .seed = seed,
                                  .num_threads = num_threads,
                                  .stages = std::move(stages),
                                  .on_loss = {},
@@ -113,7 +112,7 @@ void bind_making(ExecutorClass& executor) {
                                   std::move(keep_error));
            }),
            py::kw_only(), py::arg("schedule"), py::arg("rank"), py::arg("replica"),
-           py::arg("num_replicas"), py::arg("num_threads"), py::arg("seed"),
+           py::arg("num_replicas"), py::arg("num_threads"),
            py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("discards"),
            py::arg("discards_reach_all"), py::arg("losses"), py::arg("keep_error"))
       .def(

@@ -156,6 +156,7 @@ void bind_fault(py::module_& module) {
             self.raise(std::move(failure));
           },
           py::arg("error"))
+      .def_property_readonly("rank", &Fault::rank)
       .def_property_readonly("raised", &Fault::raised)
       .def_property_readonly("error",
                              [](const Fault& self) -> py::object {

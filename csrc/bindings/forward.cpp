@@ -1,7 +1,7 @@
 // The forward of a stage that is a Python function, and its random numbers.
 #include "bindings/bindings.h"
 #include "bindings/python_lock.h"
-#include "engine/run/private_generator.h"
+#include "engine/run/keyed_random.h"
 #include "engine/run/run.h"
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -72,23 +73,48 @@ ForwardResult result_of(const py::tuple& fields) {
   return result;
 }
 
+// The fields of a RandomPlace.
+using PlaceFields = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+RandomPlace place_of(const PlaceFields& fields) {
+  const auto [key, number, left, num_more] = fields;
+  return {key, number, left, num_more};
+}
+
 void bind_random(py::module_& module) {
   module.def("draw_seed", &draw_seed);
-  module.def("next_seed", &next_seed);
   module.def("mix_seed", &mix_seed, py::arg("seed"), py::arg("value"));
+  module.def("number_draws", &number_draws, py::arg("number"), py::arg("count"));
+  module.attr("ALL_DRAWS") = RandomPlace::kAll;
+  module.def("is_keyed", &is_keyed);
+  module.def("random_place", [] {
+    const std::optional<RandomPlace> place = random_place();
+    return place ? std::optional<PlaceFields>(
+                       {place->key, place->number, place->left, place->num_more})
+                 : std::nullopt;
+  });
+  module.def(
+      "set_random_place",
+      [](const std::optional<PlaceFields>& place) {
+        set_random_place(place ? std::optional(place_of(*place)) : std::nullopt);
+      },
+      py::arg("place").none(true));
   struct Entered {
-    std::optional<std::uint64_t> seed;
-    std::optional<PrivateGenerator> generator;
+    RandomPlace place;
+    KeyedRandom::Options options;
+    std::optional<KeyedRandom> random;
   };
-  py::class_<Entered>(module, "PrivateGenerator")
-      .def(py::init([](std::optional<std::uint64_t> seed) {
+  py::class_<Entered>(module, "KeyedRandom")
+      .def(py::init([](const PlaceFields& place, bool repeats, bool counts_fakes) {
              auto made = std::make_unique<Entered>();
-             made->seed = seed;
+             made->place = place_of(place);
+             made->options = {repeats, counts_fakes};
              return made;
            }),
-           py::arg("seed"))
-      .def("__enter__", [](Entered& self) { self.generator.emplace(self.seed); })
-      .def("__exit__", [](Entered& self, const py::args&) { self.generator.reset(); });
+           py::arg("place"), py::kw_only(), py::arg("repeats") = false,
+           py::arg("counts_fakes") = false)
+      .def("__enter__", [](Entered& self) { self.random.emplace(self.place, self.options); })
+      .def("__exit__", [](Entered& self, const py::args&) { self.random.reset(); });
 }
 
 }  // namespace

@@ -45,6 +45,8 @@ class SharedBoard {
   // Rank 0's, for open() while its board exists.
   const std::string& address() const { return memory_->address(); }
 
+  Timeout timeout() const { return timeout_; }
+
   // This rank's row of the next exchange; the last one must be finished.
   void begin_exchange(std::span<const std::int64_t> row);
   // Every rank's row, one after the other, once all ranks have begun; none if they have not within

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from .. import _C
 from ..model.clone import structural_clone
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
@@ -69,6 +70,7 @@ class LayerCosts:
             can only come from shapes.
         storages: the storages of each value (see :func:`storage_of`).
         writes: the storages of values that each layer writes in place.
+        draws: how often each layer draws random numbers; 1 where that is not known.
         unknown: names of the layers that could not be run on fake tensors.
         error: the first failure that may mean that the model refuses its arguments.
     """
@@ -86,6 +88,7 @@ class LayerCosts:
     sizes: set[str] = dataclasses.field(default_factory=set)
     storages: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     writes: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    draws: list[int] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     error: Exception | None = None
 
@@ -173,7 +176,8 @@ class _DryRun:
     def run(self, graph: fx.Graph) -> LayerCosts:
         examples = iter(self._examples)
         layers: list[fx.Node] = []
-        with self._mode:
+        place = (0, 0, _C.ALL_DRAWS, 0)
+        with self._mode, _C.KeyedRandom(place, counts_fakes=True):
             for node in graph.nodes:
                 if node.op == "placeholder":
                     self._record(node, next(examples))
@@ -204,6 +208,7 @@ class _DryRun:
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
         counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
+        num_drawn = _num_drawn()
         try:
             with counter, self._counting:
                 value = self._call(node, args, kwargs)
@@ -215,6 +220,7 @@ class _DryRun:
             self._unknown(node, parameters, buffers)
             return
         self._record(node, value)
+        self._result.draws.append(_num_drawn() - num_drawn)
         written = [item for item, old in zip(inputs, versions, strict=True) if item._version != old]
         self._result.writes.append(
             frozenset(storage_of(item) for item in written if id(item) not in self._buffer_names)
@@ -280,6 +286,7 @@ class _DryRun:
         self._missing.add(node)
         result = self._result
         result.unknown.append(node.name)
+        result.draws.append(1)
         result.writes.append(frozenset())
         result.written_buffers.update(self._buffer_names[id(item)] for item in buffers)
         flops = 2 * self._positions * sum(parameter.numel() for parameter in parameters)
@@ -350,6 +357,12 @@ def _stale_reads(layers: list[fx.Node], costs: LayerCosts) -> Iterable[tuple[int
             taken = sum(node in older for node in layers[writer].all_input_nodes)
             if readers or taken > 1:
                 yield first, max([writer, *readers]), next(iter(older)).name
+
+
+def _num_drawn() -> int:
+    place = _C.random_place()
+    assert place is not None
+    return place[1]
 
 
 def _positions(item: torch.Tensor) -> int:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 import torch
 
+from ..errors import reworded
 from ..optimizer.cut import OptimizerCut, SavedOptimizers
+from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .copies import HostMemory
@@ -36,7 +38,7 @@ def older(age: int) -> str:
     return f"older-{age}"
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Cut:
     """A process's part of the state, as it is copied.
 
@@ -58,15 +60,34 @@ class Cut:
         """Adds tensors of a file."""
         self.tensors.setdefault(kind, {}).update(tensors)
 
+    def take_back(self, taken: TakenBack) -> None:
+        """Ends without a copy if a batch before it has not been. All stages are idle.
+
+        The version that would be copied is not made then: no stage has copied it.
+        """
+        if self.batch > taken.batch and not self.copied.done():
+            cause = taken.error
+            text = (
+                f"batch {taken.batch} was discarded before batch {self.batch} was copied: {cause}"
+            )
+            self.copied.set_exception(reworded(cause, text))
+
 
 def begin_cut(
-    session: Session, optimizer: OptimizerCut | None, memory: HostMemory, *, all_versions: bool
+    session: Session,
+    optimizer: OptimizerCut | None,
+    memory: HostMemory,
+    *,
+    all_versions: bool,
+    in_model: Collection[str],
 ) -> Cut:
     """Begins to copy this process's part of the state; returns at once.
 
     Args:
         memory: for the copies.
         all_versions: whether versions older than the newest are copied too.
+        in_model: names of the buffers that are saved with the weights, too, as a ``state_dict`` is:
+            the first replica's.
     """
     cut = Cut(batch=session.accumulation.num_updates)
     stages = list(session.stages)
@@ -105,8 +126,9 @@ def begin_cut(
         copy = then(_copying(stage, cut, optimizer, memory, oldest[stage.index], is_mine, tied))
         stage.executor.submit_copy(stage=stage.index, version=cut.batch, copy=copy)
         pipeline = session.grid.pipeline(stage.index)
-        copy = then(_copying_buffers(stage, cut, memory, pipeline))
+        copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model))
         stage.runner.call_before(session.num_train_steps, copy)
+    session.discarding.listen(cut.take_back)
     return cut
 
 
@@ -162,12 +184,14 @@ def _copying(
 
 
 def _copying_buffers(
-    stage: LocalStage, cut: Cut, memory: HostMemory, pipeline: int
+    stage: LocalStage, cut: Cut, memory: HostMemory, pipeline: int, in_model: Collection[str]
 ) -> Callable[[], None]:
     prefix = buffer_prefix(pipeline)
 
     def copy() -> None:
         copies = memory.copy(stage.weights.named_buffers(), ("buffers", stage.index))
         cut.add(RANK, {prefix + name: tensor for name, tensor in copies.items()})
+        if pipeline == 0:
+            cut.add(MODEL, {name: copies[name] for name in copies if name in in_model})
 
     return copy

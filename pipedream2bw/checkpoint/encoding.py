@@ -34,8 +34,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.Tensor):
         check_saveable(where, value)
-        tensors[where] = value
-        return {"$tensor": where}
+        return {"$tensor": _put(value, where, tensors)}
     if isinstance(value, collections.Counter):
         return {"$counter": _pairs(value, where, tensors)}
     if isinstance(value, Mapping):
@@ -47,14 +46,22 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        tensors[where] = torch.from_numpy(value.copy())
-        return {"$array": where}
+        return {"$array": _put(torch.from_numpy(value.copy()), where, tensors)}
     if numpy is not None and isinstance(value, numpy.generic):
         return encode(value.item(), where, tensors)
     raise TypeError(
         f"{where}: {type(value).__module__}.{type(value).__qualname__} given, checkpoints hold "
         "tensors, numbers, strings, None, lists, tuples and dictionaries"
     )
+
+
+def _put(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> str:
+    name, number = where, 1
+    while name in tensors:  # {"a": {"b": ...}, "a.b": ...}
+        number += 1
+        name = f"{where}#{number}"
+    tensors[name] = tensor
+    return name
 
 
 def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor]) -> list[Any]:

@@ -19,7 +19,7 @@ from ..runtime.session import Session
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
 from .manifest import Manifest, RankPart
-from .save import Beside, Stateful, is_stateful, set_generators, settings_of
+from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators, settings_of
 from .source import Source
 
 log = logging.getLogger("pipedream2bw")
@@ -53,14 +53,14 @@ def load(
         The values of ``extra`` that are no objects with a state, by name.
 
     Raises:
-        DamagedCheckpointError: a file is missing, cut or changed; nothing has been loaded then.
+        DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
         ValueError: there is no checkpoint, or it does not fit: both values are named. On every
             rank; nothing has been loaded then.
     """
     session = pipe.session
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
-    source = session.control.together(lambda: Source.newest(Folder(path), step))
+    source = session.together(lambda: Source.newest(Folder(path), step))
     return load_from(source, session, opt, beside, generators=generators)
 
 
@@ -73,7 +73,7 @@ def load_from(
     generators: bool,
 ) -> dict[str, Any]:
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
-    prepared = session.control.together(lambda: _Prepared(source, session, opt, beside))
+    prepared = session.together(lambda: _Prepared(source, session, opt, beside))
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 
@@ -94,6 +94,12 @@ class _Prepared:
             source.check_file(file_name, sums=False)
         if opt is not None and manifest.optimizer is None:
             raise ValueError("opt: given, the checkpoint has none: it was saved without")
+        if (manifest.random_seed is None) != (session.random_seed is None):
+            kinds = [
+                "torch" if seed is None else "keyed"
+                for seed in (session.random_seed, manifest.random_seed)
+            ]
+            raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
         self._check_names()
         self._tied = dict(manifest.tied) | session.local_model.tied_names()
         self._dtypes = {
@@ -130,7 +136,7 @@ class _Prepared:
                 f"{'without' if data is None else 'with'} it"
             )
         for name in beside.extra:
-            if name not in self._extra:
+            if name not in self._extra and not name.startswith(OUR_EXTRA):
                 raise ValueError(
                     f"extra: {name!r} given, the checkpoint has {sorted(self._extra) or 'none'}"
                 )
@@ -277,7 +283,11 @@ class _Prepared:
                     buffers[name].copy_(value)
             session.local_model.loaded([*self._weights[stage.index][manifest.batch], *buffers])
         session.local_model.load_extra_state(self._model_state)
-        session.go_on_from(train_steps=manifest.train_steps, updates=manifest.batch)
+        session.go_on_from(
+            train_steps=manifest.train_steps,
+            updates=manifest.batch,
+            random_seed=manifest.random_seed,
+        )
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
         beside = self._beside
@@ -286,14 +296,14 @@ class _Prepared:
         if beside.data is not None:
             beside.data.load_state_dict(self._data)
         for name, value in beside.extra.items():
-            if is_stateful(value):
+            if is_stateful(value) and name in self._extra:
                 value.load_state_dict(self._extra[name])
         if generators and settings_of(session).num_ranks == manifest.settings.num_ranks:
             set_generators(self._generators)
         return {
             name: value
             for name, value in self._extra.items()
-            if not is_stateful(beside.extra.get(name))
+            if not is_stateful(beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
 
 

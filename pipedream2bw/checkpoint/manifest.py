@@ -8,12 +8,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..errors import DamagedCheckpoint
 from ..json_document import Document, parse_document
 from .folder import MANIFEST, Folder, name_of
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was written: names the file, and what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ class Manifest(Document):
         nonce: another one for every save.
         batch: the number of the batch that follows: optimizer steps so far.
         train_steps: ``train_step`` calls so far.
-        random_seed: of the random numbers that forwards draw.
+        random_seed: of the random numbers that training draws; None: they were torch's own.
         settings: of the pipeline.
         trainable: the names of the parameters that are trained.
         tied: further names of parameters, and the name under which each was saved.
@@ -94,7 +91,7 @@ class Manifest(Document):
     nonce: str
     batch: int
     train_steps: int
-    random_seed: int
+    random_seed: int | None
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]
@@ -125,11 +122,12 @@ def of_bytes(text: bytes) -> Manifest:
     """The manifest in a file.
 
     Raises:
-        ValueError: it is damaged, or none.
+        DamagedCheckpoint: it is not what was written.
+        ValueError: it is of another version.
     """
     begin = _SUM.match(text)
     if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
-        raise ValueError(f"{len(text)} bytes that do not have the sum they should begin with")
+        raise DamagedCheckpoint(f"{len(text)} bytes that do not have the sum they begin with")
     rest = b"{" + text[begin.end() :]
     return parse_document(rest, Manifest.FORMAT, Manifest.VERSION).read(Manifest)
 
@@ -138,18 +136,21 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: it is missing or not a manifest of that step.
+        DamagedCheckpoint: it is missing or not what was written.
+        ValueError: it is of another version.
     """
     where = f"{name_of(step)}/{MANIFEST}"
     try:
         found = of_bytes(folder.read(name_of(step), MANIFEST))
-    except (ValueError, OSError) as error:
-        raise DamagedCheckpointError(f"{where}: {error}") from error
+    except (DamagedCheckpoint, FileNotFoundError) as error:
+        raise DamagedCheckpoint(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if found.batch != step:
-        raise DamagedCheckpointError(f"{where}: batch {found.batch}, it must be {step}")
+        raise DamagedCheckpoint(f"{where}: batch {found.batch}, it must be {step}")
     if sorted(part.rank for part in found.ranks) != list(range(found.settings.num_ranks)):
         ranks = ", ".join(str(part.rank) for part in found.ranks)
-        raise DamagedCheckpointError(
+        raise DamagedCheckpoint(
             f"{where}: parts of the ranks {ranks}, there must be {found.settings.num_ranks}"
         )
     return found

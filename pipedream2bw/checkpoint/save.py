@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,9 @@ from .encoding import encode
 from .folder import Folder
 from .manifest import RankPart, SavedSettings
 from .saving import Head, Saving, Writer
+
+OUR_EXTRA = "pipedream2bw."
+"""Begins names in ``extra`` that are not the user's."""
 
 
 class Stateful(Protocol):
@@ -127,8 +130,9 @@ class Saver:
         self._opt = opt
         self._beside = beside
         self.session.ending.check_open()
-        self.folder: Folder = self.session.control.together(lambda: self._open(path))
+        self.folder: Folder = self.session.together(lambda: self._open(path))
         self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+        self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
 
@@ -141,8 +145,12 @@ class Saver:
             )
         return Folder(path)
 
-    def save(self, *, all_versions: bool = True) -> Saving:
-        """Begins to save; see :func:`save`."""
+    def save(self, *, all_versions: bool = True, then: Callable[[], None] = lambda: None) -> Saving:
+        """Begins to save; see :func:`save`.
+
+        Args:
+            then: called on rank 0 when the checkpoint is whole, in the thread that wrote it.
+        """
         session = self.session
         session.ending.check_open()
         head: Head | None = None
@@ -160,7 +168,13 @@ class Saver:
         assert head is not None
         self._num_saves += 1
         memory = self._memory.pop() if self._memory else HostMemory()
-        cut = begin_cut(session, optimizer, memory, all_versions=all_versions)
+        cut = begin_cut(
+            session,
+            optimizer,
+            memory,
+            all_versions=all_versions,
+            in_model=self._persistent if session.grid.replica == 0 else (),
+        )
         saving = Saving(session, head.batch)
         saving.done.add_done_callback(lambda _: self._memory.append(memory))
         Writer(
@@ -169,6 +183,7 @@ class Saver:
             head,
             is_ended=_is_ended(session),
             timeout=session.control.timeout,
+            then=then,
         ).start(saving)
         return saving
 
@@ -199,7 +214,7 @@ class Saver:
             nonce=f"{self._run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
-            random_seed=0,
+            random_seed=session.random_seed,
             settings=settings_of(session),
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..json_document import Field
+from ..ranks.agreement import Operation
 from ..runtime.session import Session
 from .cut import Cut
 from .encoding import encode
@@ -39,7 +40,7 @@ class Head:
     nonce: str
     batch: int
     train_steps: int
-    random_seed: int
+    random_seed: int | None
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]
@@ -74,8 +75,8 @@ class Saving:
             OSError, RuntimeError: it could not be written; the pipeline has failed.
         """
         session = self._session()
-        if session is not None and session.ending.is_open and not self.snapshot.done():
-            session.drain()
+        if session is not None and session.ending.is_open:
+            session.flush_for(Operation.flush)
         self.done.result()
 
 
@@ -85,16 +86,25 @@ class Writer:
     Args:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         timeout: seconds that a rank waits for the others' parts.
+        then: called on rank 0 when the checkpoint is whole; must not raise.
     """
 
     def __init__(
-        self, folder: Folder, cut: Cut, head: Head, *, is_ended: Callable[[], bool], timeout: float
+        self,
+        folder: Folder,
+        cut: Cut,
+        head: Head,
+        *,
+        is_ended: Callable[[], bool],
+        timeout: float,
+        then: Callable[[], None],
     ) -> None:
         self._folder = folder
         self._cut = cut
         self._head = head
         self._is_ended = is_ended
         self._timeout = timeout
+        self._then = then
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
@@ -120,6 +130,7 @@ class Writer:
             took("write")
             if self._head.own.rank == 0:
                 self._commit(name)
+                self._then()
             else:
                 self._wait_for_commit(name)
             took("commit")

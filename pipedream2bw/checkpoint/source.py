@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from ..errors import DamagedCheckpoint
 from .encoding import decode
 from .folder import Folder, name_of
-from .manifest import DamagedCheckpointError, Manifest, read_manifest
+from .manifest import Manifest, read_manifest
 from .tensor_file import Entry, read_header, read_tensor, sum_of
 
 
@@ -41,7 +42,7 @@ class Source:
         return name_of(self.manifest.batch)
 
     def check_file(self, file_name: str, *, sums: bool) -> None:
-        """Raises DamagedCheckpointError if a file is not as it was written.
+        """Raises DamagedCheckpoint if a file is not as it was written.
 
         Args:
             sums: whether all its bytes are read; otherwise its size and its header.
@@ -58,8 +59,8 @@ class Source:
                 with self.folder.open(self.name, file_name) as file:
                     if sum_of(file) != saved.sum:
                         raise ValueError("its sum is another than when it was written")
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{self.name}/{file_name}: {error}") from error
+        except (FileNotFoundError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
 
     def _header(self, file_name: str) -> dict[str, Entry]:
         if file_name not in self._headers:
@@ -92,7 +93,7 @@ class Source:
             wanted: the tensors' names and files.
 
         Raises:
-            DamagedCheckpointError: a tensor's bytes are not those that were written.
+            DamagedCheckpoint: a tensor's bytes are not those that were written.
         """
         tensors = {}
         for file_name in dict.fromkeys(wanted.values()):
@@ -103,8 +104,8 @@ class Source:
                         tensors[name], crc = read_tensor(file, entry)
                         if crc != self.manifest.files[file_name].tensors[name]:
                             raise ValueError(f"{name}: its sum is another than when it was written")
-            except (OSError, ValueError) as error:
-                raise DamagedCheckpointError(f"{self.name}/{file_name}: {error}") from error
+            except (FileNotFoundError, ValueError) as error:
+                raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
         return tensors
 
     def values(self, *documents: Any) -> list[Any]:

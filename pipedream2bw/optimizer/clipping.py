@@ -87,7 +87,7 @@ class Clipping:
         group, board = session.grid.group_of_replica(), None
         num_parameters = len(_numbers(session))
         if group is not None:
-            board = make_board(group, 2 * num_parameters, session.control.timeout)
+            board = make_board(group, 2 * num_parameters, session.control.deadline)
         dtypes = {parameter.dtype for parameter in session.root.parameters()}
         return _C.GradientNorm(
             fault=session.control.fault,

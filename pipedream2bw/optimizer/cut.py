@@ -45,9 +45,11 @@ class SavedOptimizers:
         delayed_batches: steps since the warm-up.
         loss_scales: of each version that is read again; empty without loss scaling.
         growth_tracker: updates without overflow since the scale last changed.
+        staleness: the remedies for the delay, in words.
     """
 
     optimizers: Sequence[SavedOptimizer]
+    staleness: str
     delayed_batches: int
     loss_scales: Mapping[int, float]
     growth_tracker: int
@@ -76,6 +78,7 @@ class OptimizerCut:
     corrections: Mapping[int, StepCorrection]
     scale: _C.LossScale | None
     delayed_batches: int
+    staleness: str
 
     def of_stage(self, weights: StageWeights) -> StateByName:
         """The state of the parameters that count on the stage; what a remedy keeps is with it."""
@@ -120,13 +123,18 @@ class OptimizerCut:
         return SavedOptimizers(
             optimizers=optimizers,
             delayed_batches=self.delayed_batches,
+            staleness=self.staleness,
             loss_scales={v: self.scale.of_version(v) for v in versions} if self.scale else {},
             growth_tracker=self.scale.growth_tracker if self.scale else 0,
         )
 
 
 def check_saved(
-    saved: SavedOptimizers, optimizers: Sequence[torch.optim.Optimizer], *, has_scale: bool
+    saved: SavedOptimizers,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    has_scale: bool,
+    staleness: str,
 ) -> None:
     """Raises ValueError if the optimizers cannot go on from the saved ones."""
     theirs = [each.kind for each in saved.optimizers]
@@ -142,6 +150,8 @@ def check_saved(
                 f"param_groups of {kind}: {len(own.param_groups)}, the checkpoint has "
                 f"{len(each.groups)}: they must be equal"
             )
+    if staleness != saved.staleness:
+        raise ValueError(f"staleness: {staleness}, the checkpoint has {saved.staleness}")
     if has_scale != bool(saved.loss_scales):
         raise ValueError(
             f"loss_scale: {'given' if has_scale else 'None'}, the checkpoint has "

@@ -13,8 +13,8 @@ import torch
 
 from .. import _C
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
-from ..runtime.session import TakenBack
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, parameters_of
 from .clipping import Clipping, GradNorm
@@ -119,7 +119,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._make_steppers()
         self._let_updates_wait()
         session.optimizer = weakref.ref(self)
-        session.on_take_back.append(weakref.WeakMethod(self._take_back))
+        session.discarding.listen(self._take_back)
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
 
@@ -381,7 +381,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
-        self._session.control.together(lambda: self._load(state_dict))
+        self._session.together(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         states = [state_dict] if len(self._wrapped) == 1 else state_dict.get("optimizers", [])
@@ -424,12 +424,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
             corrections=self._corrections,
             scale=self._scale,
             delayed_batches=self._delayed_batches,
+            staleness=str(self._remedies),
         )
 
     def check_cut(self, shared: SavedOptimizers) -> None:
         """Raises ValueError if these optimizers cannot go on from a cut."""
         self._check_in_charge()
-        check_saved(shared, self._wrapped, has_scale=self._scale is not None)
+        check_saved(
+            shared, self._wrapped, has_scale=bool(self._scale), staleness=str(self._remedies)
+        )
 
     def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
         """Goes on where a cut was made, with this process's part of the state. Drained."""

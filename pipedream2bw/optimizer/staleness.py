@@ -145,7 +145,10 @@ class Remedies:
 
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
-        return {"staleness": str(list(self._given))}
+        return {"staleness": str(self)}
+
+    def __str__(self) -> str:
+        return str(list(self._given))
 
     def check(
         self,

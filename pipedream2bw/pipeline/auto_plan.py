@@ -200,7 +200,7 @@ def _profile(
     links = found.links
     if control.group is not None and (links is None or len(links.latency) < control.size):
         found = _saved(
-            with_links(found, control.group, wanted.device, control.timeout), path, control
+            with_links(found, control.group, wanted.device, control.deadline), path, control
         )
     checked = found
     control.from_first(

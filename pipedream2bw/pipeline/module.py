@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
+from ..errors import PeerLost
 from ..model.metrics import Metric
 from ..planning.plan import Plan
 from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
-from ..runtime.session import Timeline
 from ..runtime.stage_memory import StageMemory, memory_of
+from ..runtime.timeline import Timeline, recording
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule
@@ -105,8 +106,8 @@ class PipelineModule(SessionModule):
             or names of modules: of each of these only the inputs are kept, and it runs again when
             its gradient arrives.
             Hooks run twice, and so does Python code with effects of its own; where a schedule has I
-            and W, those of named modules three times. Inside there may be no torch.utils.checkpoint
-            around what draws random numbers, and no torch.Generator of the model's own.
+            and W, those of named modules three times. Inside there may be no torch.Generator of the
+            model's own.
         accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
             gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
             batches, and each call gives its own loss. Replicas add up their gradients once per
@@ -146,6 +147,14 @@ class PipelineModule(SessionModule):
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
             ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
             of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
+        random: ``"keyed"``: the random numbers that training draws (dropout) follow from
+            :attr:`random_seed`, the train_step, the microbatch among those of all replicas and the
+            draw's number in the unsplit model. So they are the same in threads and processes, under
+            every schedule, at every depth and with ``recompute``, and torch's default generators,
+            which the rest of the script uses, are left alone. :func:`reference_random` makes the
+            unsplit model draw them. Processes that run shards of one stage draw the same ones.
+            ``"torch"``: stages draw from torch's default generators, which all threads share; not
+            with ``recompute``. Evaluation always does. Python's and NumPy's generators are theirs.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:
@@ -185,6 +194,7 @@ class PipelineModule(SessionModule):
         precision: str | None = None,
         split_master: bool = False,
         autocast: torch.dtype | None = None,
+        random: str = "keyed",
         timeout: float = 1800.0,
     ) -> None:
         given = locals()
@@ -196,6 +206,15 @@ class PipelineModule(SessionModule):
     @property
     def num_stages(self) -> int:
         return self.session.schedule.depth
+
+    @property
+    def random_seed(self) -> int | None:
+        """Where the random numbers of training begin: drawn from torch's default generator.
+
+        It was drawn when the pipeline was made, on rank 0, after ``torch.manual_seed(...)`` always
+        the same. None with ``random="torch"``.
+        """
+        return self.session.random_seed
 
     @property
     def num_microbatches(self) -> int:
@@ -358,7 +377,7 @@ class PipelineModule(SessionModule):
 
     def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
-        return self.session.recording()
+        return recording(self.session)
 
     def extra_repr(self) -> str:
         mode = self.session.modes.first
@@ -393,3 +412,15 @@ class PipelineModule(SessionModule):
         proceed are dropped.
         """
         self.session.close()
+
+    def abort(self) -> None:
+        """Ends this process's part at once, without waiting for any other rank.
+
+        One rank may call it alone; what was submitted is dropped. The others raise a
+        :class:`PeerLost` that names this rank, as soon as they wait for anyone, and so does every
+        later call here. After that all ranks may build a pipeline again, in the same process group.
+        Code of the model's that a stage's thread is executing is finished first, as Python cannot
+        end a thread.
+        """
+        if self.session.ending.is_open:
+            self.session.ending.abort("abort() was called", kind=PeerLost)

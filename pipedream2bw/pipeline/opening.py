@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from .._C import Schedule
 from ..capture.chain import as_root, device_type_of
 from ..model.materialize import home_of, materialize
 from ..model.metrics import check_metrics
 from ..model.precision import Precision
+from ..model.random_numbers import follow_threads
 from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.grid import RankGrid
@@ -53,7 +56,8 @@ def open_session(
     """Opens a pipeline; every rank calls it, and raises what any of them finds."""
     device_type = device_type_of(model, options.example_args, options.example_kwargs)
     control = join(f"pipeline{next(_numbers)}", device_type, options.timeout)
-    with control.closed_on_error():
+    with contextlib.ExitStack() as opened:
+        opened.callback(control.close)
         if options.plan is None and options.num_stages == "auto":
             plan = plan_for_devices_at_hand(model, loss_fn, options, control)
             options = dataclasses.replace(options, num_stages=None, plan=plan)
@@ -69,28 +73,39 @@ def open_session(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
         # What waits for other ranks comes after this: it relies on equal settings.
-        grid = place(checked, control)
+        with control.errors_told():
+            grid = place(checked, control)
+        opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
         # Takes the model over: weights into the engine's buffers, threads, channels.
-        checked.stage_options.precision.convert()
-        stages = LocalStages(
-            root=checked.root,
-            mode=checked.modes.first,
-            schedule=checked.schedule,
-            grid=grid,
-            control=control,
-            options=checked.stage_options,
-        )
-        return Session(
-            model=model,
-            modes=checked.modes,
-            stages=stages,
-            accumulation=checked.accumulation,
-            replicated=tuple(options.replicated),
-            without_values=without_values,
-        )
+        with control.errors_told():
+            checked.stage_options.precision.convert()
+            stages = LocalStages(
+                root=checked.root,
+                mode=checked.modes.first,
+                schedule=checked.schedule,
+                grid=grid,
+                control=control,
+                options=checked.stage_options,
+            )
+            seed = None
+            if options.random == "keyed":
+                follow_threads()
+                drawn = _C.draw_seed()  # on every rank, so that their generators stay alike
+                seed = control.from_first(lambda: drawn)
+            session = Session(
+                model=model,
+                modes=checked.modes,
+                stages=stages,
+                accumulation=checked.accumulation,
+                replicated=tuple(options.replicated),
+                without_values=without_values,
+                random_seed=seed,
+            )
+        opened.pop_all()
+        return session
 
 
 def check(
@@ -118,6 +133,12 @@ def check(
     refuse_valueless(root)
     home = home_of(root, example)
     recomputes = bool(blocks) or any(recompute)
+    draws_by_key = options.random == "keyed"
+    if recomputes and not draws_by_key:
+        raise ValueError(
+            f"random: 'torch', with recompute: {arrangement.recompute!r}: torch's stream cannot be "
+            "drawn again: choose random='keyed', or torch.utils.checkpoint inside the model"
+        )
     compiling = compile_options(options.compile, home, recomputes=recomputes)
     precision = Precision(
         root=root,
@@ -141,6 +162,7 @@ def check(
             split=split if isinstance(split, str) else tuple(split),
             replicated=replicated,
             recomputed_blocks=blocks,
+            numbers_draws=draws_by_key and not compiling,
             precision=precision,
         ),
         accumulation=accumulation,
@@ -149,7 +171,6 @@ def check(
             precision=precision,
             devices=stage_devices(options.devices, schedule.depth, num_processes, home),
             recompute=recompute,
-            recomputes_blocks=bool(blocks),
             metrics=metrics,
             compile_options=compiling,
             bucket_cap_mb=options.bucket_cap_mb,
@@ -166,7 +187,7 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
         num_pipelines=schedule.num_pipelines,
         width=arrangement.width,
         world=control.size,
-        timeout=control.timeout,
+        deadline=control.deadline,
         mesh=arrangement.mesh,
         order=arrangement.order,
     )

@@ -47,6 +47,7 @@ class Options:
     precision: str | None
     split_master: bool
     autocast: torch.dtype | None
+    random: str
     timeout: float
 
     def settings(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class Options:
         metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
-            *("precision", "split_master", "autocast", "warmup_batches", "timeout"),
+            *("precision", "split_master", "autocast", "warmup_batches", "random", "timeout"),
         )
         return {
             **comparable(self, names),
@@ -74,6 +75,8 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     check_whole_number("width", width)
     if options.loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction: {options.loss_reduction!r}, known: 'mean', 'sum'")
+    if options.random not in ("keyed", "torch"):
+        raise ValueError(f"random: {options.random!r}, known: 'keyed', 'torch'")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
     check_number("timeout", options.timeout, below=math.inf)

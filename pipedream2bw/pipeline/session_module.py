@@ -193,7 +193,7 @@ class SessionModule(nn.Module):
         }
         if self.session.grid.replica > 0:
             mine = {}
-        parts = self.session.control.gather(mine)
+        parts = self.session.gather(mine)
         merged = {name: value for part in parts for name, value in part.items()}
         order = self.session.root.state_dict().keys()
         return {name: merged[name] for name in order if name in merged}

@@ -8,6 +8,7 @@ from torch import nn
 from .. import _C
 from ..model.precision import Precision
 from ..ranks.agreement import ControlPlane
+from ..ranks.deadline import Deadline
 from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
 from ..runtime.intake import Call
@@ -109,13 +110,14 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
         precision=precision,
     )
     schedule = make_schedule("1f1b", 1, num_microbatches)
-    control = ControlPlane(1, _TIMEOUT, _C.Fault(), "engine timing")
+    deadline = Deadline(_TIMEOUT, _C.Fault())
+    control = ControlPlane(1, deadline, "engine timing")
     stages = LocalStages(
         root=layer,
         mode=modes.capture(training=True),
         schedule=schedule,
         grid=RankGrid(
-            placement=schedule.placement, num_pipelines=1, width=1, world=1, timeout=_TIMEOUT
+            placement=schedule.placement, num_pipelines=1, width=1, world=1, deadline=deadline
         ),
         control=control,
         options=StageOptions(

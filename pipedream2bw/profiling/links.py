@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import math
 import statistics
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.channels import end_of_channel, make_ring
+from ..ranks.deadline import Deadline
+from ..ranks.grid import new_group
 from .profile import Profile
 from .records import ProfiledLinks
 from .timing import median_seconds
@@ -27,11 +28,11 @@ _SUM_BYTES = (64 * 2**10, 2**20, 8 * 2**20, 25 * 2**20)
 
 
 def with_links(
-    profile: Profile, group: dist.ProcessGroup, device: torch.device, timeout: float
+    profile: Profile, group: dist.ProcessGroup, device: torch.device, deadline: Deadline
 ) -> Profile:
     """Adds the links of these processes to a profile. All ranks of the default group call this."""
-    links = _measured_links(group, device, _typical_message(profile), timeout)
-    all_reduce = _measured_all_reduce(group, device, timeout)
+    links = _measured_links(group, device, _typical_message(profile), deadline)
+    all_reduce = _measured_all_reduce(group, device, deadline)
     return dataclasses.replace(profile, links=links, all_reduce=all_reduce)
 
 
@@ -48,7 +49,7 @@ def _typical_message(profile: Profile) -> int:
 
 
 def _measured_links(
-    group: dist.ProcessGroup, device: torch.device, message_bytes: int, timeout: float
+    group: dist.ProcessGroup, device: torch.device, message_bytes: int, deadline: Deadline
 ) -> ProfiledLinks:
     """Sends messages both ways between every two ranks, over the channels that stages use.
 
@@ -59,18 +60,17 @@ def _measured_links(
     Args:
         message_bytes: the larger of the two sizes that distinguish latency from bandwidth.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     mine: dict[tuple[int, int], tuple[float, float]] = {}
     for pairs in rounds_of_pairs(world):
         for pair in pairs:  # every rank makes all groups, in one order
-            made = dist.new_group(list(pair), timeout=datetime.timedelta(seconds=timeout))
-            if rank in pair:
-                assert isinstance(made, dist.ProcessGroup)
-                mine[pair] = _measured_pair(made, pair, device, message_bytes, timeout)
+            made = new_group([pair], deadline)
+            if made is not None:
+                mine[pair] = _measured_pair(made, pair, device, message_bytes, deadline)
                 dist.destroy_process_group(made)
-        dist.barrier(group=group)
+        deadline.wait("measuring links", lambda: dist.barrier(group=group))
     everyone: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, mine, group=group)
+    deadline.wait("measuring links", lambda: dist.all_gather_object(everyone, mine, group=group))
     # For each pair the lower rank's measurement counts.
     measured = {pair: everyone[pair[0]][pair] for found in everyone for pair in found}
     latency = [[0.0] * world for _ in range(world)]
@@ -86,7 +86,7 @@ def _measured_pair(
     pair: tuple[int, int],
     device: torch.device,
     message_bytes: int,
-    timeout: float,
+    deadline: Deadline,
 ) -> tuple[float, float]:
     """Seconds of a message without content, and bytes per second; both ranks of a pair call it.
 
@@ -97,8 +97,7 @@ def _measured_pair(
     for source, destination in (pair, pair[::-1]):
         ring = None
         if device.type == "cpu":
-            seconds = datetime.timedelta(seconds=timeout)
-            ring = make_ring(group, source, destination, _UNDER_WAY, seconds)
+            ring = make_ring(group, source, destination, _UNDER_WAY, deadline)
         ends.append(end_of_channel(group, source, destination, device, _UNDER_WAY, ring))
     (sender, _), (_, receiver) = ends if leads else ends[::-1]
     assert sender is not None
@@ -124,28 +123,28 @@ def _measured_pair(
 
 
 def _measured_all_reduce(
-    group: dist.ProcessGroup, device: torch.device, timeout: float
+    group: dist.ProcessGroup, device: torch.device, deadline: Deadline
 ) -> tuple[tuple[int, int, float], ...]:
     """(ranks, bytes, seconds) of sums over the first 2, 4, 8, ... ranks, and over all of them.
 
     All ranks of the default group call this; the slowest rank's median counts.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     found: list[tuple[int, int, float]] = []
     powers = [2**k for k in range(1, world.bit_length()) if 2**k < world]
     for count in (*powers, world):
-        made = dist.new_group(list(range(count)), timeout=datetime.timedelta(seconds=timeout))
+        made = new_group([range(count)], deadline)
         for size in _SUM_BYTES:
             seconds = 0.0
-            if rank < count:
-                assert isinstance(made, dist.ProcessGroup)
+            if made is not None:
                 flat = torch.zeros(size // 4, device=device)
                 add_up = functools.partial(dist.all_reduce, flat, group=made)
                 seconds = median_seconds(add_up, device, times=_SUMS, warmup=2)
             slowest = torch.tensor([seconds], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            slow = functools.partial(dist.all_reduce, slowest, dist.ReduceOp.MAX, group=group)
+            deadline.wait("measuring sums", slow)
             found.append((count, size, float(slowest)))
-        if rank < count:
+        if made is not None:
             dist.destroy_process_group(made)
     return tuple(found)
 

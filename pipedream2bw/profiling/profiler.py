@@ -172,7 +172,10 @@ def _measured_profile(
         action = seconds_per_action(device)
     if control.group is not None:
         everyone: list[Any] = [None] * control.size
-        dist.all_gather_object(everyone, (measured, update, action), group=control.group)
+        mine = (measured, update, action)
+        control.deadline.wait(
+            "profiling", lambda: dist.all_gather_object(everyone, mine, group=control.group)
+        )
         measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
         update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
         action = statistics.median(each[2] for each in everyone)
@@ -187,7 +190,7 @@ def _measured_profile(
     )
     if control.group is None:
         return found
-    return with_links(found, control.group, device, control.timeout)
+    return with_links(found, control.group, device, control.deadline)
 
 
 def _this_device(device: torch.device) -> ProfiledDevice:

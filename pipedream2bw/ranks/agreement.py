@@ -13,6 +13,7 @@ import enum
 import itertools
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,13 +24,15 @@ from .. import _C, errors
 from ..errors import (
     PeerLost,
     PeerTimeout,
+    RemoteTraceback,
     StageError,
     from_document,
     reworded,
     to_document,
 )
+from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import join_world
+from .grid import join_world, new_group, number_groups_alike
 
 
 class Operation(enum.IntEnum):
@@ -64,6 +67,7 @@ class Announcement(NamedTuple):
     shapes: int = -1  # their hash
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
+    wish: int = 0  # the greatest is what all do after the batch
 
 
 _WAIT_SLICE_SECONDS = 0.1
@@ -82,11 +86,12 @@ class ControlPlane:
 
     Args:
         world: number of processes.
-        timeout: seconds that a rank waits for another.
-        fault: ends waiting when this process fails; raised when another one has.
+        deadline: ends waiting for other ranks; its fault is raised when another one has failed.
         name: of the pipeline, the same on every rank.
 
     Attributes:
+        deadline: as given.
+        fault, timeout: its own.
         group: all ranks' processes; None with one rank, and once the agreement has ended.
         board: the memory that they share.
         discards: the first batch that is discarded.
@@ -94,9 +99,10 @@ class ControlPlane:
         place: this rank, in messages.
     """
 
-    def __init__(self, world: int, timeout: float, fault: _C.Fault, name: str) -> None:
-        self.fault = fault
-        self.timeout = timeout
+    def __init__(self, world: int, deadline: Deadline, name: str) -> None:
+        self.fault = deadline.fault
+        self.deadline = deadline
+        self.timeout = deadline.seconds
         self.group: dist.ProcessGroup | None = None
         self.board: _C.SharedBoard | None = None
         self.verdict_group: dist.ProcessGroup | None = None
@@ -104,16 +110,16 @@ class ControlPlane:
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         if world > 1:
-            self.group = dist.new_group(timeout=datetime.timedelta(seconds=timeout), backend="gloo")
-            self.board = make_board(self.group, 4 + len(Announcement._fields), timeout)
-            self.verdict_group = self.group
-            self.verdict_board = make_board(self.group, 1, timeout)
-            if self.verdict_board is None:  # collectives of two threads need two groups
-                self.verdict_group = dist.new_group(
-                    timeout=datetime.timedelta(seconds=timeout), backend="gloo"
-                )
             store = dist.distributed_c10d._get_default_store()
-            self._first_failure = FirstFailure(store, name, fault)
+            deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
+            self.group = new_group([range(world)], deadline, "gloo")
+            assert self.group is not None
+            self.board = make_board(self.group, 4 + len(Announcement._fields), deadline)
+            self.verdict_group = self.group
+            self.verdict_board = make_board(self.group, 1, deadline)
+            if self.verdict_board is None:  # collectives of two threads need two groups
+                self.verdict_group = new_group([range(world)], deadline, "gloo")
+            self._first_failure = FirstFailure(store, name, self.fault)
         self.discards = _C.Discards(self.board)
 
     @property
@@ -162,7 +168,7 @@ class ControlPlane:
             return error
         told: list[Any] = [None] * self.size
         mine = None if error is None else to_document(error)
-        dist.all_gather_object(told, mine, group=self.group)
+        self.deadline.wait("agreeing", lambda: dist.all_gather_object(told, mine, group=self.group))
         return from_document(next(document for document in told if document is not None))
 
     def _exchange_rows(
@@ -183,7 +189,10 @@ class ControlPlane:
                 raise error
             return
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (_describe(error), settings), group=self.group)
+        mine = (_describe(error), settings)
+        self.deadline.wait(
+            "agreeing", lambda: dist.all_gather_object(everyone, mine, group=self.group)
+        )
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]
             if any(value != values[0] for value in values):
@@ -229,7 +238,9 @@ class ControlPlane:
         if self.group is None:
             return make()
         made: list[Any] = [self.together(make if self.group.rank() == 0 else lambda: None)]
-        dist.broadcast_object_list(made, group=self.group, group_src=0)
+        self.deadline.wait(
+            "agreeing", lambda: dist.broadcast_object_list(made, group=self.group, group_src=0)
+        )
         found: _Made = made[0]
         return found
 
@@ -239,8 +250,23 @@ class ControlPlane:
             return [value]
         is_root = self.group.rank() == 0
         gathered: list[Any] | None = [None] * self.size if is_root else None
-        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        self.deadline.wait(
+            "gathering",
+            lambda: dist.gather_object(value, gathered, group=self.group, group_dst=0),
+        )
         return gathered or []
+
+    @contextlib.contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Tells the other ranks, which may wait for this one, what is raised here alone."""
+        try:
+            yield
+        except BaseException as error:
+            cause = f"{type(error).__name__} {error}".strip()
+            failure = StageError(f"{self.place}: {cause}", rank=self.fault.rank, cause=cause)
+            failure.__cause__ = RemoteTraceback("".join(traceback.format_exception(error)))
+            self.fault.raise_(failure)  # where it is not a consequence of another failure
+            raise
 
     def report(self, failure: StageError) -> StageError:
         """Tells the others why this rank failed; returns the first failure that any rank told.
@@ -314,15 +340,6 @@ class ControlPlane:
             self.fault.raise_(failure)
             raise failure
 
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Closes the agreement if what is inside raises."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Ends the agreement; ranks that wait for this one get an error."""
         if self._first_failure is not None:
@@ -346,25 +363,31 @@ def join(name: str, device_type: str, timeout: object) -> ControlPlane:
     """
     is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
-    world = join_world(device_type)
+    world = join_world(device_type, Deadline(seconds, _C.Fault()))
     fault = _C.Fault(rank=dist.get_rank() if world > 1 else 0)
-    return ControlPlane(world, seconds, fault, name)
+    return ControlPlane(world, Deadline(seconds, fault), name)
 
 
-def make_board(group: dist.ProcessGroup, row_size: int, timeout: float) -> _C.SharedBoard | None:
+def make_board(
+    group: dist.ProcessGroup, row_size: int, deadline: Deadline
+) -> _C.SharedBoard | None:
     """This rank's part of memory shared by a group's ranks, None if one of them cannot reach it.
 
     Every rank of the group calls it.
     """
     board: _C.SharedBoard | None = None
     if group.rank() == 0:
-        board = _C.SharedBoard.create(group.size(), row_size, timeout)
+        board = _C.SharedBoard.create(group.size(), row_size, deadline.seconds)
     told: list[Any] = [board.address if board else ""]
-    dist.broadcast_object_list(told, group=group, group_src=0)
+    deadline.wait(
+        "sharing memory", lambda: dist.broadcast_object_list(told, group=group, group_src=0)
+    )
     if group.rank() != 0:
-        board = _C.SharedBoard.open(told[0], group.rank(), timeout)
+        board = _C.SharedBoard.open(told[0], group.rank(), deadline.seconds)
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, board is not None, group=group)
+    deadline.wait(
+        "sharing memory", lambda: dist.all_gather_object(everyone, board is not None, group=group)
+    )
     return board if all(everyone) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .deadline import Deadline
 from .grid import RankGrid, destroy_groups, new_group
 
 
@@ -28,12 +29,12 @@ class Channels:
         grid: RankGrid,
         devices: Sequence[torch.device],
         in_flight: Sequence[int],
-        timeout: float,
+        deadline: Deadline,
     ) -> None:
         self._grid = grid
         self._devices = devices
         self._in_flight = in_flight
-        self._timeout = datetime.timedelta(seconds=timeout)
+        self._deadline = deadline
         self._groups: list[dist.ProcessGroup] = []
         self._made: set[tuple[int, int]] = set()
         self.senders: dict[tuple[int, int], _C.Sender] = {}
@@ -54,7 +55,7 @@ class Channels:
             channel = _C.LocalChannel(self._devices[destination])
             self.senders[edge], self.receivers[edge] = channel, channel
             return
-        group = new_group(grid.teams_of(edge), self._timeout)
+        group = new_group(grid.teams_of(edge), self._deadline)
         if group is None:
             return
         self._groups.append(group)
@@ -64,7 +65,7 @@ class Channels:
         devices = {self._devices[source].type, self._devices[destination].type}
         ring = None
         if devices == {"cpu"}:
-            ring = make_ring(group, *peers, most_under_way, self._timeout)
+            ring = make_ring(group, *peers, most_under_way, self._deadline)
         own = self._devices[source if source in grid.stages else destination]
         sender, receiver = end_of_channel(group, *peers, own, most_under_way, ring)
         if sender is not None:
@@ -108,7 +109,7 @@ def make_ring(
     source: int,
     destination: int,
     num_slots: int,
-    timeout: datetime.timedelta,
+    deadline: Deadline,
 ) -> _C.SharedRing | None:
     """This process's end of memory shared by two ranks, None if they are not on one machine.
 
@@ -116,11 +117,12 @@ def make_ring(
     memory and some do not, so the receiver tries and tells.
     """
     is_source = dist.get_rank() == source
-    ring = _C.SharedRing.create(num_slots, timeout.total_seconds()) if is_source else None
+    ring = _C.SharedRing.create(num_slots, deadline.seconds) if is_source else None
     told: list[Any] = [ring.address if ring else ""]
-    dist.broadcast_object_list(told, src=source, group=group)
+    tell = functools.partial(dist.broadcast_object_list, told, group=group)
+    deadline.wait("making a channel", functools.partial(tell, src=source))
     if not is_source:
-        ring = _C.SharedRing.open(told[0], timeout.total_seconds())
-    told = [ring is not None]
-    dist.broadcast_object_list(told, src=destination, group=group)
+        ring = _C.SharedRing.open(told[0], deadline.seconds)
+    told[0] = ring is not None
+    deadline.wait("making a channel", functools.partial(tell, src=destination))
     return ring if told[0] else None

@@ -34,6 +34,7 @@ class FirstFailure:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._known = threading.Event()
+        self._thread_is_stuck = False
         self._first = ""  # the document of the first failure, if it is known
         self._thread = threading.Thread(
             target=self._pass_on, name=f"{name} watches for failures", daemon=True
@@ -47,7 +48,8 @@ class FirstFailure:
         """
         self._reported = failure
         self._wake.set()
-        self._known.wait(_ANSWER_SECONDS)
+        if not self._known.wait(_ANSWER_SECONDS):
+            self._thread_is_stuck = True
         is_mine = self._first in ("", to_document(failure))
         return failure if is_mine else from_document(self._first)
 
@@ -55,7 +57,7 @@ class FirstFailure:
         """Ends the thread, or leaves it behind if the store does not answer."""
         self._closed.set()
         self._wake.set()
-        if self._thread is not threading.current_thread():
+        if not self._thread_is_stuck and self._thread is not threading.current_thread():
             self._thread.join(_ANSWER_SECONDS)
 
     def _pass_on(self) -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
+from .deadline import Deadline
 from .mesh import Places, places_in
 
 
-def join_world(device_type: str) -> int:
+def join_world(device_type: str, deadline: Deadline) -> int:
     """The number of processes; makes the process group where torchrun's environment is alone."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        deadline.wait("joining all ranks", lambda: dist.init_process_group(backend))
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -38,7 +43,7 @@ class RankGrid:
         num_pipelines: the schedule's.
         width: number of replicas.
         world: number of processes.
-        timeout: seconds that a process waits for another.
+        deadline: ends waiting for other processes.
         mesh: of all processes, see :func:`check_mesh`.
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
@@ -54,7 +59,7 @@ class RankGrid:
         num_pipelines: int,
         width: int,
         world: int,
-        timeout: float,
+        deadline: Deadline,
         mesh: DeviceMesh | None = None,
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -69,7 +74,7 @@ class RankGrid:
         self._num_ranks = p = max(placement) + 1
         self._own_rank = 0
         self.places: Places = [[[0] * p]]
-        self._timeout = datetime.timedelta(seconds=timeout)
+        self.deadline = deadline
         # By what the processes share: a stage of the model, several stages, or (None) a replica.
         self._groups: dict[int | tuple[int, ...] | None, dist.ProcessGroup] = {}
         self.mesh = mesh
@@ -181,7 +186,7 @@ class RankGrid:
         teams: Iterable[Collection[int]],
         backend: str | None = None,
     ) -> None:
-        group = new_group(teams, self._timeout, backend)
+        group = new_group(teams, self.deadline, backend)
         if group is not None:
             self._groups[key] = group
 
@@ -191,19 +196,46 @@ class RankGrid:
         self._groups.clear()
 
 
+def number_groups_alike(store: Store, name: str) -> None:
+    """Sets torch's number of the next group to the highest of all ranks. Every process calls it.
+
+    A pipeline that failed while it made groups may have made more of them on some ranks.
+
+    Args:
+        name: of the pipeline, the same on every rank.
+    """
+    world = dist.distributed_c10d._world
+    keys = [f"pipedream2bw/{name}/groups/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], str(world.group_count))
+    world.group_count = max(map(int, store.multi_get(keys)))
+
+
 def new_group(
-    teams: Iterable[Collection[int]], timeout: datetime.timedelta, backend: str | None = None
+    teams: Iterable[Collection[int]], deadline: Deadline, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Makes a group of each team's processes; gives the one that this process is in.
 
     torch numbers groups by how many a process has made, so every process calls it, in one order.
     """
+    timeout = datetime.timedelta(seconds=deadline.seconds)
+    make = functools.partial(dist.new_group, timeout=timeout, backend=backend)
     own = None
     for team in teams:
-        made = dist.new_group(sorted(team), timeout=timeout, backend=backend)
+        made = deadline.wait("making a group", functools.partial(make, sorted(team)))
         if isinstance(made, dist.ProcessGroup):  # else this process is in another team
             own = made
     return own
+
+
+def broadcast(
+    tensor: torch.Tensor, group: dist.ProcessGroup, source: int, deadline: Deadline
+) -> None:
+    """Gives all processes of a group the tensor of one, by its number in the group."""
+    send = functools.partial(dist.broadcast, tensor, group=group, group_src=source)
+    if tensor.device.type == "cpu":
+        deadline.wait("broadcasting", send)
+    else:
+        send()  # only enqueues it, in this thread's stream
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -90,16 +90,16 @@ class Accumulation:
         if not self._is_complete:
             raise ValueError(self._message(self.num_updates + 1))
 
+    @property
+    def is_between_batches(self) -> bool:
+        """Whether no batch has begun whose step has not been called."""
+        return self._last is None or self._last.batch != self.num_updates
+
     def check_between_batches(self, what: str) -> None:
         """Raises ValueError if a batch has begun whose step has not been called."""
-        if self.has_begun:
+        if not self.is_between_batches:
             steps = f"{self._counted + self._held} train_steps and {self.num_updates} opt.step()"
             raise ValueError(f"{what}: {steps} so far, a batch waits for its opt.step(): call it")
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a batch has begun whose step has not been called."""
-        return self._last is not None and self._last.batch == self.num_updates
 
     @property
     def counts(self) -> tuple[int, int]:

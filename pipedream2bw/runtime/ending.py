@@ -66,6 +66,16 @@ class Ending:
                 self.abort(f"{type(error).__name__} {error}".strip(), error=error)
             raise
 
+    @contextlib.contextmanager
+    def lost_ranks_close(self) -> Iterator[None]:
+        """Closes the pipeline if another rank is lost or has failed; other errors leave it open."""
+        try:
+            yield
+        except BaseException:
+            if self._control.fault.raised:
+                self._fail()
+            raise
+
     def finish_submitted(self) -> None:
         """Waits for what needs no later batch, and for the losses that others wait for."""
         self._stages.finish_submitted()

@@ -25,7 +25,7 @@ class LazyNumber(abc.ABC):
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self.train_step = session.num_train_steps - 1
-        self._times_taken_back = len(session.taken_back)
+        self._times_taken_back = session.discarding.num_times
 
     def _wait(self, read: Callable[[], _Read]) -> _Read:
         """Returns what ``read`` gives; if the pipeline fails first, raises the first cause.
@@ -34,7 +34,7 @@ class LazyNumber(abc.ABC):
         """
         session = self._session()
         if session is not None:
-            session.check_kept(self.train_step, self._times_taken_back)
+            session.discarding.check_kept(self.train_step, self._times_taken_back)
         try:
             value = read()
         except RuntimeError:
@@ -52,7 +52,7 @@ class LazyNumber(abc.ABC):
         session = self._session()
         if session is not None and not self.done():
             session.ending.check_open()
-            session.check_kept(self.train_step, self._times_taken_back)
+            session.discarding.check_kept(self.train_step, self._times_taken_back)
             missing = session.train_steps_until_finished(self.train_step)
             if missing > 0:
                 raise RuntimeError(

@@ -103,6 +103,10 @@ class LocalModel:
         every = self._root.named_parameters(remove_duplicate=False)
         return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
+    def persistent_names(self) -> frozenset[str]:
+        """What the whole model's ``state_dict`` holds."""
+        return frozenset(self._root.state_dict(keep_vars=True))
+
     def extra_state(self) -> dict[str, Any]:
         """What modules keep beside parameters and buffers, by the modules' names."""
         return {name: module.get_extra_state() for name, module in self._with_extra_state()}

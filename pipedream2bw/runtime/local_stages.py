@@ -93,7 +93,7 @@ class LocalStages:
         self._errors = _KeptErrors()
         devices = _device_of_each(schedule, options.devices)
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
-        self._channels = Channels(grid, devices, in_flight, control.timeout)
+        self._channels = Channels(grid, devices, in_flight, control.deadline)
         self.losses = _C.LossBoard(
             fault=control.fault,
             group="" if control.group is None else control.group.group_name,
@@ -133,7 +133,11 @@ class LocalStages:
             grid,
         )
         self.end.atexit = False
-        self.connect(mode)
+        try:
+            self.connect(mode)
+        except BaseException:
+            self.end()
+            raise
 
     def _specs(
         self, mode: Mode, devices: Sequence[torch.device], ties: Sequence[Tie]
@@ -152,6 +156,7 @@ class LocalStages:
                 group=grid.replica_group(stage),
                 bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
                 first=grid.process_of(stage % d, replica=0),
+                deadline=grid.deadline,
                 copies=sums[stage % d],
                 tied=tied,
                 precision=self.options.precision,
@@ -164,8 +169,6 @@ class LocalStages:
         schedule, grid, options, d = self.schedule, self.grid, self.options, self.schedule.depth
         weights_of = {each.index: each for each in weights}
         stages: list[LocalStage] = []
-        draws = any(options.recompute) or options.recomputes_blocks
-        seed = _C.draw_seed() if draws else 0
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             here = grid.stages_of(rank)
@@ -177,7 +180,6 @@ class LocalStages:
                 num_replicas=grid.width,
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
-                seed=seed,
                 warmup_batches=options.warmup_batches,
                 stages=[
                     _C.StageSetup(
@@ -185,7 +187,6 @@ class LocalStages:
                         stage=weights_of[i].engine,
                         forward=runners[i].forward_while_alive(),
                         recompute=options.recompute[i % d],
-                        recomputes_blocks=options.recomputes_blocks,
                     )
                     for i in here
                 ],
@@ -300,6 +301,12 @@ class LocalStages:
             self._verdicts.forget()
         for stage in self._stages:
             stage.runner.take_back(batch, run)
+
+    def count_anew(self) -> None:
+        """Batches and train_steps get numbers that others had before. Drained."""
+        self._verdicts.forget()
+        for stage in self._stages:
+            stage.runner.count_anew()
 
     def submit_evaluation(self, run: _C.Run) -> None:
         """Begins an evaluation."""

@@ -37,7 +37,6 @@ class StageOptions:
         precision: the dtypes in which stages compute and parameters are kept.
         devices: the device of each stage of the model.
         recompute: for each stage of the model, whether it runs its forwards again.
-        recomputes_blocks: whether blocks of layers inside the stages do so by themselves.
         metrics: what is computed beside the loss.
         compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
         bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
@@ -48,7 +47,6 @@ class StageOptions:
     precision: Precision
     devices: Sequence[torch.device]
     recompute: Sequence[bool]
-    recomputes_blocks: bool = False
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bucket_cap_mb: float = math.inf
@@ -230,6 +228,11 @@ class StageRunner:
         self._runs = {other: inputs for other, inputs in self._runs.items() if 0 <= other < run}
         self._replays = {key: kept for key, kept in self._replays.items() if key[0] < run}
 
+    def count_anew(self) -> None:
+        """Batches and runs get numbers that others had before. The stage is idle."""
+        self._begun.clear()
+        self._buffers.forget_all()
+
     def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
         given = _Given.of(inputs, call.microbatch)
         layout = inputs.layouts[call.microbatch]
@@ -239,7 +242,7 @@ class StageRunner:
             replay = None
             if self._recompute:
                 if layout not in self._replayers:
-                    self._replayers[layout] = Replayer(self._device, self._buffer_places)
+                    self._replayers[layout] = Replayer(self._buffer_places)
                 replayer = self._replayers[layout]
                 replay = around.enter_context(replayer.first(given.tensors(), keep_inputs=True))
                 around.enter_context(self._frozen_stay())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +16,9 @@ from ..errors import StageError, reworded
 from ..model.checkpoint import Checkpoint
 from ..ranks.agreement import Announcement, BatchDiscarded, Operation
 from ..ranks.mesh import mesh_of
-from ..schedules.events import Event
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
+from .discarding import Discarding
 from .ending import Ending
 from .intake import Call, Given, Intake, Microbatches
 from .interrupts import interrupts_later, last_interrupt
@@ -27,28 +26,7 @@ from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
 
-
-class TakenBack(NamedTuple):
-    """Train_steps that have not been, as a batch was discarded.
-
-    Attributes:
-        batch: the number of the first batch.
-        train_step: the number of its first train_step.
-        updates: how many optimizer steps had been registered since.
-        error: why.
-    """
-
-    batch: int
-    train_step: int
-    updates: int
-    error: StageError
-
-
-class _Begun(NamedTuple):
-    """How many calls there had been when a batch began."""
-
-    train_steps: int
-    counts: tuple[int, int]
+_Made = TypeVar("_Made")
 
 
 class Session:
@@ -63,9 +41,13 @@ class Session:
         accumulation: which train_steps make one batch.
         replicated: names of arguments that every microbatch gets whole.
         without_values: names of parameters and buffers that are to be loaded.
+        random_seed: of the random numbers that training draws, the same on all ranks; None: they
+            are torch's own.
 
     Attributes:
         model, modes, stages, accumulation: as given.
+        random_seed: may be changed between train_steps, on all ranks. A run that begins with the
+            seed and ``num_train_steps`` of another one draws what that one would have drawn next.
         root: the model as one module.
         schedule: what the stages do in which order.
         grid: which process runs which stages.
@@ -74,8 +56,10 @@ class Session:
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
-        taken_back: what was discarded so far.
-        on_take_back: methods that are called after batches were taken back.
+        discarding: takes back the batches in which the user's code fails.
+        wish: gives a number of what this rank wishes that all do after a batch.
+        agreed_wish: the greatest of all ranks, when the last batch or evaluation began.
+        before_evaluation: is called when all ranks have agreed on an evaluation.
     """
 
     def __init__(
@@ -87,8 +71,10 @@ class Session:
         accumulation: Accumulation,
         replicated: Sequence[str] = (),
         without_values: Collection[str] = (),
+        random_seed: int | None = None,
     ) -> None:
         self.model = model
+        self.random_seed = random_seed
         self.modes = modes
         self.stages = stages
         self.accumulation = accumulation
@@ -100,10 +86,11 @@ class Session:
         self.ending = Ending(stages)
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
-        self.taken_back: list[TakenBack] = []
-        self.on_take_back: list[weakref.WeakMethod[Callable[[TakenBack], None]]] = []
-        self._begun: dict[int, _Begun] = {}  # by batch, those that may be taken back
+        self.discarding = Discarding(stages, accumulation)
         self._interrupt_before: int | None = None  # when the last train_step was submitted
+        self.wish: Callable[[], int] = lambda: 0
+        self.agreed_wish = 0
+        self.before_evaluation: Callable[[], None] = lambda: None
         self._num_evaluations = 0
         self._intake = Intake(
             self.grid,
@@ -157,7 +144,7 @@ class Session:
         number, part = self.num_train_steps, given.part
         assert part is not None
         slot = self.stages.losses.expect(number)
-        self._note(part, number)
+        self.discarding.begin(part, number)
         for stage in self.stages:
             inputs = self._intake.inputs(given, stage, mode, microbatches)
             stage.runner.begin(number, inputs)
@@ -171,6 +158,7 @@ class Session:
                 begins_batch=part.begins,
                 ends_batch=part.ends,
                 num_averaged=part.num_averaged,
+                seed=self.random_seed,
             )
         )
         self.accumulation.take(part)
@@ -190,6 +178,8 @@ class Session:
             given, microbatches = self._take(
                 call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
             )
+        self.before_evaluation()
+        with self.ending.failing_closes():
             mode = self._mode_in_use(is_train)
             self.drain()
             run = ~self._num_evaluations  # never a train_step's number
@@ -236,10 +226,11 @@ class Session:
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
             given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
-            return given.announcement
+            return given.announcement._replace(wish=self.wish())
 
         announced = self.agree(operation, number, check)
         check_same_part(announced)
+        self.agreed_wish = max(rank.wish for rank in announced)
         return given, self._intake.microbatches(announced, training=given.training)
 
     def _mode_in_use(self, is_train: bool) -> Mode:
@@ -274,68 +265,19 @@ class Session:
 
     # ------------------------------------------------------------------ taking back
 
-    def _note(self, part: BatchPart, train_step: int) -> None:
-        """Remembers where a batch begins, as long as it may be taken back."""
-        if part.begins:
-            self._begun[part.batch] = _Begun(train_step, self.accumulation.counts)
-            oldest = part.batch - self.schedule.most_batches_behind - 2
-            self._begun.pop(oldest, None)
-
     def _take_back(self, batch: int) -> NoReturn:
         """Makes as if the batch and all later ones had not been; every rank does, drained.
 
         Raises:
             StageError: why the batch is discarded.
         """
-        stages, discards = self.stages, self.control.discards
-        failure = self.control.why_discarded(batch)
-        is_mine = discards.batch == batch
-        original = stages.take_error(discards.kept if is_mine else -1)
-        now = _Begun(self.num_train_steps, self.accumulation.counts)
-        begun = self._begun.get(batch, now)
-        discarded = tuple(range(begun.train_steps, self.num_train_steps))
-        updates = max(0, self.accumulation.num_updates - batch)
-        stages.take_back(batch, begun.train_steps, batches=batch in self._begun)
-        text = f"{failure}. The evaluation was discarded, the pipeline is open"
-        if batch in self._begun:
-            shown = ", ".join(map(str, discarded))
-            text = (
-                f"{failure}. Discarded: train_steps {shown}; the pipeline is open, drained and as "
-                f"it was before them, at version {batch}"
-            )
-            self.num_train_steps = self.ending.batch = begun.train_steps
-            self.accumulation.take_back(batch, begun.counts)
-            if self._restarts_delay(failure):
-                text += "; the delay begins anew"
-                for stage in stages:
-                    stage.weights.engine.restart_delay()
-        self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
-        error = reworded(failure, text)
-        error.discarded = discarded
-        error.__cause__ = failure.__cause__
-        taken = TakenBack(batch, begun.train_steps, updates, error)
-        self.taken_back.append(taken)
-        discards.go_on()
-        self._show()
-        for method in self.on_take_back:
-            listener = method()
-            if listener is not None:
-                listener(taken)
+        with self._interruptible_later():
+            taken, original = self.discarding.take_back(batch, self.num_train_steps)
+            self.num_train_steps = self.ending.batch = taken.train_step
+            self._show()
         # Another object than the one that is kept, which would keep what its traceback refers to.
-        raise reworded(error, text) from (original if original is not None else error.__cause__)
-
-    def _restarts_delay(self, failure: StageError) -> bool:
-        """Whether the version that the batch read may have been overwritten on some stage.
-
-        Stages learn of a failure in a forward, or on the last stage, before their own backward of
-        the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
-        whose gradients are added up where that version was. Without memory that all ranks share,
-        they learn of any failure only then.
-        """
-        is_backward = failure.action in ("backward", "input gradient", "weight gradient")
-        is_last = failure.stage == self.grid.depth - 1
-        is_late = (is_backward and not is_last) or not self.control.discards_reach_all
-        return failure.action is not None and is_late and max(self.schedule.delay) > 0
+        error = reworded(taken.error, str(taken.error))
+        raise error from (original if original is not None else taken.error.__cause__)
 
     def discard_batch(self) -> tuple[int, ...]:
         """Takes back the train_steps since the last optimizer step; gives their numbers.
@@ -344,8 +286,8 @@ class Session:
         """
         self.ending.check_open()
         batch, first = self.accumulation.num_updates, self.num_train_steps
-        if self.accumulation.has_begun:
-            first = self._begun[batch].train_steps
+        if not self.accumulation.is_between_batches:
+            first = self.discarding.first_train_step(batch)
             cause = "discard_batch() was called"
             self.control.discards.discard(batch, StageError(cause, cause=cause))
         last = self.num_train_steps
@@ -366,7 +308,7 @@ class Session:
         if (
             interrupt in (None, self._interrupt_before)
             or self.grid.in_processes
-            or not self.accumulation.has_begun
+            or self.accumulation.is_between_batches
         ):
             return
         discarded = ", ".join(map(str, self.discard_batch()))
@@ -374,16 +316,6 @@ class Session:
             f"train_steps {discarded}, interrupted before their opt.step(), were discarded",
             stacklevel=4,
         )
-
-    def check_kept(self, train_step: int, times_taken_back: int) -> None:
-        """Raises StageError if a train_step was discarded.
-
-        Args:
-            times_taken_back: when it was called.
-        """
-        for taken in self.taken_back[times_taken_back : times_taken_back + 1]:
-            if train_step >= taken.train_step:
-                raise reworded(taken.error, str(taken.error))
 
     def raise_discarded(self, train_step: int) -> NoReturn:
         """Raises StageError: this train_step has no numbers.
@@ -456,17 +388,34 @@ class Session:
         self.flush_for(Operation.load_state_dict)
         has_failed = True
         try:
-            result = self.control.together(lambda: self.local_model.load(opened(), strict))
+            result = self.together(lambda: self.local_model.load(opened(), strict))
             has_failed = False
         finally:  # some may have loaded a part before they found an error
             if not self.control.fault.raised:
-                self.stages.restart_delay(replicas_too=has_failed)
+                with self.ending.lost_ranks_close():
+                    self.stages.restart_delay(replicas_too=has_failed)
         return result
 
-    def go_on_from(self, *, train_steps: int, updates: int) -> None:
-        """Counts on from a run's so many train_steps and optimizer steps. Drained."""
+    def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
+        """Counts on from a run's so many train_steps and optimizer steps. Drained.
+
+        Training draws what that run would have drawn next, if both draw by key.
+        """
         self.num_train_steps = self.ending.batch = train_steps
         self.accumulation.go_on_from(updates)
+        self.discarding.count_anew()
+        if random_seed is not None and self.random_seed is not None:
+            self.random_seed = random_seed
+
+    def together(self, make: Callable[[], _Made]) -> _Made:
+        """Calls ``make`` on every rank; returns what it gives here, or raises on every rank."""
+        with self.ending.lost_ranks_close():
+            return self.control.together(make)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` on rank 0, an empty list elsewhere."""
+        with self.ending.lost_ranks_close():
+            return self.control.gather(value)
 
     @contextlib.contextmanager
     def update(self) -> Iterator[int]:
@@ -482,33 +431,6 @@ class Session:
         with self.ending.failing_closes(), self._interruptible_later():
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[Timeline]:
-        """Records the actions executed inside; drains at its end."""
-        self.ending.check_open()
-        timeline = Timeline(self)
-        self.stages.record(True)
-        try:
-            yield timeline
-            self.flush_for(Operation.end_of_timeline)
-        finally:
-            self.stages.record(False)
-            records = self.stages.take_records()
-            timeline.rows.extend(
-                Event(
-                    stage=action.stage,
-                    replica=self.grid.replica,
-                    kind=action.kind,
-                    batch=action.run,
-                    microbatch=action.microbatch,
-                    version=action.version,
-                    start=action.start,
-                    end=action.end,
-                    rank=self.schedule.placement[action.stage],
-                )
-                for action in (records if self.grid.shard == 0 else ())
-            )
 
     # ------------------------------------------------------------------ ending
 
@@ -529,20 +451,6 @@ class Session:
             with contextlib.suppress(BatchDiscarded):
                 self.control.agree(Operation.close, self.num_train_steps, Announcement)
         self.ending.end(RuntimeError("close() was called"))
-
-
-class Timeline:
-    """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.rows: list[Event] = []
-
-    def gather(self) -> list[Event]:
-        """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
-        self._session.agree(Operation.gather_events, 0, Announcement)
-        parts = self._session.control.gather([dataclasses.astuple(event) for event in self.rows])
-        return sorted(Event(*row) for part in parts for row in part)
 
 
 def open_sessions() -> list[Session]:

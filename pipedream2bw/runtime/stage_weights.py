@@ -16,6 +16,8 @@ from .. import _C
 from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
 from ..model.storages import storage_of
+from ..ranks.deadline import Deadline
+from ..ranks.grid import broadcast
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
@@ -33,6 +35,7 @@ class StageSpec:
     group: dist.ProcessGroup | None  # the processes that hold the stage
     bucket_bytes: int  # of gradients that they add up at once
     first: int  # the one of them that gives the others its initial weights
+    deadline: Deadline  # for waiting for them
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
@@ -64,6 +67,7 @@ class StageWeights:
         self._model = model
         self._root = root
         self._first = spec.first
+        self._deadline = spec.deadline
         self._tied = spec.tied
         self._taken = taken
         used = (*program.parameters, *program.unused_parameters)
@@ -305,7 +309,7 @@ class StageWeights:
         elif group is not None:
             source = dist.get_group_rank(group, self._first)
             for tensor in self.held_tensors():
-                dist.broadcast(tensor, group=group, group_src=source)
+                broadcast(tensor, group, source, self._deadline)
         self.engine.restart_delay()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..ranks.grid import RankGrid
+from ..ranks.grid import RankGrid, broadcast
 from ..stages.program import StageProgram
 from .stage_weights import StageWeights
 
@@ -109,9 +109,8 @@ class TiedCopies:
                     mine = first.shown(name)
                     if group is not None:
                         value = mine.contiguous()
-                        dist.broadcast(
-                            value, group=group, group_src=self._rank_in(group, stages[0])
-                        )
+                        source = self._rank_in(group, stages[0])
+                        broadcast(value, group, source, self._grid.deadline)
                         mine.copy_(value)
                     for other in others:
                         other.shown(name).copy_(mine)

@@ -105,6 +105,10 @@ class WrittenBuffers:
         for other in [other for other in self._kept if other <= run]:
             del self._kept[other]
 
+    def forget_all(self) -> None:
+        """Forgets all runs: others get their numbers."""
+        self._kept.clear()
+
     def _learn(self) -> None:
         """Finds out what the runs so far have written to."""
         for of_run in self._kept.values():

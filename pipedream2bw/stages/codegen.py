@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import keyword
 import linecache
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_unflatten
 
+from .. import _C
 from ..capture.attribute import Attribute
 
 StageFunction = Callable[[Sequence[Any]], list[Any]]
@@ -44,6 +46,7 @@ def generate(
     cloned_inputs: Iterable[str] = (),
     sizes: Mapping[str, tuple[str, int]] | None = None,
     block_of: Callable[[fx.Node], str | None] = lambda node: None,
+    draws_of: Callable[[fx.Node], tuple[int, int] | None] = lambda node: None,
 ) -> StageSource:
     """Writes and compiles the function of the stage that computes ``nodes``.
 
@@ -55,8 +58,10 @@ def generate(
         cloned_inputs: inputs that are copied first, as the stage writes to them in place.
         sizes: values that are sizes of an input: name -> (input, dimension).
         block_of: names the recomputed block that a node belongs to.
+        draws_of: gives the number of a node's first draw of random numbers and how many it may
+            make; None: it makes none.
     """
-    nodes, writer = list(nodes), _Writer(attribute_of)
+    nodes, writer = list(nodes), _Writer(attribute_of, draws_of)
     last_use = _last_uses(nodes, set(outputs))
     variable = writer.variable
     body: list[str] = []
@@ -84,8 +89,13 @@ def generate(
 class _Writer:
     """Writes nodes as statements, and keeps the names of what these refer to."""
 
-    def __init__(self, attribute_of: Callable[[fx.Node], Attribute]) -> None:
+    def __init__(
+        self,
+        attribute_of: Callable[[fx.Node], Attribute],
+        draws_of: Callable[[fx.Node], tuple[int, int] | None],
+    ) -> None:
         self._attribute_of = attribute_of
+        self._draws_of = draws_of
         self._attributes: dict[tuple[str, str, Any], str] = {}
         self._attribute_list: list[Attribute] = []
         self._globals: dict[str, Any] = {}
@@ -101,6 +111,9 @@ class _Writer:
         self, nodes: Iterable[fx.Node], last_use: Mapping[fx.Node, list[str]]
     ) -> Iterator[str]:
         for node in nodes:
+            draws = self._draws_of(node)
+            if draws is not None:
+                yield f"{self._constant(_C.number_draws)}{draws}"
             yield f"{self.variable(node.name)} = {self._expression(node)}"
             dead = [self.variable(name) for name in last_use.get(node, ())]
             if dead:
@@ -140,7 +153,9 @@ class _Writer:
         filename = f"<pipedream2bw {title} #{next(_serial)}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         exec(compile(text, filename, "exec"), self._globals)
-        return StageSource(text, tuple(self._attribute_list), self._globals["make"])
+        make = self._globals["make"]
+        weakref.finalize(make, linecache.cache.pop, filename, None).atexit = False
+        return StageSource(text, tuple(self._attribute_list), make)
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "output":

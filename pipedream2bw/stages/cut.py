@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import _C
 from ..capture.captured import Captured, first_layers
 from .codegen import generate
 from .program import StageProgram
@@ -19,12 +20,34 @@ def split_into_stages(
     captured: Captured,
     boundaries: Sequence[int],
     recomputed_blocks: Mapping[fx.Node, str] | None = None,
+    *,
+    numbers_draws: bool = False,
 ) -> list[StageProgram]:
-    """Cuts the captured model; ``boundaries[i]`` is the first layer of stage i.
+    """Cuts the captured model.
 
-    ``recomputed_blocks`` gives the name of the block that a layer is in.
+    Args:
+        boundaries: the first layer of each stage.
+        recomputed_blocks: the name of the block that a layer is in.
+        numbers_draws: whether the stages say which number the draws of each layer have.
     """
-    return _Splitter(captured, list(boundaries), recomputed_blocks or {}).programs()
+    draws = _numbered(captured) if numbers_draws else {}
+    return _Splitter(captured, list(boundaries), recomputed_blocks or {}, draws).programs()
+
+
+def _numbered(captured: Captured) -> dict[fx.Node, tuple[int, int]]:
+    """Gives each layer that may draw random numbers the number of its first draw, and how many.
+
+    What comes after the model, its loss, has the numbers after the last layer's.
+    """
+    draws: dict[fx.Node, tuple[int, int]] = {}
+    number = 0
+    for node, count in zip(captured.layer_nodes, captured.costs.draws, strict=True):
+        if count:
+            draws[node] = number, count
+            number += count
+    (output,) = (node for node in captured.graph.nodes if node.op == "output")
+    draws[output] = number, _C.ALL_DRAWS
+    return draws
 
 
 @dataclasses.dataclass
@@ -37,10 +60,15 @@ class _LocalSizes:
 
 class _Splitter:
     def __init__(
-        self, captured: Captured, boundaries: list[int], recomputed_blocks: Mapping[fx.Node, str]
+        self,
+        captured: Captured,
+        boundaries: list[int],
+        recomputed_blocks: Mapping[fx.Node, str],
+        draws: Mapping[fx.Node, tuple[int, int]],
     ) -> None:
         self._captured = captured
         self._recomputed_blocks = recomputed_blocks
+        self._draws = draws
         self._names = first_layers(captured)
         self._num_stages = len(boundaries)
         ends = [*boundaries[1:], len(captured.layers)]
@@ -160,6 +188,7 @@ class _Splitter:
             cloned_inputs=cloned,
             sizes=sizes.read,
             block_of=self._recomputed_blocks.get,
+            draws_of=self._draws.get,
         )
         return StageProgram(
             index=stage,

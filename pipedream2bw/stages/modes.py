@@ -39,6 +39,7 @@ class Modes:
 
     Args:
         recomputed_blocks: names of the modules whose forward is run again in the backward.
+        numbers_draws: whether the stages number the random draws of their layers.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Modes:
         split: str | Sequence[str],
         replicated: Sequence[str],
         recomputed_blocks: Sequence[str],
+        numbers_draws: bool = False,
         precision: Precision,
     ) -> None:
         self._root = root
@@ -58,6 +60,7 @@ class Modes:
         self._split = split
         self._replicated = replicated
         self._recomputed_blocks = recomputed_blocks
+        self._numbers_draws = numbers_draws
         self._precision = precision
         self._by_training: dict[bool, Mode] = {}
 
@@ -97,7 +100,9 @@ class Modes:
         leaves = [captured.signature.tensors[position] for position in captured.input_positions]
         whole = [not leaf.carries_batch(self._replicated) for leaf in leaves]
         blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks, training=training)
-        programs = split_into_stages(captured, boundaries, blocks)
+        programs = split_into_stages(
+            captured, boundaries, blocks, numbers_draws=self._numbers_draws
+        )
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode
         return mode

@@ -69,7 +69,7 @@ class StageProgram:
 
     def _resolve(self, root: nn.Module, attribute: Attribute, device: torch.device | None) -> Any:
         if attribute.kind == "block":
-            return Block(attribute.target, root, device or self.home)
+            return Block(attribute.target, root)
         if attribute.kind == "buffer":  # the dictionary: the module may assign another tensor
             return root.get_submodule(attribute.target.rpartition(".")[0])._buffers
         found = attribute.found_in(root)

@@ -2,28 +2,24 @@
 
 Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only if
 the second forward finds the inputs and buffers as the first did, and draws the same random numbers.
-The engine repeats those of the CPU's generator; a device's generator is set back here.
+The engine repeats the random numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from .. import _C
 from ..capture.saved_bytes import count_as_saved
 
 BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
 """Lists the dictionaries and names under which modules hold buffers."""
-
-# Held by forwards that may draw from a device's generator: threads share it.
-_drawing = threading.RLock()
 
 
 class Replayer:
@@ -33,12 +29,10 @@ class Replayer:
     forwards, which may write to no others.
 
     Args:
-        device: the stage's device.
         buffer_places: lists the buffers that the forwards may use; a buffer may be None.
     """
 
-    def __init__(self, device: torch.device, buffer_places: BufferPlaces) -> None:
-        self._generator = None if device.type == "cpu" else _Generator(device)
+    def __init__(self, buffer_places: BufferPlaces) -> None:
         self._buffer_places = buffer_places
         self._written_inputs: list[int] | None = None  # None: nothing is known yet
         self._written_buffers: set[tuple[int, str]] = set()
@@ -47,11 +41,6 @@ class Replayer:
     def writes_to_inputs(self) -> bool:
         """Whether forwards have written to their inputs."""
         return bool(self._written_inputs)
-
-    @property
-    def draws_on_a_device(self) -> bool:
-        """Whether random numbers come from a device's generator, too, not only from the CPU's."""
-        return self._generator is not None
 
     @contextlib.contextmanager
     def first(self, inputs: Sequence[torch.Tensor], *, keep_inputs: bool) -> Iterator[Replay]:
@@ -63,7 +52,7 @@ class Replayer:
         places = list(self._buffer_places())
         buffers = [holder[leaf] for holder, leaf in places]
         known = self._written_inputs
-        replay = Replay(self._generator)
+        replay = Replay()
         if keep_inputs:
             replay.inputs = [
                 _copy(tensor) if known is None or index in known else tensor
@@ -75,12 +64,7 @@ class Replayer:
             if known is None or (id(holder), leaf) in self._written_buffers
         ]
         counts = [_version(tensor) for tensor in (*inputs, *buffers)]
-        with _drawing if self._generator else contextlib.nullcontext():
-            if self._generator:
-                replay.drawn_from = self._generator.state()
-            yield replay
-            if self._generator:
-                replay.drawn_to = self._generator.state()
+        yield replay
         after = [_version(tensor) for tensor in (*inputs, *(h[leaf] for h, leaf in places))]
         changed = [was != now for was, now in zip(counts, after, strict=True)]
         written_inputs = [i for i in range(len(inputs)) if changed[i]]
@@ -115,13 +99,10 @@ class Replayer:
 class Replay:
     """The state that a forward read, for the time when it is run again."""
 
-    def __init__(self, generator: _Generator | None) -> None:
+    def __init__(self) -> None:
         self.inputs: list[torch.Tensor] = []
         self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
         self._versions: list[Any] = []
-        self._generator = generator
-        self.drawn_from: torch.Tensor | None = None  # states of a device's generator
-        self.drawn_to: torch.Tensor | None = None
 
     def nbytes(self) -> int:
         """Returns the bytes held for the second forward, without the inputs."""
@@ -136,8 +117,7 @@ class Replay:
         """Prepares a second forward, which uses ``inputs``, and restores everything after it.
 
         Raises:
-            RuntimeError: somebody wrote to the inputs since the first forward, or drew from the
-                device's generator meanwhile.
+            RuntimeError: somebody wrote to the inputs since the first forward.
         """
         if self._versions != [_version(tensor) for tensor in self.inputs]:
             raise RuntimeError(
@@ -148,44 +128,22 @@ class Replay:
         try:
             for holder, leaf, copied in self.buffers:
                 holder[leaf] = _copy(copied)  # it may be run a third time
-            with contextlib.nullcontext() if self._generator is None else self._drawn_again():
-                yield
+            yield
         finally:
             for (holder, leaf, _), tensor in zip(self.buffers, now, strict=True):
                 holder[leaf] = tensor
-
-    @contextlib.contextmanager
-    def _drawn_again(self) -> Iterator[None]:
-        assert self._generator is not None
-        assert self.drawn_from is not None
-        assert self.drawn_to is not None
-        with _drawing:
-            before = self._generator.state()
-            try:
-                self._generator.set(self.drawn_from)
-                yield
-                reached = self._generator.state()
-            finally:
-                self._generator.set(before)
-        if not torch.equal(reached, self.drawn_from) and not torch.equal(reached, self.drawn_to):
-            raise RuntimeError(
-                "recompute: a forward cannot be run again as it was: another thread drew random "
-                "numbers from the device's default generator meanwhile; give what runs next to the "
-                "pipeline its own torch.Generator"
-            )
 
 
 class Block:
     """Runs a part of a stage of which only the inputs are kept, and runs it again for its backward.
 
-    This is torch.utils.checkpoint with the random numbers and buffers of a :class:`Replayer`.
+    This is torch.utils.checkpoint with the buffers of a :class:`Replayer`.
     """
 
-    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, name: str, root: nn.Module) -> None:
         self._name = name
         modules = list(root.get_submodule(name).modules())
         self._replayer = Replayer(
-            device,
             lambda: [(module._buffers, leaf) for module in modules for leaf in module._buffers],
         )
 
@@ -201,15 +159,12 @@ class Block:
         for tensor in tensors:
             count_as_saved(tensor)
         passes = _Passes(self._replayer)
-        # Ending the second forward early would skip the check of a device's generator.
-        with set_checkpoint_early_stop(not self._replayer.draws_on_a_device):
-            outputs = checkpoint(
-                function,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (passes.first(tensors), _EachTime(passes.again)),
-            )
+        outputs = checkpoint(
+            function,
+            *inputs,
+            use_reentrant=False,
+            context_fn=lambda: (passes.first(tensors), _EachTime(passes.again)),
+        )
         if self._replayer.writes_to_inputs:
             raise ValueError(
                 f"recompute: block {self._name} writes to its inputs in place: it cannot be run "
@@ -223,22 +178,20 @@ class _Passes:
 
     def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
-        self._seed = _C.next_seed()
         self._replay: Replay | None = None
 
     @contextlib.contextmanager
     def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        with (
-            _C.PrivateGenerator(self._seed),
-            self._replayer.first(inputs, keep_inputs=False) as replay,  # the checkpoint does
-        ):
+        with self._replayer.first(inputs, keep_inputs=False) as replay:  # the checkpoint does
             yield
         self._replay = replay
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         assert self._replay is not None
-        with _C.PrivateGenerator(self._seed), self._replay.again():
+        place = _C.random_place()  # which the checkpoint has set back
+        assert place is not None
+        with _C.KeyedRandom(place, repeats=True), self._replay.again():
             yield
 
 
@@ -255,21 +208,6 @@ class _EachTime:
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
-
-
-class _Generator:
-    """A device's default generator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-
-    def state(self) -> torch.Tensor:
-        state: torch.Tensor = self._module.get_rng_state(self._device)
-        return state
-
-    def set(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state, self._device)
 
 
 def _version(tensor: torch.Tensor | None) -> Any:

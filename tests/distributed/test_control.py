@@ -17,6 +17,7 @@ import torch
 from pipedream2bw import _C
 from pipedream2bw.errors import ScheduleError, StageError
 from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
+from pipedream2bw.ranks.deadline import Deadline
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.trajectory import sgd
@@ -30,9 +31,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="has no memory to 
 
 
 def make(name: str, fault: _C.Fault | None = None, timeout: float = 60.0) -> ControlPlane:
-    return ControlPlane(
-        torch.distributed.get_world_size(), timeout, fault or _C.Fault(), f"test of {name}"
-    )
+    world = torch.distributed.get_world_size()
+    return ControlPlane(world, Deadline(timeout, fault or _C.Fault()), f"test of {name}")
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str, float]:
@@ -59,7 +59,7 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     def announce(number: int) -> list[Announcement]:
         if number % 50 == rank:
             time.sleep(0.01)
-        mine = Announcement(rank, number, -(2**62) - rank, rank % 2, rank)
+        mine = Announcement(rank, number, -(2**62) - rank, rank % 2, rank, number)
         return control.agree(Operation.train_step, number, lambda: mine)
 
     seen["tables"] = [announce(number) for number in range(500)]
@@ -188,7 +188,7 @@ def test_memory_is_shared_where_it_can_be(results: Results) -> None:
 def test_every_rank_gets_what_all_announced(results: Results) -> None:
     for result in results[1]:
         for number, table in enumerate(result.value["tables"]):
-            want = [(rank, number, -(2**62) - rank, rank % 2, rank) for rank in range(3)]
+            want = [(rank, number, -(2**62) - rank, rank % 2, rank, number) for rank in range(3)]
             assert [tuple(row) for row in table] == want
 
 

@@ -24,6 +24,7 @@ from tests.runs.trajectory import (
     by_pipeline,
     copy_of,
     delays_under_pipedream,
+    drawing,
     expected,
     make_pipeline,
     sgd,
@@ -70,7 +71,7 @@ def check(
 def train_everything(rank: int, world_size: int) -> None:
     d = world_size
     torch.set_num_threads(1)
-    for name in ("skips", "fan", "gpt", "dropout in eval", "frozen"):
+    for name in ("drawing", "fan", "gpt", "dropout in eval", "frozen"):
         task = TASKS[name]
         check(task, d, d, [2 * d] * 4, exact=task.exact)
     check(TASKS["mlp"], d, d + 1, [2 * d + 2] * 5)
@@ -94,7 +95,7 @@ def train_everything(rank: int, world_size: int) -> None:
 
 def every_schedule(num_ranks: int) -> None:
     """One stage a rank, and where the schedule and the model allow it two."""
-    task = TASKS["skips"]
+    task = TASKS["drawing"]
     for schedule in pd2.schedule_names():
         of_ranks = [sizes for sizes in sizes_for(schedule, num_ranks) if sizes.stages_per_rank == 1]
         if 2 * num_ranks in task.depths:
@@ -203,7 +204,7 @@ def replicas_average(rank: int, world_size: int, width: int) -> None:
     d = world_size // width
     for name, make, m, uneven in (
         ("mlp", sgd, d, 0),
-        ("skips", adamw, d + 1, 1),
+        ("drawing", adamw, d + 1, 1),
         ("gpt", sgd, d + 1, 1),
         ("skips", rmsprop, d, 0),
     ):
@@ -234,7 +235,7 @@ def replicas_follow_the_mean(
     width = len(by_replica)
     model = whole(task.model())
     delay = int(schedule == "2bw")
-    oracle = Oracle(model, make(model.parameters()), m, task.loss_fn, delay)
+    oracle = Oracle(model, make(model.parameters()), m, task.loss_fn, delay, drawing=drawing)
     want = [oracle.train_replicas(batches) for batches in zip(*by_replica, strict=True)]
     own = torch.distributed.get_rank() // d
     # Initial weights come from replica 0: the others start from something else.

@@ -204,6 +204,16 @@ def assert_cause(seen: dict[str, Any], *words: str, kind: str = "StageError") ->
     assert seen["seconds"] < SOON, seen
 
 
+def assert_discarded(seen: dict[str, Any], *words: str, first: int) -> None:
+    """A call raises an error with these words, soon; the next one works."""
+    assert seen["kind"] == "StageError", seen
+    assert seen["again"] == "", seen
+    for word in words:
+        assert word in seen["text"], (word, seen)
+    assert seen["data"]["discarded"][0] == first, seen
+    assert seen["seconds"] < SOON, seen
+
+
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def of_two_stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     results = run_ranks(over, 2, args=(request.param, two_stages), timeout=150)
@@ -213,9 +223,10 @@ def of_two_stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_an_error_in_a_backward_is_known_to_all(of_two_stages: list[dict[str, Any]]) -> None:
     for seen in of_two_stages:
-        assert_cause(
+        assert_discarded(
             seen["backward"],
             "stage 0, batch 1, microbatch 1, backward: ZeroDivisionError: on purpose",
+            first=1,
         )
         assert_data(seen["backward"], stage=0, batch=1, microbatch=1, action="backward")
         assert "in backward" in seen["backward"]["shown"]
@@ -226,10 +237,11 @@ def test_an_error_in_a_backward_is_known_to_all(of_two_stages: list[dict[str, An
 @pytest.mark.slow
 def test_a_target_of_the_wrong_shape_is_known_to_all(of_two_stages: list[dict[str, Any]]) -> None:
     for seen in of_two_stages:
-        assert_cause(
+        assert_discarded(
             seen["target"],
             "stage 1, batch 0, microbatch 0, forward: RuntimeError: ",
             "must match the size of tensor b (3)",
+            first=0,
         )
 
 
@@ -265,7 +277,8 @@ def test_a_rank_whose_main_thread_is_busy_tells_its_failure(
     of_two_stages: list[dict[str, Any]],
 ) -> None:
     seen = of_two_stages[1]["busy"]
-    assert_cause(seen, "stage 0, batch 0, microbatch 1, forward: ", "ZeroDivisionError")
+    words = "stage 0, batch 0, microbatch 1, forward: ", "ZeroDivisionError"
+    assert_discarded(seen, *words, first=0)
 
 
 @pytest.mark.slow
@@ -274,21 +287,22 @@ def test_an_error_in_a_forward_is_known_to_all() -> None:
     for stage in range(3):
         for rank, value in enumerate(values):
             seen = value[f"forward {stage}"]
-            assert_cause(
+            assert_discarded(
                 seen,
                 f"stage {stage}, batch {stage}, microbatch 1, forward: ",
                 "ZeroDivisionError: on purpose",
+                first=stage,
             )
             assert_data(seen, stage=stage, batch=stage, microbatch=1, action="forward")
             assert seen["cause"] == ("ZeroDivisionError" if rank == stage else "RemoteTraceback")
-            for shown in (seen["shown"], seen["again shown"]):
-                assert "in raise_error" in shown
-                assert 'raise ZeroDivisionError("on purpose")' in shown
+            assert "in raise_error" in seen["shown"]
+            assert 'raise ZeroDivisionError("on purpose")' in seen["shown"]
 
 
 def assert_data(seen: dict[str, Any], *, stage: int, **data: Any) -> None:
     """The error's attributes, of a first replica whose stages are its ranks."""
     want = {"rank": stage, "stage": stage, "replica": 0, "cause": "ZeroDivisionError: on purpose"}
+    want["discarded"] = seen["data"]["discarded"]
     assert seen["data"] == want | data, seen
 
 
@@ -309,20 +323,22 @@ def assert_lost(results: list[RankResult], fault: str, rank: int, exit_code: int
 
 
 @pytest.mark.slow
-def test_an_error_in_one_replica_is_known_to_all_and_a_killed_one_ends_all() -> None:
+def test_an_error_in_one_replica_discards_the_batch_of_all_and_a_killed_one_ends_all() -> None:
     results = run_ranks(two_replicas, 4, timeout=150, expect_failure=True)
     for result in results[:3]:
-        assert_cause(
+        assert_discarded(
             result.value["forward"],
             "stage 1 of replica 1, batch 2, microbatch 1, forward: ",
             "ZeroDivisionError: on purpose",
+            first=2,
         )
         failed = result.value["forward"]["data"]
         assert (failed["rank"], failed["stage"], failed["replica"]) == (3, 1, 1)
-        assert_cause(
+        assert_discarded(
             result.value["backward"],
             "stage 0 of replica 0, batch 2, microbatch 1, backward: ",
             "ZeroDivisionError: on purpose",
+            first=2,
         )
     assert_lost(results, "killed", 3, -signal.SIGKILL)
 

@@ -13,6 +13,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.ranks import agreement
+from pipedream2bw.ranks.deadline import Deadline
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_close, sgd
@@ -111,9 +112,9 @@ def finds_one_plan(folder: str) -> None:
     made: list[int] = []
     make_board = agreement.make_board
 
-    def counted(group: Any, row_size: int, timeout: float) -> _C.SharedBoard | None:
+    def counted(group: Any, row_size: int, deadline: Deadline) -> _C.SharedBoard | None:
         made.append(row_size)
-        return make_board(group, row_size, timeout)
+        return make_board(group, row_size, deadline)
 
     agreement.make_board = counted
     batch = TASK.batches([8])[0]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import pipedream2bw as pd2
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
-from tests.runs.trajectory import assert_close, copy_of, make_pipeline, sgd
+from tests.runs.trajectory import assert_close, copy_of, drawing, make_pipeline, sgd
 from tests.samples.flow_models import random_batch
 from tests.samples.models import TASKS, Task
 from tests.unit.model.test_module_hooks import KINDS, NAMES, Layers, count_calls
@@ -49,7 +49,9 @@ def checkpoints_change_nothing(width: int, schedule: str, m: int) -> None:
         task = Task(lambda kind=kind, reentrant=reentrant: kind(reentrant), random_batch)
         by_replica = [task.batches([2 * m] * 4, seed=seed) for seed in range(width)]
         model = task.model()
-        oracle = Oracle(model, sgd(model.parameters()), m, task.loss_fn, int("2bw" in schedule))
+        oracle = Oracle(
+            model, sgd(model.parameters()), m, task.loss_fn, int("2bw" in schedule), drawing=drawing
+        )
         for batches in zip(*by_replica, strict=True):
             oracle.train_replicas(batches)
         with make_pipeline(task, d, m, by_replica[0][0], width=width, schedule=schedule) as pipe:

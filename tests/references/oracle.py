@@ -12,6 +12,7 @@ shares nothing with the package: it imports torch only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Drawing = Callable[[int, int], contextlib.AbstractContextManager[None]]
+"""Inside, random numbers are those of a train_step and a microbatch among all replicas'."""
 
 
 class Batch(NamedTuple):
@@ -49,6 +52,7 @@ class Oracle:
         replicated: Sequence[str] = (),
         num_pipelines: int = 1,
         warmup_batches: int = 0,
+        drawing: Drawing = lambda train_step, microbatch: contextlib.nullcontext(),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -62,6 +66,8 @@ class Oracle:
         self.replicated = replicated
         self.num_pipelines = num_pipelines
         self.warmup_left = warmup_batches
+        self.drawing = drawing
+        self.num_train_steps = 0
         self.restart_delay()
 
     def restart_delay(self) -> None:
@@ -99,24 +105,28 @@ class Oracle:
             losses.append([])
             for replica, batch in enumerate(batches):
                 total: torch.Tensor | None = None
-                for j, loss in enumerate(self._scaled_losses(batch)):
+                for j in range(self.num_microbatches):
                     pipeline = j * self.num_pipelines // self.num_microbatches
                     mine = sums[replica * self.num_pipelines + pipeline]
                     self._set_gradients(mine)
-                    share = loss / len(steps) if averages else loss
-                    (share / len(batches) if len(batches) > 1 else share).backward()
+                    place = self.num_train_steps, replica * self.num_microbatches + j
+                    with self.drawing(*place):
+                        loss = self._scaled_loss(batch, j)
+                        share = loss / len(steps) if averages else loss
+                        (share / len(batches) if len(batches) > 1 else share).backward()
                     mine[:] = [parameter.grad for parameter in self.parameters]
                     total = loss.detach() if total is None else total + loss.detach()
                 assert total is not None
                 losses[-1].append(total.item())
+            self.num_train_steps += 1
         self._set_gradients([_added(of_one) for of_one in zip(*sums, strict=True)])
         self._show(newest)
         self.optimizer.step()
         self._versions = [*self._versions, self._weights()][-max(self.delays) - 1 :]
         return losses
 
-    def _scaled_losses(self, batch: Batch) -> Any:
-        """One microbatch after the other: the forward of the next runs after a backward."""
+    def _scaled_loss(self, batch: Batch, j: int) -> torch.Tensor:
+        """The loss of one microbatch, weighted by its share of the batch."""
         tensors = [
             leaf
             for path, leaf in pytree.tree_flatten_with_path((batch.args, batch.kwargs))[0]
@@ -124,15 +134,14 @@ class Oracle:
         ]
         rows = tensors[0].shape[0]
         m = self.num_microbatches
-        for j in range(m):
-            args, kwargs, target = (
-                self._part(tree, j) for tree in (batch.args, dict(batch.kwargs), batch.target)
-            )
-            loss = self.loss_fn(self.model(*args, **kwargs), target)
-            if self.loss_reduction == "mean":
-                share = torch.arange(rows).tensor_split(m)[j].numel() / rows
-                loss = loss / m if rows % m == 0 else loss * share
-            yield loss
+        args, kwargs, target = (
+            self._part(tree, j) for tree in (batch.args, dict(batch.kwargs), batch.target)
+        )
+        loss = self.loss_fn(self.model(*args, **kwargs), target)
+        if self.loss_reduction == "mean":
+            share = torch.arange(rows).tensor_split(m)[j].numel() / rows
+            loss = loss / m if rows % m == 0 else loss * share
+        return loss
 
     def _part(self, tree: Any, microbatch: int) -> Any:
         def part(path: Any, leaf: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import math
 import os
 import pickle
 import runpy
@@ -57,6 +58,8 @@ class RankResult:
     stderr: str
     value: Any
     """What the function returned, or None if it did not return."""
+    ended: float = math.nan
+    """When the process had ended, of the clock of ``time.time()``."""
 
     def __str__(self) -> str:
         return (
@@ -219,6 +222,7 @@ def _collect(folder: Path, process: RankProcess) -> RankResult:
         (folder / f"stdout{rank}").read_text(encoding="utf-8", errors="replace"),
         (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace"),
         pickle.loads(value.read_bytes()) if value.exists() else None,
+        process.exit_file.stat().st_mtime,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ def make_pipeline(
     task: Task, num_stages: int, num_microbatches: int, example: Batch, **options: Any
 ) -> pd2.PipelineModule:
     options = {"split": task.split(num_stages), "num_stages": num_stages, **options}
-    return pd2.PipelineModule(
+    pipe = pd2.PipelineModule(
         options.pop("model", None) or task.model(),
         task.loss_fn,
         num_microbatches=num_microbatches,
@@ -47,6 +48,17 @@ def make_pipeline(
         timeout=120.0,
         **options,
     )
+    if pipe.random_seed is not None:
+        pipe.session.random_seed = _RANDOM_SEED
+    return pipe
+
+
+def drawing(train_step: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+    """The oracle's: as the pipelines above draw."""
+    return pd2.reference_random(seed=_RANDOM_SEED, train_step=train_step, microbatch=microbatch)
+
+
+_RANDOM_SEED = 2**63 + 5
 
 
 def by_pipeline(
@@ -96,6 +108,7 @@ def by_oracle(
         delay = [delay_of[name] for name, _ in model.named_parameters()]
     if "chimera" in schedule:
         options["num_pipelines"] = 2
+    options.setdefault("drawing", drawing)
     oracle = Oracle(model, optimizer, num_microbatches, task.loss_fn, delay, **options)
     losses: list[float] = []
     for first in range(0, len(batches), accumulate):

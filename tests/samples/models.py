@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.references.oracle import Batch, LossFunction
 
@@ -97,6 +98,36 @@ class Skips(nn.Module):
         fourth = self.layers[3](third)
         fifth = self.layers[4](fourth + second)
         return self.layers[5](fifth + first) + x
+
+
+class Drawing(Skips):
+    """As Skips, with operators that draw random numbers, one of them inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+        self.saving = Saving()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = F.dropout(self.layers[0](x).tanh(), 0.2, self.training)
+        second = F.rrelu(self.layers[1](first), training=self.training)
+        third = self.saving(self.layers[2](second))
+        fourth = self.layers[3](third) + torch.rand_like(third)
+        y = self.layers[4](fourth + second).unsqueeze(1)
+        fifth = self.attention(y, y, y)[0].squeeze(1)
+        return self.layers[5](fifth + first) + x
+
+
+class Saving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def computed(x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.linear(self.dropout(x)))
+
+        return checkpoint(computed, x, use_reentrant=False)
 
 
 class Fan(nn.Module):
@@ -310,9 +341,14 @@ def out_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Ten
     return F.mse_loss(output["out"], target)
 
 
+def drawing_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(F.dropout(output, 0.1), target)
+
+
 TASKS = {
     "mlp": Task(_mlp, _random),
     "skips": Task(Skips, _random, cuts=tuple(f"layers.{i}" for i in range(1, 6))),
+    "drawing": Task(Drawing, _random, drawing_loss, cuts=tuple(f"layers.{i}" for i in range(1, 6))),
     "fan": Task(Fan, _random, exact=False, cuts=tuple(f"rest.{i}" for i in range(5))),
     "gpt": Task(GPT, _text, token_loss, training=False),
     "masked": Task(Masked, _masked_text, token_loss, depths=(2, 4)),

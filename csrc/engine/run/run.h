@@ -14,6 +14,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace pd2 {
@@ -30,6 +31,8 @@ struct Run {
   bool begins_batch = true;
   bool ends_batch = true;
   int num_averaged = 1;  // runs of which the batch's gradient is the mean
+  // Of the random numbers that training draws, on all ranks the same; none: they are torch's own.
+  std::optional<std::uint64_t> seed = std::nullopt;
 };
 
 // The arguments of a stage's forward. Tensors of `inbound` require grad as their producers' did.
@@ -77,7 +80,6 @@ struct StageSetup {
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
-  bool recomputes_blocks = false;  // parts of the forward are called again by themselves
 };
 
 // What an executor is made from: a rank's part of a schedule, and the stages that it runs.
@@ -89,7 +91,6 @@ struct ExecutorSetup {
   // The first batches, each of which begins with an empty pipeline and all updates made: they have
   // no delay, whatever the schedule's is.
   std::int64_t warmup_batches = 0;
-  std::uint64_t seed = 0;          // of the random numbers of forwards that are called again
   int num_threads = 0;             // intra-op threads of the executor's thread, 0: as they are
   std::vector<StageSetup> stages;  // those in the rank's lists, each once
   // Gets a run's loss, of one pipeline, when its last microbatch has been forwarded; must not take

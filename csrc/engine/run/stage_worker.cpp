@@ -2,54 +2,23 @@
 
 #include "core/check.h"
 #include "engine/clock.h"
+#include "engine/run/action_range.h"
 #include "engine/run/input_sink.h"
-#include "engine/run/private_generator.h"
+#include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <chrono>
 
 namespace pd2 {
-
-namespace {
-
-// While it lives, profilers that record this thread show a range: "pd2 stage 1 forward batch 3
-// microbatch 2 version 2". If none records, it costs one look at the thread's callbacks.
-class ActionRange {
- public:
-  explicit ActionRange(const ExecutedAction& action) {
-    if (range_.isActive()) {
-      const std::string microbatch = action.kind == ActionKind::kUpdate
-                                         ? std::string()
-                                         : detail::concat(" microbatch ", action.microbatch);
-      range_.before(detail::concat("pd2 stage ", action.stage, " ", name_of(action.kind), " batch ",
-                                   action.run, microbatch, " version ", action.version));
-    }
-  }
-  // The range of an evaluation.
-  ActionRange(int stage, int microbatch, std::int64_t version) {
-    if (range_.isActive()) {
-      range_.before(detail::concat("pd2 stage ", stage, " evaluation microbatch ", microbatch,
-                                   " version ", version));
-    }
-  }
-
- private:
-  at::RecordFunction range_{at::RecordScope::USER_SCOPE};
-};
-
-}  // namespace
 
 StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
                          WorkerCallbacks callbacks, UpdateCallbacks updates)
     : setup_(setup),
       mine_(mine),
       first_microbatch_(setup.schedule.number_in_batch(mine.index, 0)),
-      seed_(mix_seed(mix_seed(setup.seed, setup.replica), mine.index)),
       callbacks_(std::move(callbacks)),
       updates_(*stage_, with_record(std::move(updates))) {}
 
@@ -89,19 +58,6 @@ void StageWorker::clear() {
   updates_.end();
   in_flight_.clear();
   loss_ = {};
-}
-
-template <typename UserCode>
-bool StageWorker::attempt(const Run& run, UserCode user_code) const {
-  try {
-    user_code();
-    return true;
-  } catch (...) {
-    if (!callbacks_.discard(run.batch)) {
-      throw;
-    }
-    return false;
-  }
 }
 
 void StageWorker::look_at(const Message& message, const Run& run) const {
@@ -271,6 +227,7 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
   call.slot = stage_->versions().slot(version);
   in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, version);
   call.loss_scale = in_flight.loss_scale;
+  in_flight.random_key = random_key(run, microbatch);
   std::int64_t bytes = 0;
   if (mine_.recompute) {
     in_flight.call = call;
@@ -284,7 +241,7 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
   }
   add_sinks(call, in_flight);
   ForwardResult result;
-  if (!attempt(run, [&] { result = call_forward(std::move(call)); })) {
+  if (!attempt(run, [&] { result = call_forward(std::move(call), in_flight.random_key); })) {
     release(in_flight);
     return std::nullopt;
   }
@@ -325,216 +282,32 @@ bool StageWorker::is_differentiable(const ForwardResult& result) {
          });
 }
 
-ForwardResult StageWorker::call_forward(ForwardCall call) const {
-  // The same for any schedule, and however threads and processes take turns.
-  const std::uint64_t seed = mix_seed(mix_seed(seed_, call.run), call.microbatch);
-  const ForwardSeeds seeds(seed);
-  std::optional<PrivateGenerator> generator;
-  if (mine_.recompute) {
-    generator.emplace(seed);
+std::optional<std::uint64_t> StageWorker::random_key(const Run& run, int microbatch) const {
+  if (!run.seed) {
+    return std::nullopt;
   }
-  return mine_.forward(std::move(call));
+  // As one replica with the microbatches of all would count them.
+  const std::uint64_t before = setup_.replica * run.layouts.size() + first_microbatch_;
+  return mix_seed(mix_seed(*run.seed, run.id), before + microbatch);
 }
 
-std::unique_ptr<PrivateGenerator> StageWorker::forbid_drawing() const {
-  return mine_.recompute || mine_.recomputes_blocks
-             ? std::make_unique<PrivateGenerator>(std::nullopt)
-             : nullptr;
+KeyedRandom StageWorker::draw_by(std::optional<std::uint64_t> key, ActionKind kind) const {
+  // A forward's code numbers the draws of its layers; what it does not know of has numbers of the
+  // stage's own.
+  const auto number = ~(static_cast<std::uint64_t>(kind) << 32 | mine_.index);
+  return KeyedRandom(key ? std::optional(RandomPlace{*key, number, 0, 0}) : std::nullopt,
+                     {.repeats = mine_.recompute});
+}
+
+ForwardResult StageWorker::call_forward(ForwardCall call, std::optional<std::uint64_t> key) const {
+  const KeyedRandom random = draw_by(key, ActionKind::kForward);
+  return mine_.forward(std::move(call));
 }
 
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
   in_flight.bytes += bytes;
   bytes_in_flight_ += bytes;
   most_bytes_in_flight_ = std::max(most_bytes_in_flight_.load(), bytes_in_flight_);
-}
-
-void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_flight) {
-  const ExecutedAction action = begin(ActionKind::kRecompute, run, microbatch, in_flight.version);
-  const ActionRange range(action);
-  ForwardCall call = std::exchange(in_flight.call, {});
-  add_sinks(call, in_flight);
-  const ForwardResult result = call_forward(std::move(call));
-  keep_edges(result, in_flight);
-  count_bytes(in_flight, result.bytes_kept);
-  log(action, now());
-}
-
-StageWorker::InFlight& StageWorker::in_flight(std::int64_t run, int microbatch) {
-  const auto place = in_flight_.find({run, microbatch});
-  PD2_ASSERT(place != in_flight_.end(), "backward of a microbatch that is not in flight");
-  return place->second;
-}
-
-bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch) {
-  if (in_flight_.contains({run.id, microbatch})) {
-    return false;
-  }
-  if (!is_discarded(run)) {
-    log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
-  }
-  return true;
-}
-
-void StageWorker::begin_gradients(const Run& run, int microbatch) {
-  if (microbatch == 0 && run.begins_batch) {
-    if (!stage_->overlaps()) {  // the one buffer is in use
-      updates_.finish();
-    }
-    stage_->begin_batch(run.batch);
-  }
-  const bool is_last = run.ends_batch && microbatch == last_microbatch();
-  stage_->begin_microbatch(run.batch, is_last);
-}
-
-void StageWorker::end_flight(std::int64_t run, int microbatch) {
-  const auto place = in_flight_.find({run, microbatch});
-  release(place->second);
-  in_flight_.erase(place);
-}
-
-void StageWorker::backward(const Run& run, int microbatch) {
-  if (!is_discarded(run)) {
-    begin_gradients(run, microbatch);
-  }
-  if (skips_backward(ActionKind::kBackward, run, microbatch)) {
-    return;
-  }
-  run_backward(ActionKind::kBackward, run, microbatch,
-               [](const auto& roots, const auto& gradients) {
-                 run_autograd(roots, gradients, /*keep_graph=*/false);
-               });
-  end_flight(run.id, microbatch);
-}
-
-void StageWorker::input_grad(const Run& run, int microbatch) {
-  if (skips_backward(ActionKind::kInputGrad, run, microbatch)) {
-    return;
-  }
-  InFlight& in_flight = this->in_flight(run.id, microbatch);
-  in_flight.split = std::make_unique<SplitBackward>();
-  stage_->hold_gradients(&in_flight.held);
-  run_backward(ActionKind::kInputGrad, run, microbatch,
-               [&](const auto& roots, const auto& gradients) {
-                 in_flight.split->run_input_half(roots, gradients);
-               });
-  stage_->hold_gradients(nullptr);
-  in_flight.sinks.clear();
-  in_flight.outputs.clear();
-  in_flight.loss = {};
-}
-
-void StageWorker::weight_grad(const Run& run, int microbatch) {
-  if (!is_discarded(run)) {
-    begin_gradients(run, microbatch);
-  }
-  if (skips_backward(ActionKind::kWeightGrad, run, microbatch)) {
-    return;
-  }
-  InFlight& in_flight = this->in_flight(run.id, microbatch);
-  if (!is_discarded(run) && in_flight.split) {
-    const ExecutedAction action =
-        begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
-    const ActionRange range(action);
-    const auto run_half = [&] {
-      {
-        const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
-        in_flight.split->run_weight_half();
-      }
-      for (const HeldGradient& held : in_flight.held) {
-        held.accumulator->add(held.parameter, held.gradient);
-      }
-    };
-    if (attempt(run, run_half)) {
-      log(action, now());
-    }
-  }
-  end_flight(run.id, microbatch);
-}
-
-StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
-  const Wiring& wiring = wirings_.at(in_flight.wiring);
-  Incoming incoming;
-  // The last consumer's gradient first: the order in which the unsplit backward adds them.
-  for (std::size_t e = wiring.outbound.size(); e-- > 0;) {
-    if (!in_flight.expects_gradients[e]) {
-      continue;
-    }
-    Message message = wiring.outbound[e].gradients->receive();
-    look_at(message, run);
-    if (is_discarded(run)) {
-      continue;
-    }
-    for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-      if (in_flight.outputs[e][i].is_valid() && message.tensors[i].defined()) {
-        incoming.roots.push_back(in_flight.outputs[e][i]);
-        incoming.gradients.push_back(std::move(message.tensors[i]));
-      }
-    }
-  }
-  if (in_flight.loss.is_valid()) {
-    incoming.roots.push_back(in_flight.loss);
-    incoming.gradients.push_back(in_flight.loss_seed);
-  }
-  return incoming;
-}
-
-void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
-                               const Backward& execute) {
-  InFlight& in_flight = this->in_flight(run.id, microbatch);
-  if (mine_.recompute && !is_discarded(run)) {  // before waiting for the gradients
-    attempt(run, [&] { recompute(run.id, microbatch, in_flight); });
-  }
-  const Wiring& wiring = wirings_.at(in_flight.wiring);
-  const Incoming incoming = receive_gradients(run, in_flight);
-  const ExecutedAction action = begin(kind, run.id, microbatch, in_flight.version);
-  const ActionRange range(action);
-  std::optional<double> sent_at;
-  std::vector<bool> sent(wiring.inbound.size());
-  const auto send = [&](std::size_t e, Message message) {
-    sent_at = now();
-    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
-    sent[e] = true;
-  };
-  const auto send_captured = [&](std::size_t e) {
-    auto& sink = static_cast<InputSink&>(*in_flight.sinks[e]);
-    Message message;
-    message.tensors = std::move(sink.captured);
-    message.tensors.resize(sink.num_inputs());
-    message.requires_grad.assign(message.tensors.size(), false);
-    send(e, std::move(message));
-  };
-  bool is_good = !is_discarded(run);
-  if (is_good) {
-    // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
-    // autograd runs the node in a thread of its own.)
-    for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
-      if (in_flight.sinks[e]) {
-        static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&, e] { send_captured(e); };
-      }
-    }
-    is_good = attempt(run, [&] {
-      const std::unique_ptr<PrivateGenerator> none = forbid_drawing();
-      execute(incoming.roots, incoming.gradients);
-    });
-  }
-  if (is_good) {
-    log(action, sent_at.value_or(now()));
-  }
-  for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
-    if (!in_flight.owes_gradients[e] || sent[e]) {
-      continue;
-    }
-    if (is_good) {
-      send_captured(e);
-    } else {
-      Message message;
-      message.is_void = true;
-      send(e, std::move(message));
-    }
-  }
-  if (!is_good) {
-    release(in_flight);
-  }
 }
 
 void StageWorker::evaluate(const Run& run, int microbatch) {

@@ -4,7 +4,7 @@
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
-#include "engine/run/private_generator.h"
+#include "engine/run/keyed_random.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"
 #include "engine/run/wiring.h"
@@ -96,6 +96,7 @@ class StageWorker {
     torch::autograd::Edge loss;
     at::Tensor loss_seed;
     float loss_scale = 1;
+    std::optional<std::uint64_t> random_key;
     std::unique_ptr<SplitBackward> split;  // between I and W
     std::vector<HeldGradient> held;        // the gradients of weights that I computed
     std::int64_t bytes = 0;
@@ -127,9 +128,12 @@ class StageWorker {
   // Of a discarded microbatch nothing is needed but which messages are still to come and go.
   void release(InFlight& in_flight);
   void recompute(std::int64_t run, int microbatch, InFlight& in_flight);
-  ForwardResult call_forward(ForwardCall call) const;
-  // While the result lives, drawing random numbers is an error if the stage recomputes.
-  std::unique_ptr<PrivateGenerator> forbid_drawing() const;
+  // The key of a microbatch's random numbers; none: they are torch's own.
+  std::optional<std::uint64_t> random_key(const Run& run, int microbatch) const;
+  // While the result lives, this thread draws by the key. In a backward that is what a checkpoint
+  // of the model's own runs again, which sets its place, and what draws there by itself.
+  KeyedRandom draw_by(std::optional<std::uint64_t> key, ActionKind kind) const;
+  ForwardResult call_forward(ForwardCall call, std::optional<std::uint64_t> key) const;
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t run, int microbatch);
   // Whether a gradient will come back, or begins here. If not, and if no stage before waits for a
@@ -158,7 +162,6 @@ class StageWorker {
   const StageSetup& mine_;
   const std::shared_ptr<Stage> stage_ = mine_.stage;
   const int first_microbatch_;
-  const std::uint64_t seed_;  // of the random numbers of forwards that are called again
   const WorkerCallbacks callbacks_;
   // By channel and layout: whether the messages sent so far have gradients that come back.
   std::map<std::pair<const Sender*, LayoutId>, bool> have_gradients_;
@@ -170,5 +173,18 @@ class StageWorker {
   std::atomic<int> most_in_flight_ = 0;
   StageUpdates updates_;  // ends first
 };
+
+template <typename UserCode>
+bool StageWorker::attempt(const Run& run, UserCode user_code) const {
+  try {
+    user_code();
+    return true;
+  } catch (...) {
+    if (!callbacks_.discard(run.batch)) {
+      throw;
+    }
+    return false;
+  }
+}
 
 }  // namespace pd2

@@ -12,6 +12,7 @@
 #include <bit>
 #include <cmath>
 #include <span>
+#include <string>
 #include <utility>
 
 namespace pd2 {
@@ -93,9 +94,14 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
   std::ranges::transform(mine, row.begin(), std::bit_cast<std::int64_t, double>);
   shared_->begin_exchange(row);
   std::optional<std::vector<std::int64_t>> rows;
+  const double start = now(), timeout = shared_->timeout().count();
   while (!(rows = shared_->finish_exchange(std::chrono::milliseconds(100)))) {
     if (is_stopped()) {
       throw ChannelAborted();
+    }
+    if (now() - start > timeout) {
+      throw PeerTimeout("timeout: a rank gave no norms for " + std::to_string(timeout) +
+                        " seconds");
     }
   }
   std::ranges::fill(mine, 0.0);

@@ -297,7 +297,8 @@ def test_the_interpreter_exits_silently(script: str, tmp_path: Path) -> None:
             # Broadcasting [2, 4] and [2, 3] fails in the loss function.
             "pipedream2bw.errors.StageError: stage 1, batch 0, microbatch 0, forward: "
             "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
-            "non-singleton dimension 1",
+            "non-singleton dimension 1. Discarded: train_steps 0; the pipeline is open, drained "
+            "and as it was before them, at version 0",
         ),
         (
             "train(1); import os, signal; os.kill(os.getpid(), signal.SIGINT)",

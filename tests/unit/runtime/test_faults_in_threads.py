@@ -1,4 +1,4 @@
-"""In one process: what fails on a stage ends the pipeline and names where and why."""
+"""In one process: what fails on a stage says where and why, and what it ends says so after."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ class BackwardRaises(torch.autograd.Function):
         raise ctx.error
 
 
+class FailingStep(torch.optim.SGD):
+    """Fails in every step: what has no batch to blame ends the pipeline."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError("in step")
+
+
 def build(stages: list[nn.Module], loss_fn: Any = mse_loss, **changes: Any) -> pd2.PipelineModule:
     settings: dict[str, Any] = {"num_microbatches": 3, "example_args": (X[:1],)} | changes
     return pd2.PipelineModule(stages, loss_fn, **settings)
@@ -87,7 +94,7 @@ def calls_of(pipe: pd2.PipelineModule) -> list[Callable[[], Any]]:
 
 def assert_data(error: pd2.errors.StageError, **data: Any) -> None:
     """All attributes are these, and what was not named is that of one process and replica."""
-    want = {"rank": 0, "replica": 0} | data
+    want = {"rank": 0, "replica": 0, "discarded": None} | data
     assert {name: getattr(error, name) for name in pd2.errors.StageError.__annotations__} == want
 
 
@@ -105,8 +112,19 @@ def test_an_error_in_a_forward_names_stage_microbatch_action_and_cause(
     with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
     cause = "ZeroDivisionError: on purpose"
-    assert str(raised.value) == f"stage {stage}, batch 2, microbatch 1, forward: {cause}"
-    assert_data(raised.value, stage=stage, batch=2, microbatch=1, action="forward", cause=cause)
+    text = f"stage {stage}, batch 2, microbatch 1, forward: {cause}. Discarded: train_steps 2"
+    assert str(raised.value).startswith(text)
+    discarded = raised.value.discarded
+    assert_data(
+        raised.value,
+        stage=stage,
+        batch=2,
+        microbatch=1,
+        action="forward",
+        cause=cause,
+        discarded=discarded,
+    )
+    assert discarded == tuple(range(2, 2 + len(discarded or ())))
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert "in forward" in shown(raised.value)
     assert "raise self.error" in shown(raised.value)
@@ -118,8 +136,19 @@ def test_an_error_in_a_backward_names_stage_microbatch_action_and_cause(stage: i
     with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
     cause = "ZeroDivisionError: on purpose"
-    assert str(raised.value) == f"stage {stage}, batch 1, microbatch 1, backward: {cause}"
-    assert_data(raised.value, stage=stage, batch=1, microbatch=1, action="backward", cause=cause)
+    text = f"stage {stage}, batch 1, microbatch 1, backward: {cause}. Discarded: train_steps 1"
+    assert str(raised.value).startswith(text)
+    discarded = raised.value.discarded
+    assert_data(
+        raised.value,
+        stage=stage,
+        batch=1,
+        microbatch=1,
+        action="backward",
+        cause=cause,
+        discarded=discarded,
+    )
+    assert discarded == tuple(range(1, 1 + len(discarded or ())))
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert "raise ctx.error" in shown(raised.value)
 
@@ -162,12 +191,8 @@ def test_a_target_of_the_wrong_shape_shows_the_loss_functions_error() -> None:
 
 
 def test_an_error_of_an_optimizer_names_the_update() -> None:
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise ZeroDivisionError("in step")
-
     pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizer = pd2.PipelineOptimizer(Failing(pipe.parameters(), lr=0.1))
+    optimizer = pd2.PipelineOptimizer(FailingStep(pipe.parameters(), lr=0.1))
     with pytest.raises(pd2.errors.StageError, match=r"stage \d, batch 0.*update: ") as raised:
         for _ in range(3):
             pipe.train_step(X, target=Y)
@@ -191,7 +216,15 @@ def test_an_error_in_an_evaluation_names_it() -> None:
     with pytest.raises(pd2.errors.StageError, match=match) as raised:
         pipe.eval()(X)
     cause = "ZeroDivisionError: on purpose"
-    assert_data(raised.value, stage=1, batch=None, microbatch=1, action="forward", cause=cause)
+    assert_data(
+        raised.value,
+        stage=1,
+        batch=None,
+        microbatch=1,
+        action="forward",
+        cause=cause,
+        discarded=(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,6 +257,7 @@ def test_a_loss_that_is_no_number_is_a_wrong_loss_by_type(
             microbatch=0,
             action="forward",
             cause=raised.value.cause,
+            discarded=(0,),
         )
 
 
@@ -236,18 +270,40 @@ def test_texts_alone_make_no_type() -> None:
     assert type(raised.value) is pd2.errors.StageError
 
 
-def test_after_an_error_every_call_raises_the_first_cause() -> None:
+def test_after_an_error_of_an_update_every_call_raises_it_but_what_was_made_can_be_read() -> None:
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)])
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    optimizer = pd2.PipelineOptimizer(FailingStep(pipe.parameters(), lr=0.1))
+    pipe.train_step(X, target=Y)
+    optimizer.step()
+    for call in [pipe.flush, optimizer.step, *calls_of(pipe)]:
+        if call in (pipe.state_dict, pipe.unsplit):
+            continue
+        with pytest.raises(pd2.errors.StageError, match=r"batch 0.*update: Zero") as raised:
+            call()
+        assert raised.value.action == "update"
+        assert raised.value.discarded is None
+        assert "in step" in shown(raised.value)
+    state = pipe.state_dict()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+    optimizer.state_dict()
+    pipe.unsplit()
+    pipe.close()  # ends nothing any more, and is no error
+
+
+def test_after_an_error_in_a_batch_every_call_works() -> None:
     pipe = build(failing_stages(2, 1, batch=0))
     optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    with pytest.raises(pd2.errors.StageError, match="stage 1, batch 0, microbatch 1, forward: "):
+        pipe.train_step(X, target=Y).item()
+    assert pipe.session.num_train_steps == 0
     loss = pipe.train_step(X, target=Y)
-    mine: list[Callable[[], Any]] = [loss.item, optimizer.step, optimizer.state_dict]
-    for call in [*mine, *calls_of(pipe)]:
-        match = r"stage 1, batch 0, microbatch 1, forward: "
-        with pytest.raises(pd2.errors.StageError, match=match) as raised:
-            call()
-        assert (raised.value.stage, raised.value.action) == (1, "forward")
-        assert "raise self.error" in shown(raised.value)
-    pipe.close()  # ends nothing any more, and is no error
+    optimizer.step()
+    assert torch.tensor(float(loss)).isfinite()
+    optimizer.state_dict()
+    for call in (pipe.flush, pipe.state_dict, pipe.full_state_dict, lambda: pipe.eval()(X)):
+        call()
+    pipe.unsplit()
 
 
 def test_after_close_every_call_says_so() -> None:
@@ -292,7 +348,7 @@ def test_numbers_that_are_no_numbers_are_no_error() -> None:
 
 
 @pytest.mark.parametrize("waits_in", ["flush", "loss"])
-def test_keyboard_interrupt_ends_a_wait(waits_in: str) -> None:
+def test_keyboard_interrupt_ends_a_wait_and_the_batch_can_be_discarded(waits_in: str) -> None:
     class Slow(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             time.sleep(0.4)
@@ -305,7 +361,6 @@ def test_keyboard_interrupt_ends_a_wait(waits_in: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         pipe.flush() if waits_in == "flush" else loss.item()
     assert time.monotonic() - start < 2.0  # and not the 2.4 that the batch takes
-    if waits_in == "flush":
-        with pytest.raises(RuntimeError, match=r"the pipeline is closed: KeyboardInterrupt"):
-            pipe.flush()
+    assert pipe.discard_batch() == (0,)
+    assert pipe.session.num_train_steps == 0
     pipe.close()

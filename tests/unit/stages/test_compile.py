@@ -10,7 +10,14 @@ import torch
 from torch._dynamo.utils import counters
 
 import pipedream2bw as pd2
-from tests.runs.trajectory import Trajectory, by_oracle, by_pipeline, make_pipeline, sgd
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    by_oracle,
+    by_pipeline,
+    make_pipeline,
+    sgd,
+)
 from tests.samples.flow_models import adding, raising
 from tests.samples.models import TASKS, Task
 
@@ -63,6 +70,18 @@ def test_options_go_to_torch_compile_and_rows_may_change() -> None:
     got = by_pipeline(task, batches, 2, 3, compile={"backend": "aot_eager", "dynamic": True})
     assert_near(got, want)
     assert counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_stages_draw_the_same_numbers_in_every_run(backend: str) -> None:
+    task = dataclasses.replace(TASKS["dropout in eval"], training=True)
+    batches = task.batches([8] * 4)
+    runs = [
+        by_pipeline(task, batches, 2, 4, schedule=schedule, compile={"backend": backend})
+        for schedule in ("2bw", "2bw", "2bw_eager")
+    ]
+    for again in runs[1:]:
+        assert_same(again, runs[0])
 
 
 def test_evaluation_and_late_hooks_of_compiled_stages() -> None:

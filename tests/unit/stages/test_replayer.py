@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -11,9 +9,9 @@ from torch import nn
 from pipedream2bw.stages.recompute import Replayer
 
 
-def test_nothing_is_kept_for_a_forward_that_draws_and_changes_nothing() -> None:
+def test_nothing_is_kept_for_a_forward_that_changes_nothing() -> None:
     buffers = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    replayer = Replayer(torch.device("cpu"), lambda: [(buffers, name) for name in buffers])
+    replayer = Replayer(lambda: [(buffers, name) for name in buffers])
     x = torch.randn(3)
     for _ in range(2):
         with replayer.first([x], keep_inputs=True) as replay:
@@ -39,7 +37,7 @@ class Sometimes(nn.Module):
 
 def test_writing_to_what_the_first_microbatch_did_not_write_to_is_an_error() -> None:
     module = Sometimes()
-    replayer = Replayer(torch.device("cpu"), lambda: [(module._buffers, "scale")])
+    replayer = Replayer(lambda: [(module._buffers, "scale")])
     with replayer.first([torch.zeros(3)], keep_inputs=True):
         module(torch.zeros(3))
     with (
@@ -54,7 +52,7 @@ def test_a_buffer_that_comes_to_be_is_taken_away_again() -> None:
     module.register_buffer("before", None)
     module.register_buffer("count", None)
     places = [(module._buffers, leaf) for leaf in module._buffers]
-    replayer = Replayer(torch.device("cpu"), lambda: places)
+    replayer = Replayer(lambda: places)
 
     def forward() -> None:
         module.count = torch.ones(()) if module.count is None else module.count + 1
@@ -70,7 +68,7 @@ def test_a_buffer_that_comes_to_be_is_taken_away_again() -> None:
 
 def test_an_input_that_was_written_to_since_is_an_error() -> None:
     x = torch.zeros(3)
-    replayer = Replayer(torch.device("cpu"), list)
+    replayer = Replayer(list)
     with replayer.first([x], keep_inputs=True) as replay:
         pass
     x.add_(1)
@@ -78,43 +76,10 @@ def test_an_input_that_was_written_to_since_is_an_error() -> None:
         pass
 
 
-class FakeGenerator:
-    """A device's generator, on which others draw."""
-
-    def __init__(self) -> None:
-        self.draws = 0
-
-    def state(self) -> torch.Tensor:
-        return torch.tensor(self.draws)
-
-    def set(self, state: torch.Tensor) -> None:
-        self.draws = int(state)
-
-
-@pytest.mark.parametrize("others_draw", [False, True])
-def test_a_devices_generator_is_set_back_and_what_others_draw_is_seen(others_draw: bool) -> None:
-    replayer = Replayer(torch.device("cpu"), list)
-    generator = FakeGenerator()
-    replayer._generator = generator  # type: ignore[assignment]
-    with replayer.first([], keep_inputs=True) as replay:
-        generator.draws += 2 + others_draw
-    generator.draws += 5
-    after = generator.draws
-    seen = (
-        pytest.raises(RuntimeError, match="another thread drew")
-        if others_draw
-        else contextlib.nullcontext()
-    )
-    with seen, replay.again():
-        assert generator.draws == 0
-        generator.draws += 2
-    assert generator.draws == after
-
-
 def test_buffers_of_a_module_that_changed_one_are_kept_though_they_are_equal_yet() -> None:
     norm = nn.BatchNorm1d(3)
     places = [(norm._buffers, name) for name in norm._buffers]
-    replayer = Replayer(torch.device("cpu"), lambda: places)
+    replayer = Replayer(lambda: places)
     for x in (torch.zeros(4, 3), torch.randn(4, 3)):  # the mean stays 0 at first
         with replayer.first([x], keep_inputs=True) as replay:
             norm(x)

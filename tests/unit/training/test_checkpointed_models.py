@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint inside the user's model works, by hooks and reentrant."""
+"""Checkpoints inside the model, by hooks and reentrant, change no bit, around dropout too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,8 @@ class Saving(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).tanh()).tanh()
+        y: torch.Tensor = self.down(F.dropout(self.up(x), 0.2, self.training).tanh()).tanh()
+        return y
 
     def forward(self, x: torch.Tensor) -> Any:
         return checkpoint(self.computed, x, use_reentrant=self.reentrant)
@@ -50,7 +52,7 @@ class SavingOutside(nn.Module):
         self.reentrant = reentrant
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(4)]
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

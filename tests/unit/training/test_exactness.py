@@ -81,7 +81,7 @@ def test_every_schedule_at_every_depth(schedule: str, num_stages: int, recompute
         num_batches = num_stages + 3 if m == 1 else 5
         rows = [2 * m] * num_batches
         check_task(
-            TASKS["skips"],
+            TASKS["drawing"],
             num_stages,
             m,
             rows,

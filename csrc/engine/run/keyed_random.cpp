@@ -1,0 +1,289 @@
+#include "engine/run/keyed_random.h"
+
+#include "core/check.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+// torch lets a thread send its operators' calls through registered functions; this is the key for
+// which torch itself registers none.
+constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+struct ThisThread {
+  std::optional<RandomPlace> place;
+  KeyedRandom::Options options;
+  bool in_draw = false;               // inside an operator that draws: what it calls is part of it
+  std::optional<std::uint64_t> seed;  // of the draw, until a generator has it
+  at::Generator generator;            // for the CPU's operators; made at the first draw
+};
+thread_local ThisThread this_thread;
+
+bool is_default(const at::Generator& generator) {
+  return generator == at::detail::getDefaultCPUGenerator() ||
+         (generator.device().is_cuda() &&
+          generator == at::globalContext().defaultGenerator(generator.device()));
+}
+
+// While it lives, the device's default generator, from which operators without a Generator argument
+// draw, has another seed. Threads of ours that draw there take turns.
+class SeededDevice {
+ public:
+  SeededDevice(c10::Device device, std::uint64_t seed)
+      : turn_(mutex()), generator_(at::globalContext().defaultGenerator(device)) {
+    const std::lock_guard lock(generator_.mutex());
+    seed_ = generator_.current_seed();
+    offset_ = generator_.get_offset();
+    generator_.set_current_seed(seed);
+    generator_.set_offset(0);
+  }
+  ~SeededDevice() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_current_seed(seed_);
+    generator_.set_offset(offset_);
+  }
+  SeededDevice(const SeededDevice&) = delete;
+  SeededDevice& operator=(const SeededDevice&) = delete;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex one;
+    return one;
+  }
+
+  const std::lock_guard<std::mutex> turn_;
+  at::Generator generator_;
+  std::uint64_t seed_;
+  std::uint64_t offset_;
+};
+
+// An operator that draws random numbers.
+class DrawingOperator : public c10::OperatorKernel {
+ public:
+  explicit DrawingOperator(const c10::FunctionSchema& schema)
+      : num_arguments_(schema.arguments().size()),
+        generator_(find(schema, is_generator)),
+        dropout_(
+            find(schema, [](const auto& argument) { return argument.name() == "dropout_p"; })) {}
+
+  // Whether calls of an operator are to come here. Of operators that consist of others, these do.
+  static bool is_one(const c10::OperatorHandle& op) {
+    const c10::FunctionSchema& schema = op.schema();
+    if (find(schema, is_generator)) {
+      return true;
+    }
+    const auto is_tensor = [](const c10::Argument& result) {
+      return result.type()->isSubtypeOf(*c10::TensorType::get());
+    };
+    const auto has_seed = [](const c10::Argument& argument) {
+      return argument.name().find("seed") != std::string::npos;
+    };
+    return op.hasTag(at::Tag::nondeterministic_seeded) &&
+           !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+           std::ranges::any_of(schema.returns(), is_tensor) && !find(schema, has_seed);
+  }
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    ThisThread& here = this_thread;
+    const auto next = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+    // A fake tensor's, or another one's that will call operators of its own.
+    const bool is_fake = keys.has(c10::DispatchKey::Python);
+    const bool begins =
+        here.place && !here.in_draw && draws(op, *stack) && (!is_fake || here.options.counts_fakes);
+    if (!begins && !here.in_draw) {
+      op.redispatchBoxed(next, stack);
+      return;
+    }
+    const Draw draw(here, begins);
+    const std::optional<c10::Device> device =
+        is_fake ? std::nullopt : give_generator(here, keys, *stack);
+    if (device) {
+      const SeededDevice seeded(*device, *std::exchange(here.seed, std::nullopt));
+      op.redispatchBoxed(next, stack);
+    } else {
+      op.redispatchBoxed(next, stack);
+    }
+  }
+
+ private:
+  using Arguments = torch::jit::Stack;
+
+  class Draw {
+   public:
+    Draw(ThisThread& here, bool begins) : here_(here), begins_(begins) {
+      if (begins_) {
+        here_.in_draw = true;
+        here_.seed = here_.place->take();
+      }
+    }
+    ~Draw() {
+      if (begins_) {
+        here_.in_draw = false;
+        here_.seed.reset();
+      }
+    }
+    Draw(const Draw&) = delete;
+    Draw& operator=(const Draw&) = delete;
+
+   private:
+    ThisThread& here_;
+    const bool begins_;
+  };
+
+  static bool is_generator(const c10::Argument& argument) {
+    static const auto type = c10::OptionalType::create(c10::GeneratorType::get());
+    return *argument.type() == *type;
+  }
+
+  template <typename Predicate>
+  static std::optional<std::size_t> find(const c10::FunctionSchema& schema, Predicate is_it) {
+    const auto& arguments = schema.arguments();
+    const auto found = std::ranges::find_if(arguments, is_it);
+    return found == arguments.end() ? std::nullopt
+                                    : std::optional<std::size_t>(found - arguments.begin());
+  }
+
+  c10::IValue& argument(Arguments& stack, std::size_t position) const {
+    return stack[stack.size() - num_arguments_ + position];
+  }
+
+  bool draws(const c10::OperatorHandle& op, Arguments& stack) const {
+    if (dropout_) {
+      const c10::IValue& dropout = argument(stack, *dropout_);
+      return !dropout.isDouble() || dropout.toDouble() != 0;
+    }
+    if (!generator_) {
+      return true;
+    }
+    c10::IValue& given = argument(stack, *generator_);
+    if (!given.isNone() && is_default(given.toGenerator())) {
+      given = c10::IValue();
+    }
+    PD2_CHECK(given.isNone() || !this_thread.options.repeats, "recompute: ", op.schema().name(),
+              " draws from a torch.Generator of the model's own: what is run again has to draw "
+              "from torch's default generator");
+    return given.isNone();
+  }
+
+  // Gives an operator on CPU tensors this thread's generator; returns the other device on which one
+  // draws first. Factory calls, which have no device's key, call others with their output.
+  std::optional<c10::Device> give_generator(ThisThread& here, c10::DispatchKeySet keys,
+                                            Arguments& stack) const {
+    if (!keys.has(c10::DispatchKey::CPU)) {
+      for (std::size_t i = 0; here.seed && i < num_arguments_; ++i) {
+        const c10::IValue& value = argument(stack, i);
+        if (value.isTensor() && value.toTensor().is_cuda()) {
+          return value.toTensor().device();
+        }
+      }
+    } else if (generator_ && argument(stack, *generator_).isNone()) {
+      if (here.seed) {
+        if (!here.generator.defined()) {
+          here.generator = at::detail::createCPUGenerator();
+        }
+        here.generator.set_current_seed(*std::exchange(here.seed, std::nullopt));
+      }
+      argument(stack, *generator_) = here.generator;
+    }
+    return std::nullopt;
+  }
+
+  const std::size_t num_arguments_;
+  const std::optional<std::size_t> generator_;
+  const std::optional<std::size_t> dropout_;  // a probability; 0: nothing is drawn
+};
+
+// Once, at the first use; lasts as long as the process.
+void register_operators() {
+  static const auto* registrations = [] {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    auto* made = new std::vector<c10::RegistrationHandleRAII>();
+    if (!dispatcher.hasBackendFallbackForDispatchKey(kKey)) {
+      made->push_back(dispatcher.registerFallback(kKey, c10::KernelFunction::makeFallthrough(),
+                                                  "pipedream2bw: all other operators"));
+    }
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findSchema(name);
+      if (op && DrawingOperator::is_one(*op)) {
+        made->push_back(
+            dispatcher.registerImpl(name, kKey,
+                                    c10::KernelFunction::makeFromBoxedFunctor(
+                                        std::make_unique<DrawingOperator>(op->schema())),
+                                    std::nullopt, nullptr, "pipedream2bw: random numbers by key"));
+      }
+    }
+    return made;
+  }();
+  (void)registrations;
+}
+
+}  // namespace
+
+std::uint64_t draw_seed() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
+std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t value) {
+  // SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+  std::uint64_t z = seed + 0x9e3779b97f4a7c15u * (value + 1);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+std::uint64_t RandomPlace::take() {
+  if (left == 0) {
+    return mix_seed(mix_seed(key, number), ++num_more);
+  }
+  left -= left == kAll ? 0 : 1;
+  return mix_seed(mix_seed(key, number++), 0);
+}
+
+KeyedRandom::KeyedRandom(const std::optional<RandomPlace>& place, Options options)
+    : outer_(this_thread.place), outer_options_(this_thread.options) {
+  if (place) {
+    register_operators();
+    this_thread.place = place;
+    this_thread.options = options;
+    guard_.emplace(kKey);
+  }
+}
+
+KeyedRandom::~KeyedRandom() {
+  this_thread.place = outer_;
+  this_thread.options = outer_options_;
+}
+
+bool is_keyed() { return c10::impl::tls_is_dispatch_key_included(kKey); }
+
+std::optional<RandomPlace> random_place() { return this_thread.place; }
+
+void set_random_place(const std::optional<RandomPlace>& place) {
+  PD2_CHECK(is_keyed(), "set_random_place: the thread draws from torch's default generator");
+  this_thread.place = place;
+}
+
+void number_draws(std::uint64_t number, std::uint64_t count) {
+  if (std::optional<RandomPlace>& place = this_thread.place) {
+    *place = {place->key, number, count, 0};
+  }
+}
+
+}  // namespace pd2

@@ -1,0 +1,203 @@
+// The backward actions of a stage.
+#include "core/check.h"
+#include "engine/clock.h"
+#include "engine/run/action_range.h"
+#include "engine/run/input_sink.h"
+#include "engine/run/stage_worker.h"
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+
+void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_flight) {
+  const ExecutedAction action = begin(ActionKind::kRecompute, run, microbatch, in_flight.version);
+  const ActionRange range(action);
+  ForwardCall call = std::exchange(in_flight.call, {});
+  add_sinks(call, in_flight);
+  const ForwardResult result = call_forward(std::move(call), in_flight.random_key);
+  keep_edges(result, in_flight);
+  count_bytes(in_flight, result.bytes_kept);
+  log(action, now());
+}
+
+StageWorker::InFlight& StageWorker::in_flight(std::int64_t run, int microbatch) {
+  const auto place = in_flight_.find({run, microbatch});
+  PD2_ASSERT(place != in_flight_.end(), "backward of a microbatch that is not in flight");
+  return place->second;
+}
+
+bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch) {
+  if (in_flight_.contains({run.id, microbatch})) {
+    return false;
+  }
+  if (!is_discarded(run)) {
+    log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
+  }
+  return true;
+}
+
+void StageWorker::begin_gradients(const Run& run, int microbatch) {
+  if (microbatch == 0 && run.begins_batch) {
+    if (!stage_->overlaps()) {  // the one buffer is in use
+      updates_.finish();
+    }
+    stage_->begin_batch(run.batch);
+  }
+  const bool is_last = run.ends_batch && microbatch == last_microbatch();
+  stage_->begin_microbatch(run.batch, is_last);
+}
+
+void StageWorker::end_flight(std::int64_t run, int microbatch) {
+  const auto place = in_flight_.find({run, microbatch});
+  release(place->second);
+  in_flight_.erase(place);
+}
+
+void StageWorker::backward(const Run& run, int microbatch) {
+  if (!is_discarded(run)) {
+    begin_gradients(run, microbatch);
+  }
+  if (skips_backward(ActionKind::kBackward, run, microbatch)) {
+    return;
+  }
+  run_backward(ActionKind::kBackward, run, microbatch,
+               [](const auto& roots, const auto& gradients) {
+                 run_autograd(roots, gradients, /*keep_graph=*/false);
+               });
+  end_flight(run.id, microbatch);
+}
+
+void StageWorker::input_grad(const Run& run, int microbatch) {
+  if (skips_backward(ActionKind::kInputGrad, run, microbatch)) {
+    return;
+  }
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
+  in_flight.split = std::make_unique<SplitBackward>();
+  stage_->hold_gradients(&in_flight.held);
+  run_backward(ActionKind::kInputGrad, run, microbatch,
+               [&](const auto& roots, const auto& gradients) {
+                 in_flight.split->run_input_half(roots, gradients);
+               });
+  stage_->hold_gradients(nullptr);
+  in_flight.sinks.clear();
+  in_flight.outputs.clear();
+  in_flight.loss = {};
+}
+
+void StageWorker::weight_grad(const Run& run, int microbatch) {
+  if (!is_discarded(run)) {
+    begin_gradients(run, microbatch);
+  }
+  if (skips_backward(ActionKind::kWeightGrad, run, microbatch)) {
+    return;
+  }
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
+  if (!is_discarded(run) && in_flight.split) {
+    const ExecutedAction action =
+        begin(ActionKind::kWeightGrad, run.id, microbatch, in_flight.version);
+    const ActionRange range(action);
+    const auto run_half = [&] {
+      {
+        const KeyedRandom random = draw_by(in_flight.random_key, action.kind);
+        in_flight.split->run_weight_half();
+      }
+      for (const HeldGradient& held : in_flight.held) {
+        held.accumulator->add(held.parameter, held.gradient);
+      }
+    };
+    if (attempt(run, run_half)) {
+      log(action, now());
+    }
+  }
+  end_flight(run.id, microbatch);
+}
+
+StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
+  const Wiring& wiring = wirings_.at(in_flight.wiring);
+  Incoming incoming;
+  // The last consumer's gradient first: the order in which the unsplit backward adds them.
+  for (std::size_t e = wiring.outbound.size(); e-- > 0;) {
+    if (!in_flight.expects_gradients[e]) {
+      continue;
+    }
+    Message message = wiring.outbound[e].gradients->receive();
+    look_at(message, run);
+    if (is_discarded(run)) {
+      continue;
+    }
+    for (std::size_t i = 0; i < message.tensors.size(); ++i) {
+      if (in_flight.outputs[e][i].is_valid() && message.tensors[i].defined()) {
+        incoming.roots.push_back(in_flight.outputs[e][i]);
+        incoming.gradients.push_back(std::move(message.tensors[i]));
+      }
+    }
+  }
+  if (in_flight.loss.is_valid()) {
+    incoming.roots.push_back(in_flight.loss);
+    incoming.gradients.push_back(in_flight.loss_seed);
+  }
+  return incoming;
+}
+
+void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
+                               const Backward& execute) {
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
+  if (mine_.recompute && !is_discarded(run)) {  // before waiting for the gradients
+    attempt(run, [&] { recompute(run.id, microbatch, in_flight); });
+  }
+  const Wiring& wiring = wirings_.at(in_flight.wiring);
+  const Incoming incoming = receive_gradients(run, in_flight);
+  const ExecutedAction action = begin(kind, run.id, microbatch, in_flight.version);
+  const ActionRange range(action);
+  std::optional<double> sent_at;
+  std::vector<bool> sent(wiring.inbound.size());
+  const auto send = [&](std::size_t e, Message message) {
+    sent_at = now();
+    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
+    sent[e] = true;
+  };
+  const auto send_captured = [&](std::size_t e) {
+    auto& sink = static_cast<InputSink&>(*in_flight.sinks[e]);
+    Message message;
+    message.tensors = std::move(sink.captured);
+    message.tensors.resize(sink.num_inputs());
+    message.requires_grad.assign(message.tensors.size(), false);
+    send(e, std::move(message));
+  };
+  bool is_good = !is_discarded(run);
+  if (is_good) {
+    // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
+    // autograd runs the node in a thread of its own.)
+    for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
+      if (in_flight.sinks[e]) {
+        static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&, e] { send_captured(e); };
+      }
+    }
+    is_good = attempt(run, [&] {
+      const KeyedRandom random = draw_by(in_flight.random_key, kind);
+      execute(incoming.roots, incoming.gradients);
+    });
+  }
+  if (is_good) {
+    log(action, sent_at.value_or(now()));
+  }
+  for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
+    if (!in_flight.owes_gradients[e] || sent[e]) {
+      continue;
+    }
+    if (is_good) {
+      send_captured(e);
+    } else {
+      Message message;
+      message.is_void = true;
+      send(e, std::move(message));
+    }
+  }
+  if (!is_good) {
+    release(in_flight);
+  }
+}
+
+}  // namespace pd2

@@ -1,0 +1,115 @@
+"""How often to save, so that training is slowed by no more than it may be.
+
+CheckFreq's rule (Mohan et al., FAST 2021, section 4.3), with two differences: what a save costs is
+measured end to end, in batches that took longer while it was under way, and the frequency is
+corrected in both directions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+
+from ..checks import check_number, check_whole_number
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_FIRST_SAVE = 10
+"""Batches before the first save whose cost is measured: their times are what others compare to."""
+
+
+class Frequency:
+    """Says after which batches to save.
+
+    Args:
+        every: a number of batches; a time, such as ``"10min"``; or ``"auto"``.
+        max_overhead: with ``"auto"``, the share of the time that saving may add.
+
+    Raises:
+        ValueError, TypeError: naming the value and what it may be.
+    """
+
+    def __init__(self, every: int | str, max_overhead: float) -> None:
+        check_number("max_overhead", max_overhead, below=1.0)
+        self._max_overhead = max_overhead
+        self.batches: int | None = None
+        """Batches from one save to the next; None: not known yet, or by time."""
+        self._seconds = math.inf
+        self.is_auto = every == "auto"
+        if isinstance(every, str):
+            time_given = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", every)
+            if time_given is not None:
+                self._seconds = float(time_given[1]) * _UNITS[time_given[2]]
+            elif not self.is_auto:
+                raise ValueError(
+                    f"every: {every!r}, it must be a number of batches, 'auto' or a time: '10min', "
+                    "'90s', '1h'"
+                )
+        else:
+            check_whole_number("every", every)
+            self.batches = every
+        self._since = 0  # batches since the last save began
+        self._begun = time.monotonic()  # the last save
+        self._undisturbed: deque[float] = deque(maxlen=50)  # seconds of batches
+        self._disturbed: list[float] = []  # of those during the save under way
+        self._cheap_saves = 0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a number of batches was given, which every rank knows."""
+        return self.batches is not None and not self.is_auto
+
+    def is_due(self) -> bool:
+        """Whether to save after the batch that has just begun."""
+        if self._seconds < math.inf:
+            return time.monotonic() - self._begun >= self._seconds
+        return self._since + 1 >= (self.batches or _FIRST_SAVE)
+
+    def batch_ended(self, seconds: float, *, is_saving: bool) -> None:
+        """Counts a batch.
+
+        Args:
+            seconds: how long it took.
+            is_saving: whether a save was under way.
+        """
+        self._since += 1
+        (self._disturbed if is_saving else self._undisturbed).append(seconds)
+
+    def save_began(self) -> None:
+        """Counts from here."""
+        self._since = 0
+        self._begun = time.monotonic()
+        self._disturbed.clear()
+
+    def save_ended(self, seconds: float) -> None:
+        """Learns what a save cost.
+
+        Args:
+            seconds: from its beginning to the whole checkpoint.
+        """
+        if not self.is_auto or not self._undisturbed:
+            return
+        period = max(statistics.median(self._undisturbed), 1e-9)
+        added = max(0.0, sum(self._disturbed) - period * len(self._disturbed))
+        least = max(1, math.ceil(seconds / period))  # one after the other
+        if self.batches is None:
+            self.batches = max(least, math.ceil(added / (self._max_overhead * period)))
+            return
+        overhead = added / (self.batches * period)
+        self._cheap_saves = self._cheap_saves + 1 if overhead < self._max_overhead / 2 else 0
+        if overhead > self._max_overhead:
+            self.batches = math.ceil(self.batches * overhead / self._max_overhead)
+        elif self._cheap_saves == 3:
+            self.batches, self._cheap_saves = math.floor(0.8 * self.batches), 0
+        self.batches = max(self.batches, least)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """What was learnt."""
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Goes on with what was learnt."""
+        if self.is_auto:
+            self.batches = state["batches"]

@@ -1,0 +1,62 @@
+"""Signals by which a scheduler says that a job has to make room."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from collections.abc import Iterable
+from types import FrameType
+
+
+class Preempted(SystemExit):  # ends the program, and is no error
+    """The run was saved and ends because of a signal; its code is 128 and the signal's number."""
+
+
+class Signals:
+    """Notices signals, which then do nothing else.
+
+    Args:
+        names: such as ``"SIGTERM"``.
+
+    Attributes:
+        received: the number of the first one that came, or 0.
+
+    Raises:
+        ValueError: there is no such signal.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.received = 0
+        self._before: dict[signal.Signals, object] = {}
+        names = [names] if isinstance(names, str) else list(names)
+        unknown = [name for name in names if name not in signal.Signals.__members__]
+        if unknown:
+            known = ", ".join(signal.Signals.__members__)
+            raise ValueError(f"preempt: {unknown[0]!r}, it must be one of {known}")
+        if names and threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                "preempt: a Checkpointer that is not made in the main thread notices no signals",
+                stacklevel=3,
+            )
+            names = []
+        for name in names:
+            number = signal.Signals[name]
+            self._before[number] = signal.signal(number, self._notice)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+
+    def restore(self) -> None:
+        """Signals do again what they did before."""
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._notice:
+                    signal.signal(number, before or signal.SIG_DFL)  # type: ignore[arg-type]
+        self._before.clear()
+
+
+def ignore_in_worker(worker: int = 0) -> None:
+    """Gives ``DataLoader(worker_init_fn=)``: its processes do not end before the run is saved."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

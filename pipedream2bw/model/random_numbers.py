@@ -1,0 +1,100 @@
+"""Random numbers of a microbatch: a function of a seed, the train_step and the microbatch.
+
+The engine gives stages these numbers, whatever else draws. Here a thread that trains the unsplit
+model gets the same ones, and code that saves and restores torch's random state, as
+torch.utils.checkpoint does around a forward that it runs again, works with either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .. import _C
+
+# The state that stands for a place: a mark, whether the place is known, and the place.
+_STATE = struct.Struct("=8s?4Q")
+_MARK = b"pd2place"
+
+
+@contextlib.contextmanager
+def reference_random(*, seed: int, train_step: int, microbatch: int) -> Iterator[None]:
+    """Inside, the calling thread draws the random numbers of one microbatch of a train_step.
+
+    The unsplit model, called once inside, draws what a pipeline draws for that microbatch, at any
+    depth and under any schedule::
+
+        with pd2.reference_random(seed=pipe.random_seed, train_step=t, microbatch=j):
+            loss = loss_fn(model(x), y)
+            loss.backward()
+
+    Every call of an operator that draws has a number, counted from the beginning, and draws from a
+    generator that seed, train_step, microbatch and this number give. Torch's default generators
+    stay as they are. The backward belongs inside if the model has checkpoints
+    (torch.utils.checkpoint).
+
+    A pipeline counts the draws of each layer once, on fake tensors, when it captures the model.
+    Where their number depends on data, or on the number of rows, and where fake tensors cannot run
+    a layer, the layers from there on draw other numbers than here; a pipeline's own are still the
+    same in every run. Compiled stages draw other numbers, too.
+
+    Args:
+        seed: the pipeline's ``random_seed``.
+        train_step: how many calls of ``train_step`` came before.
+        microbatch: its number in the train_step; of replica r of a pipeline with m microbatches,
+            r * m more.
+    """
+    follow_threads()
+    key = _C.mix_seed(_C.mix_seed(seed, train_step), microbatch)
+    with _C.KeyedRandom((key, 0, _C.ALL_DRAWS, 0)):
+        yield
+
+
+def follow_threads() -> None:
+    """Makes torch.get_rng_state and set_rng_state those of a thread that draws by key.
+
+    So what restores the state before it runs a forward again finds the same numbers. In all other
+    threads the functions do what they did.
+    """
+    if getattr(torch.get_rng_state, "follows_threads", False):
+        return
+    for module in (torch, torch.random):
+        module.get_rng_state = _following_get(module.get_rng_state)  # type: ignore[attr-defined]
+        module.set_rng_state = _following_set(module.set_rng_state)  # type: ignore[attr-defined]
+
+
+def _following_get(plain: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    @functools.wraps(plain)
+    def get_rng_state() -> torch.Tensor:
+        if not _C.is_keyed():
+            return plain()
+        place = _C.random_place()
+        known = place is not None
+        packed = _STATE.pack(_MARK, known, *(place or (0, 0, 0, 0)))
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    get_rng_state.follows_threads = True  # type: ignore[attr-defined]
+    return get_rng_state
+
+
+def _following_set(plain: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    @functools.wraps(plain)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        if not _C.is_keyed():
+            plain(new_state)
+            return
+        packed = bytes(new_state.tolist())
+        if len(packed) != _STATE.size or not packed.startswith(_MARK):
+            raise ValueError(
+                f"set_rng_state: a state of {len(packed)} bytes, inside a stage it must be one "
+                "that get_rng_state gave there: the stages draw by key; random='torch' makes them "
+                "draw from torch's default generator"
+            )
+        _, known, *place = _STATE.unpack(packed)
+        _C.set_random_place(tuple(place) if known else None)
+
+    return set_rng_state

@@ -1,0 +1,83 @@
+"""Calls that wait for other processes, each ended by a deadline of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from .. import _C
+from ..errors import PeerLost, PeerTimeout, StageError
+
+_SLICE_SECONDS = 0.1
+_GRACE_SECONDS = 0.5
+"""By which a group's own timeout, which leaves no thread behind, comes first."""
+
+_Result = TypeVar("_Result")
+
+
+class Deadline:
+    """Ends waiting for other processes after ``seconds``, or when the pipeline has failed.
+
+    A call into torch.distributed may never return: it asks the process group's store, which a
+    process serves that may be stopped, or whose machine may be gone. And it cannot be ended from
+    outside. So it is made in a thread of its own, which is left behind if it does not return.
+
+    Attributes:
+        fault: ends waiting when it is raised, and is raised when waiting fails.
+    """
+
+    def __init__(self, seconds: float, fault: _C.Fault) -> None:
+        self.seconds = seconds
+        self.fault = fault
+
+    def wait(self, action: str, call: Callable[[], _Result]) -> _Result:
+        """Returns what ``call`` gives.
+
+        Args:
+            action: what all ranks do, for the error.
+
+        Raises:
+            PeerTimeout: it did not return in time.
+            PeerLost: it failed, as a connection broke.
+            StageError: the pipeline failed meanwhile.
+        """
+        results: list[_Result] = []
+        errors: list[Exception] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except Exception as error:
+                errors.append(error)
+            ended.set()
+
+        start = time.monotonic()
+        thread = threading.Thread(target=run, name=f"pd2 {action}", daemon=True)
+        thread.start()
+        while not ended.wait(_SLICE_SECONDS):
+            failure = self.fault.error
+            if failure is not None:
+                raise failure
+            if time.monotonic() - start > self.seconds + _GRACE_SECONDS:
+                raise self._failure(PeerTimeout, action, f"no answer for {self.seconds} s")
+        thread.join()
+        if results:
+            return results[0]
+        (error,) = errors
+        if isinstance(error, StageError) or not isinstance(error, RuntimeError):
+            raise error
+        # torch.distributed tells a timeout from a broken connection by its text alone.
+        is_late = time.monotonic() - start > 0.9 * self.seconds
+        raise self._failure(PeerTimeout if is_late else PeerLost, action, str(error))
+
+    def _failure(self, kind: type[StageError], action: str, cause: str) -> StageError:
+        """The first failure of this process: this one, unless another one came before."""
+        self.fault.raise_(
+            kind(f"a rank was lost while {action}: {cause}", action=action, cause=cause)
+        )
+        failure = self.fault.error
+        assert failure is not None
+        return failure

@@ -1,0 +1,143 @@
+"""Takes back a batch in which the user's code failed, and those after it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import StageError, reworded
+from .accumulation import Accumulation, BatchPart
+from .local_stages import LocalStages
+
+
+class TakenBack(NamedTuple):
+    """Train_steps that have not been, as a batch was discarded.
+
+    Attributes:
+        batch: the number of the first batch.
+        train_step: the number of its first train_step.
+        updates: how many optimizer steps had been registered since.
+        error: why.
+    """
+
+    batch: int
+    train_step: int
+    updates: int
+    error: StageError
+
+
+Listener = Callable[[TakenBack], None]
+
+
+class _Begun(NamedTuple):
+    """How many calls there had been when a batch began."""
+
+    train_steps: int
+    counts: tuple[int, int]
+
+
+class Discarding:
+    """Knows where the batches begin that may be taken back, and takes them back.
+
+    Attributes:
+        num_times: how often batches were taken back.
+    """
+
+    def __init__(self, stages: LocalStages, accumulation: Accumulation) -> None:
+        self._stages = stages
+        self._control = stages.control
+        self._accumulation = accumulation
+        self._begun: dict[int, _Begun] = {}  # by batch
+        self._taken_back: list[TakenBack] = []
+        self._listeners: list[weakref.WeakMethod[Listener]] = []
+
+    @property
+    def num_times(self) -> int:
+        return len(self._taken_back)
+
+    def begin(self, part: BatchPart, train_step: int) -> None:
+        """Remembers where a batch begins, as long as it may be taken back."""
+        if part.begins:
+            self._begun[part.batch] = _Begun(train_step, self._accumulation.counts)
+            self._begun.pop(part.batch - self._stages.schedule.most_batches_behind - 2, None)
+
+    def first_train_step(self, batch: int) -> int:
+        """The number of a batch's first train_step, if it may be taken back."""
+        return self._begun[batch].train_steps
+
+    def count_anew(self) -> None:
+        """Batches get numbers that others had before. Drained."""
+        self._begun.clear()
+        self._stages.count_anew()
+
+    def listen(self, listener: Listener) -> None:
+        """Calls a method after batches were taken back, as long as its object exists."""
+        alive = [each for each in self._listeners if each() is not None]
+        self._listeners = [*alive, weakref.WeakMethod(listener)]
+
+    def take_back(self, batch: int, num_train_steps: int) -> tuple[TakenBack, BaseException | None]:
+        """Makes as if the batch and all later ones had not been; every rank does, drained.
+
+        Gives what was taken back, and the Python exception that is the cause if it was raised here.
+
+        Args:
+            num_train_steps: calls so far.
+        """
+        stages, discards = self._stages, self._control.discards
+        failure = self._control.why_discarded(batch)
+        is_mine = discards.batch == batch
+        original = stages.take_error(discards.kept if is_mine else -1)
+        is_evaluation = batch not in self._begun
+        now = _Begun(num_train_steps, self._accumulation.counts)
+        begun = self._begun.get(batch, now)
+        discarded = tuple(range(begun.train_steps, num_train_steps))
+        updates = max(0, self._accumulation.num_updates - batch)
+        stages.take_back(batch, begun.train_steps, batches=not is_evaluation)
+        text = f"{failure}. The evaluation was discarded, the pipeline is open"
+        if not is_evaluation:
+            shown = ", ".join(map(str, discarded))
+            text = (
+                f"{failure}. Discarded: train_steps {shown}; the pipeline is open, drained and as "
+                f"it was before them, at version {batch}"
+            )
+            self._accumulation.take_back(batch, begun.counts)
+            if self._restarts_delay(failure):
+                text += "; the delay begins anew"
+                for stage in stages:
+                    stage.weights.engine.restart_delay()
+        self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
+        error = reworded(failure, text)
+        error.discarded = discarded
+        error.__cause__ = failure.__cause__
+        taken = TakenBack(batch, begun.train_steps, updates, error)
+        self._taken_back.append(taken)
+        discards.go_on()
+        for method in self._listeners:
+            listener = method()
+            if listener is not None:
+                listener(taken)
+        return taken, original
+
+    def _restarts_delay(self, failure: StageError) -> bool:
+        """Whether the version that the batch read may have been overwritten on some stage.
+
+        Stages learn of a failure in a forward, or on the last stage, before their own backward of
+        the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
+        whose gradients are added up where that version was. Without memory that all ranks share,
+        they learn of any failure only then.
+        """
+        is_backward = failure.action in ("backward", "input gradient", "weight gradient")
+        is_last = failure.stage == self._stages.grid.depth - 1
+        is_late = (is_backward and not is_last) or not self._control.discards_reach_all
+        return failure.action is not None and is_late and max(self._stages.schedule.delay) > 0
+
+    def check_kept(self, train_step: int, num_times: int) -> None:
+        """Raises StageError if a train_step was discarded.
+
+        Args:
+            num_times: how often batches had been taken back when it was called.
+        """
+        for taken in self._taken_back[num_times : num_times + 1]:
+            if train_step >= taken.train_step:
+                raise reworded(taken.error, str(taken.error))

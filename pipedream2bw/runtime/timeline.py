@@ -1,0 +1,54 @@
+"""Records when each action of a pipeline was executed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from ..ranks.agreement import Announcement, Operation
+from ..schedules.events import Event
+from .session import Session
+
+
+class Timeline:
+    """The actions that :meth:`PipelineModule.timeline` recorded, filled when its block ends."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.rows: list[Event] = []
+
+    def gather(self) -> list[Event]:
+        """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
+        with self._session.ending.lost_ranks_close():
+            self._session.agree(Operation.gather_events, 0, Announcement)
+        parts = self._session.gather([dataclasses.astuple(event) for event in self.rows])
+        return sorted(Event(*row) for part in parts for row in part)
+
+
+@contextlib.contextmanager
+def recording(session: Session) -> Iterator[Timeline]:
+    """Records the actions executed inside; drains at its end."""
+    session.ending.check_open()
+    timeline = Timeline(session)
+    session.stages.record(True)
+    try:
+        yield timeline
+        session.flush_for(Operation.end_of_timeline)
+    finally:
+        session.stages.record(False)
+        records = session.stages.take_records()
+        timeline.rows.extend(
+            Event(
+                stage=action.stage,
+                replica=session.grid.replica,
+                kind=action.kind,
+                batch=action.run,
+                microbatch=action.microbatch,
+                version=action.version,
+                start=action.start,
+                end=action.end,
+                rank=session.schedule.placement[action.stage],
+            )
+            for action in (records if session.grid.shard == 0 else ())
+        )

@@ -1,0 +1,78 @@
+"""Runs in processes that are killed at a random moment go on with the bits of undisturbed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs.launch import RankError, RankResult
+from tests.runs.lives import (
+    SETTINGS,
+    Life,
+    Setting,
+    differences,
+    first_life,
+    random_life,
+    run_life,
+    whole_of,
+)
+
+
+def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
+    """All ranks of a life that a signal should end; [] if that came too late."""
+    try:
+        return run_life(setting, life, folder)
+    except RankError as error:
+        if any(result.exit_code for result in error.results):
+            raise
+        return []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "name", ["2bw muon, error feedback", "chimera", "two replicas", "loss scale"]
+)
+def test_a_killed_run_goes_on_with_the_bits_of_an_undisturbed_one(
+    name: str, tmp_path: Path
+) -> None:
+    setting, draw = SETTINGS[name], random.Random(name)
+    want = whole_of(run_life(setting, first_life(setting), tmp_path / "undisturbed"))
+    for _ in range(2):
+        ended_early(setting, random_life(setting, draw, by=signal.SIGKILL), tmp_path / "run")
+    last = run_life(setting, random_life(setting, draw, by=None), tmp_path / "run")
+    assert differences(whole_of(last), want) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_one_run_goes_on_with_4_2_1_and_3_stages(tmp_path: Path) -> None:
+    setting = SETTINGS["2bw sgd, batch norm"]
+    want = whole_of(run_life(setting, first_life(setting), tmp_path / "undisturbed"))
+    starts = []
+    for number, depth in enumerate((4, 2, 1, 3)):
+        part = dataclasses.replace(setting, batches=6 * (number + 1))
+        life = Life(schedule="2bw", ranks=depth, stages=1, in_threads=depth == 1, every=6)
+        results = run_life(part, life, tmp_path / "run")
+        starts.append(results[0].value["start"])
+    assert starts == [0, 6, 12, 18]
+    assert differences(whole_of(results), want) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_signal_to_one_rank_saves_all_and_ends_them(tmp_path: Path) -> None:
+    setting = dataclasses.replace(SETTINGS["2bw adamw"], batches=2000)
+    life = Life(
+        schedule="2bw", ranks=2, stages=1, every=5000, victims=(1,), after=0.2,
+        signal=signal.SIGTERM,
+    )  # fmt: skip
+    results = ended_early(setting, life, tmp_path)
+    assert [result.exit_code for result in results] == [143, 143], results
+    last = dataclasses.replace(setting, batches=1)
+    again = run_life(last, dataclasses.replace(life, victims=()), tmp_path)
+    assert again[0].value["start"] == again[1].value["start"] > 0

@@ -1,0 +1,55 @@
+"""What a process holds while it trains for long, or builds pipelines over and over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.runs.building_again import ENDS, each_round
+from tests.runs.resources import Resources, resources
+
+REPORTS = 20
+
+
+def trained(batches: int) -> Iterator[Resources]:
+    """What the process holds, at equal distances in so many batches."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 16)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(2)]
+    with pd2.PipelineModule(layers, mse_loss, num_microbatches=2, example_args=(x[:1],)) as pipe:
+        optimizer = pd2.PipelineOptimizer(
+            torch.optim.AdamW(pipe.parameters(), lr=1e-3), max_grad_norm=1.0
+        )
+        loss = None
+        for batch in range(batches):
+            if loss is not None:
+                float(loss)
+            loss = pipe.train_step(x[: 4 + batch % 5], target=y[: 4 + batch % 5])
+            optimizer.step()
+            if batch % 300 == 299:
+                pipe.flush()
+            if batch % 500 == 499:
+                pipe.eval()
+                pipe(x)
+                pipe.train()
+            if batch % 1000 == 999:
+                pipe.full_state_dict()
+                optimizer.state_dict()
+            if (batch + 1) % max(1, batches // REPORTS) == 0:
+                yield resources()
+
+
+def soak(rank: int, world: int, batches: int, cycles: int) -> list[tuple[float, Resources]]:
+    """Trains, or builds so many pipelines if they are any; gives seconds since the start too."""
+    start = time.monotonic()
+    rounds = -(-cycles // len(ENDS))
+    found = []
+    for each in each_round(rank, rounds) if cycles else trained(batches):
+        found.append((time.monotonic() - start, each))
+        print(f"{found[-1][0]:8.1f} s  {each}", flush=True)
+    return found

@@ -1,0 +1,324 @@
+"""A run goes on from the newest checkpoint that is whole, whatever was damaged or failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.frequency import Frequency
+from pipedream2bw.errors import DamagedCheckpoint
+
+X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Run:
+    def __init__(self, path: Path | str, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        self.pipe = pd2.PipelineModule(
+            nn.Sequential(*layers),
+            mse_loss,
+            num_stages=2,
+            num_microbatches=2,
+            example_args=(X[:4],),
+            timeout=10.0,
+        )
+        self.opt = pd2.PipelineOptimizer(torch.optim.AdamW(self.pipe.parameters(), lr=0.1))
+        self.ckpt = pd2.Checkpointer(path, self.pipe, self.opt, **{"every": 1, **options})
+
+    def train(self, batches: int) -> None:
+        for _ in range(batches):
+            self.pipe.train_step(X, target=Y)
+            self.opt.step()
+            self.ckpt.step()
+
+    def state(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.pipe.state_dict().values()]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(path: Path | str = tmp_path / "run", **options: Any) -> Run:
+        runs.append(Run(path, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        with contextlib.suppress(Exception):
+            run.ckpt.close()
+        run.pipe.session.ending.abort("the test is over")
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_folder_without_checkpoints_begins_at_0(start: Callable[..., Run]) -> None:
+    run = start()
+    assert run.ckpt.resume() == 0
+    run.train(1)
+    run.ckpt.close()
+    assert start(seed=4).ckpt.resume() == 1
+
+
+def test_it_keeps_the_newest_and_every_so_many(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(keep=2, keep_every=4)
+    run.train(11)
+    run.ckpt.close()
+    assert Folder(tmp_path / "run").steps() == [11, 10, 8, 4]
+
+
+def damage(path: Path, how: str, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(data[: draw.randrange(len(data))])
+    elif how == "flip":
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+    elif how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(data) + b" ")
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "gone", "longer"])
+def test_any_damaged_file_is_named_and_the_next_older_checkpoint_taken(
+    how: str, start: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(every=2)
+    states = {}
+    for batch in range(1, 5):
+        run.train(1)
+        states[batch] = run.state()
+    run.ckpt.close()
+    draw = random.Random(how)
+    used = {path.name for path in (tmp_path / "run" / "step-00000004").iterdir()}
+    whole = {name: (tmp_path / "run" / "step-00000004" / name).read_bytes() for name in used}
+    resumed = start(seed=9)
+    for name in sorted(used - {"model.safetensors.index.json"}):
+        for _ in range(3):
+            caplog.clear()
+            damage(tmp_path / "run" / "step-00000004" / name, how, draw)
+            gone = how == "gone" and name == MANIFEST
+            before = resumed.state()
+            with pytest.raises(DamagedCheckpoint, match=f"step-00000004/{name}"):
+                pd2.load(tmp_path / "run", resumed.pipe, resumed.opt, step=4)
+            assert same(resumed.state(), before)
+            assert resumed.ckpt.resume() == 2
+            assert same(resumed.state(), states[2])
+            aside = tmp_path / "run" / "step-00000004.corrupt"
+            if not gone:
+                assert name in caplog.text
+                assert "step-00000004.corrupt" in caplog.text
+                aside.rename(tmp_path / "run" / "step-00000004")
+            for each, data in whole.items():
+                (tmp_path / "run" / "step-00000004" / each).write_bytes(data)
+    assert resumed.ckpt.resume() == 4
+    assert same(resumed.state(), states[4])
+
+
+def test_a_foreign_manifest_is_refused_and_stays(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start()
+    run.train(1)
+    run.ckpt.close()
+    path = tmp_path / "run" / "step-00000001" / MANIFEST
+    rest = path.read_bytes().partition(b",")[2].replace(b'"version": 1', b'"version": 2')
+    path.write_bytes(b'{"sum": "%08x",' % zlib.crc32(rest) + rest)
+    with pytest.raises(ValueError, match="version: 2, it must be 1"):
+        start().ckpt.resume()
+    assert path.exists()
+
+
+def test_saves_that_fail_warn_and_the_third_in_a_row_raises(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = start()
+    run.train(2)
+    run.ckpt.close()
+    writing = Folder.writing
+
+    def full(self: Folder, *names: str) -> Any:
+        if names[-1].startswith("optimizer"):
+            raise OSError(28, "No space left on device")
+        return writing(self, *names)
+
+    monkeypatch.setattr(Folder, "writing", full)
+    with pytest.warns(UserWarning, match="was not saved, training goes on: OSError.*No space"):
+        run.train(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved.*No space"):
+            run.train(5)
+    assert Folder(tmp_path / "run").steps() == [2, 1]
+    assert len(os.listdir(tmp_path / "run")) == 2
+    monkeypatch.undo()
+    state = run.state()
+    resumed = start(seed=8)
+    assert resumed.ckpt.resume() == 2
+    assert not same(resumed.state(), state)
+
+
+def test_after_a_failure_that_passes_it_saves_again(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = start()
+    commit = Folder.commit
+    failing = True
+
+    def now_and_then(self: Folder, name: str, step: int, manifest: bytes) -> None:
+        if failing:
+            raise OSError(30, "Read-only file system")
+        commit(self, name, step, manifest)
+
+    monkeypatch.setattr(Folder, "commit", now_and_then)
+    with warnings.catch_warnings(record=True) as seen:
+        for failing in (True, True, False, True, True, False):  # noqa: B007
+            run.train(1)
+            run.pipe.flush()
+            time.sleep(0.2)  # for the thread that writes
+        run.ckpt.close()
+    assert sum("Read-only" in str(each.message) for each in seen) == 4
+    assert Folder(tmp_path / "run").steps()[0] == 6
+
+
+def test_a_file_system_that_hangs_does_not_stop_training(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(every=2)
+    hangs = threading.Event()
+    begin = Folder.begin
+
+    def wait(self: Folder, step: int, nonce: str) -> str:
+        hangs.wait(30)
+        return begin(self, step, nonce)
+
+    monkeypatch.setattr(Folder, "begin", wait)
+    monkeypatch.setattr(run.pipe.session.control, "timeout", 0.3)
+    with pytest.warns(UserWarning, match=r"TimeoutError: it took more than 0.3 s"):
+        run.train(5)
+    hangs.set()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_signal_saves_the_run_and_ends_it(
+    name: str, evaluates: bool, start: Callable[..., Run]
+) -> None:
+    run = start(every=100, preempt=[name])
+    before = signal.getsignal(signal.Signals[name])
+    run.train(3)
+    os.kill(os.getpid(), signal.Signals[name])
+    with pytest.raises(pd2.Preempted) as ended:
+        if evaluates:
+            with torch.no_grad():
+                run.pipe(X)
+        else:
+            run.train(5)
+    assert ended.value.code == 128 + signal.Signals[name]
+    assert signal.getsignal(signal.Signals[name]) != before
+    assert not run.pipe.session.ending.is_open
+    resumed = start(seed=3)
+    assert resumed.ckpt.resume() == (3 if evaluates else 4)
+
+
+def test_what_every_cannot_be_is_refused(start: Callable[..., Run]) -> None:
+    for every in ("often", "10 days", 0, -1):
+        with pytest.raises(ValueError, match="every"):
+            start(every=every)
+    with pytest.raises(TypeError, match="every"):
+        start(every=1.5)
+    with pytest.raises(ValueError, match="keep: 1, it must be at least 2"):
+        start(keep=1)
+    with pytest.raises(ValueError, match="preempt: 'SIGNAL', it must be one of"):
+        start(preempt=["SIGNAL"])
+    with pytest.raises(ValueError, match="max_overhead"):
+        start(max_overhead=1.0)
+
+
+# ---------------------------------------------------------------- frequency
+
+
+def overhead(
+    *, batch: float, added: float, persist: float, limit: float, batches: int
+) -> tuple[float, int]:
+    """The share of time that saving adds in the second half, and the batches between saves."""
+    frequency = Frequency("auto", limit)
+    saving_until, now, spent, counted = -1.0, 0.0, 0.0, 0
+    saves = 0
+    for number in range(batches):
+        due = frequency.is_due() and saving_until < now
+        during = now < saving_until
+        # What a save adds is spread over the batches during which it is written.
+        seconds = batch + (added * batch / persist if during else 0.0)
+        now += seconds
+        frequency.batch_ended(seconds, is_saving=during)
+        if during and now >= saving_until:
+            frequency.save_ended(persist)
+        if due:
+            frequency.save_began()
+            saving_until = now + persist
+            saves += 1
+        if number >= batches // 2:
+            spent += seconds - batch
+            counted += 1
+    return spent / (counted * batch), frequency.batches or 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "added", "persist"), [(0.1, 0.05, 0.5), (0.01, 0.2, 3.0), (1.0, 0.01, 0.2)]
+)
+def test_auto_keeps_to_the_share_that_is_allowed(
+    batch: float, added: float, persist: float
+) -> None:
+    share, batches = overhead(batch=batch, added=added, persist=persist, limit=0.035, batches=20000)
+    assert share <= 0.037
+    least = max(persist / batch, added / (0.035 * batch), 1)
+    assert batches <= 2.5 * least + 1  # and no less often than it need be
+
+
+def test_auto_follows_a_disk_that_becomes_slower_and_faster() -> None:
+    frequency = Frequency("auto", 0.05)
+    found = []
+    for added in (0.1, 0.4, 0.1):
+        for _ in range(30):
+            for _ in range(frequency.batches or 10):
+                frequency.batch_ended(0.1, is_saving=False)
+            frequency.save_began()
+            frequency.batch_ended(0.1 + added, is_saving=True)
+            frequency.save_ended(0.05)
+        assert frequency.batches is not None
+        found.append(frequency.batches)
+    assert found[1] >= 2 * found[0]
+    assert found[2] <= found[1] / 2
+
+
+def test_a_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    frequency = Frequency("10min", 0.035)
+    now = 599.0
+    assert not frequency.is_due()
+    now = 600.0
+    assert frequency.is_due()
+    frequency.save_began()
+    now = 1100.0
+    assert not frequency.is_due()

@@ -1,0 +1,118 @@
+"""A save of what a discarded batch would have led to fails, and the next one does not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+X = torch.randn(8, 4)
+BAD = torch.full((8, 4), float("nan"))
+
+
+@contextlib.contextmanager
+def pipeline() -> Iterator[tuple[pd2.PipelineModule, pd2.PipelineOptimizer, threading.Event]]:
+    """Fails at a bad target, but not before the event."""
+    go = threading.Event()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if bool(target.isnan().any()):
+            assert go.wait(20)
+            raise ZeroDivisionError("on purpose")
+        return mse_loss(output, target)
+
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        nn.Linear(4, 4),
+    ]
+    pipe = pd2.PipelineModule(layers, loss_fn, num_microbatches=2, example_args=(X[:2],))
+    with pipe:
+        yield pipe, pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1)), go
+
+
+def test_a_save_after_a_discarded_batch_fails_and_one_before_it_does_not(tmp_path: Path) -> None:
+    with pipeline() as (pipe, opt, go):
+        pipe.train_step(X, target=X)
+        opt.step()
+        before = pd2.save(tmp_path / "before", pipe, opt)
+        pipe.train_step(X, target=BAD)
+        opt.step()
+        after = pd2.save(tmp_path / "after", pipe, opt)
+        go.set()
+        with pytest.raises(pd2.errors.StageError, match="batch 1, microbatch 0, forward") as raised:
+            pipe.flush()
+        assert raised.value.discarded == (1,)
+        before.done.result(20)
+        with pytest.raises(pd2.errors.StageError, match="batch 1 was discarded before batch 2"):
+            after.done.result(20)
+        with pytest.raises(pd2.errors.StageError, match="batch 1 was discarded before batch 2"):
+            after.snapshot.result(0)
+
+        want = {name: value.clone() for name, value in pipe.state_dict().items()}
+        pipe.train_step(X, target=X)
+        opt.step()
+        pd2.save(tmp_path / "after", pipe, opt).wait()
+        pd2.load(tmp_path / "before", pipe, opt)
+        got = pipe.state_dict()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        pd2.load(tmp_path / "after", pipe, opt)
+        assert pipe.session.num_train_steps == 2
+
+
+def test_after_a_load_batches_are_discarded_by_their_new_numbers(tmp_path: Path) -> None:
+    with pipeline() as (pipe, opt, go):
+        go.set()
+        for _ in range(2):
+            pipe.train_step(X, target=X)
+            opt.step()
+        pd2.save(tmp_path, pipe, opt).wait()
+        want = {name: value.clone() for name, value in pipe.state_dict().items()}
+        for _ in range(3):
+            pipe.train_step(X, target=X)
+            opt.step()
+        pd2.load(tmp_path, pipe, opt)
+        with torch.no_grad(), pytest.raises(pd2.errors.StageError, match="evaluation") as raised:
+            pipe(torch.randn(8, 5))
+        assert raised.value.discarded == ()
+        pipe.train()
+        pipe.train_step(X, target=BAD)
+        opt.step()
+        with pytest.raises(pd2.errors.StageError) as raised:
+            pipe.flush()
+        assert raised.value.discarded == (2,)
+        got = pipe.state_dict()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_checkpointer_does_not_count_it_as_a_failure_of_the_storage(tmp_path: Path) -> None:
+    with pipeline() as (pipe, opt, go), warnings_of_saves() as seen:
+        ckpt = pd2.Checkpointer(tmp_path, pipe, opt, every=1)
+        for _ in range(5):
+            go.clear()
+            pipe.train_step(X, target=BAD)
+            opt.step()
+            ckpt.step()
+            go.set()
+            with pytest.raises(pd2.errors.StageError):
+                pipe.flush()
+            pipe.train_step(X, target=X)
+            opt.step()
+            ckpt.step()
+        ckpt.close()
+    assert len(seen) == 5
+    assert all("was discarded before batch" in str(warning.message) for warning in seen)
+
+
+@contextlib.contextmanager
+def warnings_of_saves() -> Iterator[list[object]]:
+    with pytest.warns(UserWarning, match="was not saved") as seen:
+        yield seen.list

@@ -1,0 +1,72 @@
+"""Users' state survives JSON as it was, without pickle."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream2bw.checkpoint.encoding import decode, encode
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+KEYS = st.text(max_size=4) | st.integers(-3, 3) | st.tuples(st.integers(0, 2), st.booleans())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    document = json.loads(json.dumps(encode(value, "x", tensors), allow_nan=False))
+    return decode(document, tensors)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_a_value_comes_back_with_its_types(value: Any) -> None:
+    assert repr(there_and_back(value)) == repr(value)
+
+
+def test_tensors_arrays_counters_and_states_of_generators_come_back() -> None:
+    tensor = torch.randn(2, 3, dtype=torch.float64)
+    assert torch.equal(there_and_back({"a": [tensor]})["a"][0], tensor)
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    back = there_and_back((array, np.float32(0.5)))
+    assert (back[0] == array).all()
+    assert back[1] == 0.5
+    counter = collections.Counter({30: 1, 80: 2})
+    back = there_and_back(counter)
+    assert isinstance(back, collections.Counter)
+    assert back == counter
+    state = random.Random(4).getstate()
+    assert there_and_back(state) == state
+    generator = np.random.RandomState(3)
+    other = np.random.RandomState(4)
+    other.set_state(there_and_back(generator.get_state()))
+    assert generator.randint(1000) == other.randint(1000)
+
+
+def test_two_tensors_never_get_one_name() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}
+    back = decode(encode(value, "x", tensors), tensors)
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"x", lambda: 0, {"f": [print]}])
+def test_anything_else_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"extra\.it.*checkpoints hold tensors"):
+        encode(value, "extra.it", {})

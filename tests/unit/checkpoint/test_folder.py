@@ -1,0 +1,74 @@
+"""A checkpoint is there as a whole or not at all, in a file system and in an object store."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    path = str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4()}"
+    return Folder(path)
+
+
+def put(folder: Folder, step: int, nonce: str = "a", *, commit: bool = True) -> str:
+    name = folder.begin(step, nonce)
+    with folder.writing(name, "data") as file:
+        file.write(f"{nonce} {step}".encode())
+    if commit:
+        folder.commit(name, step, b"{}")
+    return name
+
+
+def test_only_what_is_committed_is_there_newest_first(folder: Folder) -> None:
+    assert folder.steps() == []
+    for step in (3, 100_000_000, 7):
+        put(folder, step)
+    put(folder, 9, commit=False)
+    assert folder.steps() == [100_000_000, 7, 3]
+    assert folder.read("step-00000007", "data") == b"a 7"
+    assert folder.size("step-00000007", "data") == 3
+    assert folder.holds("step-00000007", MANIFEST)
+    assert not folder.holds("step-00000007", "other")
+
+
+def test_what_was_interrupted_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    put(folder, 3)
+    name = put(folder, 4, commit=False)
+    others = ["step-4", "notes.tmp-1", "step-00000003.corrupt"]
+    for other in others:
+        (tmp_path / "run" / other).mkdir()
+    folder.clean()
+    left = {each.name for each in (tmp_path / "run").iterdir()}
+    assert left == {"step-00000003", *others}
+    assert name not in left
+
+
+def test_a_step_that_is_saved_again_replaces_the_former_one(folder: Folder) -> None:
+    put(folder, 3, "a")
+    put(folder, 3, "b")
+    assert folder.steps() == [3]
+    assert folder.read("step-00000003", "data") == b"b 3"
+
+
+def test_what_is_set_aside_or_removed_is_no_checkpoint(folder: Folder) -> None:
+    for step in (3, 4):
+        put(folder, step)
+    assert folder.set_aside(4) == "step-00000004.corrupt"
+    assert folder.steps() == [3]
+    put(folder, 4)
+    assert folder.set_aside(4) == "step-00000004.corrupt-2"
+    folder.remove(3)
+    folder.remove(3)
+    assert folder.steps() == []
+
+
+def test_a_place_that_fsspec_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        Folder("nowhere://x")
