@@ -124,12 +124,16 @@ class Discarding:
 
         Stages learn of a failure in a forward, or on the last stage, before their own backward of
         the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
-        whose gradients are added up where that version was. Without memory that all ranks share,
-        they learn of any failure only then.
+        whose gradients are added up where that version was. So may another replica or pipeline,
+        which waits for none of the batch's messages. Without memory that all ranks share, they
+        learn of any failure only then.
         """
         is_backward = failure.action in ("backward", "input gradient", "weight gradient")
-        is_last = failure.stage == self._stages.grid.depth - 1
-        is_late = (is_backward and not is_last) or not self._control.discards_reach_all
+        grid = self._stages.grid
+        is_last = failure.stage == grid.depth - 1
+        has_others = grid.width * grid.num_pipelines > 1
+        reaches_all = self._control.discards_reach_all and not has_others
+        is_late = (is_backward and not is_last) or not reaches_all
         return failure.action is not None and is_late and max(self._stages.schedule.delay) > 0
 
     def check_kept(self, train_step: int, num_times: int) -> None:

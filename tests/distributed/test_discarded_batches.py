@@ -44,6 +44,33 @@ def two_ranks(rank: int, world: int, transport: str) -> list[Outcome]:
     ]
 
 
+def two_replicas(rank: int, world: int) -> list[tuple[Outcome, Outcome]]:
+    given = batches(COUNT, ROWS)
+    result = []
+    for kind, options in (
+        ("forward", {"schedule": "2bw"}),
+        ("backward", {"schedule": "2bw", "optimizer_options": {"max_grad_norm": 0.05}}),
+        ("hook", {"schedule": "1f1b", "accumulate": 2}),
+    ):
+        settings: dict[str, Any] = {"num_stages": 1, "num_microbatches": M, "width": 2, **options}
+        failures = [Failure(0, kind, 3 * M + 2)] if rank == 1 else []
+        got = train(given, failures, **settings)
+        kept = [given[position] for position in got.kept]
+        result.append((got, train(kept, [], restarts=got.restarts, **settings)))
+    return result
+
+
+@pytest.mark.slow
+def test_a_replica_that_fails_discards_the_batch_of_all() -> None:
+    results = [result.value for result in run_ranks(two_replicas, 2, timeout=150)]
+    for of_one, of_other in zip(*results, strict=True):
+        assert of_one[0].kept == of_other[0].kept
+        for got, want in (of_one, of_other):
+            assert len(got.errors) == 1
+            assert got.losses == want.losses
+            assert_same_state(got.state, want.state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_batch_that_fails_is_as_if_it_had_not_been(transport: str) -> None:

@@ -108,9 +108,14 @@ def train(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     optimizer_options: dict[str, Any] | None = None,
     model: nn.Module | None = None,
+    restarts: Sequence[int] = (),
     **options: Any,
 ) -> Outcome:
-    """Trains on all batches, going on after each error."""
+    """Trains on all batches, going on after each error.
+
+    Args:
+        restarts: before which batches the delay begins anew.
+    """
     m = options["num_microbatches"]
     made = make_model(failures, num_stages, norm=norm) if model is None else model
     pipe = pd2.PipelineModule(
@@ -139,11 +144,16 @@ def train(
                 return None
 
         for position, batch in enumerate(given):
+            if position in restarts:
+                pipe.flush()
+                for stage in pipe.session.stages:
+                    stage.weights.engine.restart_delay()
             step = functools.partial(pipe.train_step, *batch.args, target=batch.target)
             loss = survive(step)
             if loss is not None:
                 losses.append((position, loss))
-                opt.step()
+                if pipe.session.num_train_steps % options.get("accumulate", 1) == 0:
+                    opt.step()
         survive(pipe.flush)
         outcome.kept = [position for position, _ in losses]
         outcome.losses = [loss.item() for _, loss in losses]

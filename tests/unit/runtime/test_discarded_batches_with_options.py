@@ -1,0 +1,123 @@
+"""A discarded batch leaves nothing behind, whatever the pipeline is made with.
+
+What the same pipeline without that batch gives is the measure; that this is what the unsplit model
+gives is tested for each option elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.references.oracle import Batch
+from tests.runs.discarding import Failure, Layer, batches, train
+from tests.runs.trajectory import assert_same_state
+
+M, ROWS, COUNT = 4, 8, 8
+
+
+def tied_model(failures: list[Failure]) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [Layer(number, failures) for number in range(2)]
+    layers[1].linear.weight = layers[0].linear.weight
+    return nn.Sequential(*layers)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "loss scale": {"optimizer_options": {"loss_scale": pd2.LossScale(growth_interval=2)}},
+    "accumulate": {"accumulate": 2},
+    "recompute": {"recompute": True},
+    "adamw": {"optimizer": torch.optim.AdamW},
+    "interleaved": {"schedule": "1f1b"},
+    "warm-up": {"warmup_batches": 3},
+}
+
+
+def compare(given: list[Batch], failures: list[Failure], **options: Any) -> None:
+    settings = {"num_stages": 2, "num_microbatches": M, "schedule": "2bw", **options}
+    make = settings.pop("make", lambda failures: None)
+    got = train(given, failures, model=make(failures), **settings)
+    assert len(got.errors) == 1
+    assert not got.restarts
+    kept = [given[position] for position in got.kept]
+    want = train(kept, [], model=make([]), **settings)
+    assert not want.errors
+    assert got.losses == want.losses
+    assert_same_state(got.state, want.state)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_discarded_batch_leaves_nothing_behind(name: str, layer: int) -> None:
+    compare(batches(COUNT, ROWS), [Failure(layer, "forward", 3 * M + 1)], **CASES[name])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_copies_of_tied_weights_stay_alike(layer: int) -> None:
+    compare(batches(COUNT, ROWS), [Failure(layer, "forward", 3 * M + 1)], make=tied_model)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [torch.randn(ROWS, 7), torch.randn(ROWS, 4, dtype=torch.float64), torch.ones(ROWS, 4).long()],
+    ids=["width", "float64", "int64"],
+)
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_inputs_of_a_wrong_width_or_dtype_cost_their_batch_alone(
+    bad: torch.Tensor, schedule: str
+) -> None:
+    given = batches(COUNT, ROWS)
+    given[3] = Batch((bad,), given[3].target)
+    compare(given, [], schedule=schedule)
+
+
+def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:
+    """And the batches that were trained give the bits of a run of these alone."""
+    draw = random.Random(0)
+    x, y = batches(1, ROWS)[0].args[0], batches(1, ROWS)[0].target
+
+    def made() -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
+        torch.manual_seed(0)
+        pipe = pd2.PipelineModule(
+            [nn.Linear(4, 4), nn.BatchNorm1d(4)],
+            mse_loss,
+            num_microbatches=2,
+            example_args=(x[:2],),
+        )
+        return pipe, pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+    pipe, opt = made()
+    for _ in range(20):
+        timer = threading.Timer(draw.uniform(0.0, 0.03), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                pipe.train_step(x, target=y)
+                opt.step()
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+        pipe.discard_batch()
+        float(pipe.train_step(x, target=y))
+        opt.step()
+    pipe.flush()
+    updates = pipe.session.accumulation.num_updates
+    assert updates == pipe.session.num_train_steps >= 20
+    want, want_opt = made()
+    for _ in range(updates):  # an interrupt drains the pipeline, which changes no bit
+        want.train_step(x, target=y)
+        want_opt.step()
+    assert_same_state(pipe.state_dict(), want.state_dict())
+    pipe.close()
+    want.close()
