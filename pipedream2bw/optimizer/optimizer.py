@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.agreement import Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of, parameters_of
+from .checks import agreed_session_of, common_defaults, parameters_of
 from .clipping import Clipping, GradNorm
 from .cut import (
     STALENESS,
@@ -28,8 +27,16 @@ from .cut import (
 )
 from .fused import fused_kind, fused_options, read_state, write_state
 from .loss_scale import LossScale, NewestScale
-from .own_step import StageStepper, changed_by, changes, keep_from_zeroing, options_of, update_with
+from .own_step import (
+    StageStepper,
+    changes,
+    keep_from_zeroing,
+    options_of,
+    take_over_counters,
+    update_with,
+)
 from .staleness import Remedies, Remedy, StepCorrection
+from .verdicts import let_updates_wait
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -99,7 +106,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         # Not the wrapped ones' groups, to which it would add defaults.
         super().__init__([{"params": []}], {})
         self._wrapped = optimizers
-        self.defaults = _common_defaults(optimizers)
+        self.defaults = common_defaults(optimizers)
         self._weights = [stage.weights for stage in session.stages]
         dtypes: dict[int, torch.dtype] = {}  # by parameter
         for weights in self._weights:
@@ -117,7 +124,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
         self._make_steppers()
-        self._let_updates_wait()
+        let_updates_wait(session, self._kinds, has_norm=self._norm is not None)
         session.optimizer = weakref.ref(self)
         session.discarding.listen(self._take_back)
         for optimizer in optimizers:
@@ -149,26 +156,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 if fused is not None
             }
         )
-
-    def _let_updates_wait(self) -> None:
-        """Makes updates wait for all stages where their gradients have a buffer to wait in.
-
-        Where all buffers take turns, or where they wait for a norm anyway; or where the stages wait
-        for the update.
-        """
-        session = self._session
-        rotates = [
-            None not in self._kinds and weights.engine.num_slots > weights.engine.num_versions
-            for weights in self._weights
-        ]
-        mine = self._norm is not None or all(
-            weights.engine.num_versions == 1 or rotating
-            for weights, rotating in zip(self._weights, rotates, strict=True)
-        )
-        announced = session.agree(
-            Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
-        )
-        session.stages.let_updates_wait(waiting_is_free=all(each.training for each in announced))
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
@@ -354,8 +341,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for kind, optimizer, group in self._groups():
             for parameter in group["params"] if kind is not None else ():
                 if kind is not None and id(parameter) in where:
-                    place = where[id(parameter)]
-                    optimizer.state[parameter] = read_state(kind, *place, group)
+                    optimizer.state[parameter] = read_state(kind, *where[id(parameter)], group)
         self._read_counters()
         self._share()
         states = [optimizer.state_dict() for optimizer in self._wrapped]
@@ -436,45 +422,29 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
         """Goes on where a cut was made, with this process's part of the state. Drained."""
-        names = {
-            id(original): name
-            for weights in self._weights
-            for name, original in zip(weights.trainable, weights.originals, strict=True)
-        }
+        names: dict[int, str] = {}
+        for weights in self._weights:
+            names.update(zip(map(id, weights.originals), weights.trainable, strict=True))
         wholes = [
             as_torch_has_it(optimizer, names, states, saved.groups)
             for optimizer, saved in zip(self._wrapped, shared.optimizers, strict=True)
         ]
+        whole = dict(wholes[0]) if len(wholes) == 1 else {"optimizers": wholes}
         kept = {name: s[STALENESS] for name, s in states.items() if STALENESS in s}
-        staleness = {"delayed_batches": shared.delayed_batches, "kept": kept}
-        whole = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
-        self._load({**whole, "staleness": staleness})
+        whole["staleness"] = {"delayed_batches": shared.delayed_batches, "kept": kept}
+        self._load(whole)
         for version, scale in sorted(shared.loss_scales.items()):
             assert self._scale is not None
             self._scale.set(version, scale, shared.growth_tracker)
 
     def __repr__(self) -> str:
-        lines = []
-        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
-            how = "one fused pass" if kind else "its own step on a copy of the weights"
-            lines.append(f"PipelineOptimizer({how})\n{optimizer!r}")
-        return "\n".join(lines)
+        how = {True: "its own step on a copy of the weights", False: "one fused pass"}
+        each = zip(self._kinds, self._wrapped, strict=True)
+        return "\n".join(f"PipelineOptimizer({how[kind is None]})\n{opt!r}" for kind, opt in each)
 
     def _read_counters(self) -> None:
         """Takes over what the stages' optimizers changed in their groups; all are drained."""
         for number, seen_by_group in self._options.items():
             steppers = [self._steppers[number, weights.index] for weights in self._weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
-            groups = self._wrapped[number].param_groups
-            theirs = stepper.options()
-            for group, seen, changed in zip(
-                groups, seen_by_group, changed_by(theirs, groups, seen_by_group), strict=True
-            ):
-                group.update(changed)
-                seen.update(copy.deepcopy(changed))
-
-
-def _common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The options that all have, for schedulers that ask whether they can set them."""
-    first, *rest = (optimizer.defaults for optimizer in optimizers)
-    return {key: first[key] for key in first if all(key in other for other in rest)}
+            take_over_counters(stepper.options(), self._wrapped[number].param_groups, seen_by_group)

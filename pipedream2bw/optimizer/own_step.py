@@ -220,6 +220,17 @@ def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list
     ]
 
 
+def take_over_counters(
+    theirs: Sequence[dict[str, Any]],
+    groups: Sequence[dict[str, Any]],
+    seen: Sequence[dict[str, Any]],
+) -> None:
+    """Gives groups, and what was seen of them, what an optimizer changed in its own: see below."""
+    for group, before, changed in zip(groups, seen, changed_by(theirs, groups, seen), strict=True):
+        group.update(changed)
+        before.update(copy.deepcopy(changed))
+
+
 def changed_by(
     theirs: Sequence[dict[str, Any]],
     given: Sequence[dict[str, Any]],

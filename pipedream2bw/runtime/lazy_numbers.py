@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from .. import _C
+from ..errors import StageError, reworded
 from .session import Session
 
 _Read = TypeVar("_Read")
@@ -44,8 +45,23 @@ class LazyNumber(abc.ABC):
         if value == []:
             if session is None:
                 raise RuntimeError(f"train_step {self.train_step} was discarded")
-            session.raise_discarded(self.train_step)
+            self._raise_discarded(session)
         return value
+
+    def _raise_discarded(self, session: Session) -> NoReturn:
+        """Raises StageError: the train_step has no numbers.
+
+        With several processes it will be taken back in their next common operation.
+        """
+        if not session.grid.in_processes:
+            with session.ending.failing_closes():
+                session.drain()
+        known = session.control.discards.error
+        cause = "a stage of another rank failed" if known is None else str(known)
+        text = f"train_step {self.train_step} will be taken back by the next call: {cause}"
+        error = StageError(text, cause=cause) if known is None else reworded(known, text)
+        error.discarded = (self.train_step,)
+        raise error
 
     def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
         """Waits for a number that exists after the last backward on every stage."""

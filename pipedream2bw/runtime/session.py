@@ -317,21 +317,6 @@ class Session:
             stacklevel=4,
         )
 
-    def raise_discarded(self, train_step: int) -> NoReturn:
-        """Raises StageError: this train_step has no numbers.
-
-        With several processes it will be taken back in their next common operation.
-        """
-        if not self.grid.in_processes:
-            with self.ending.failing_closes():
-                self.drain()
-        known = self.control.discards.error
-        cause = "a stage of another rank failed" if known is None else str(known)
-        text = f"train_step {train_step} will be taken back by the next call: {cause}"
-        error = StageError(text, cause=cause) if known is None else reworded(known, text)
-        error.discarded = (train_step,)
-        raise error
-
     # ------------------------------------------------------------------ draining
 
     def drain(self) -> None:
