@@ -94,9 +94,9 @@ void bind_making(ExecutorClass& executor) {
   executor
       .def(py::init([](const Schedule& schedule, int rank, int replica, int num_replicas,
                        int num_threads, std::int64_t warmup_batches, std::vector<StageSetup> stages,
-                       std::shared_ptr<Fault> fault,
-                       std::shared_ptr<Discards> discards, bool discards_reach_all,
-                       const std::shared_ptr<LossBoard>& losses, py::function keep_error) {
+                       std::shared_ptr<Fault> fault, std::shared_ptr<Discards> discards,
+                       bool discards_reach_all, const std::shared_ptr<LossBoard>& losses,
+                       py::function keep_error) {
              ExecutorSetup setup{.schedule = schedule,
                                  .rank = rank,
                                  .replica = replica,
@@ -112,9 +112,9 @@ void bind_making(ExecutorClass& executor) {
                                   std::move(keep_error));
            }),
            py::kw_only(), py::arg("schedule"), py::arg("rank"), py::arg("replica"),
-           py::arg("num_replicas"), py::arg("num_threads"),
-           py::arg("warmup_batches"), py::arg("stages"), py::arg("fault"), py::arg("discards"),
-           py::arg("discards_reach_all"), py::arg("losses"), py::arg("keep_error"))
+           py::arg("num_replicas"), py::arg("num_threads"), py::arg("warmup_batches"),
+           py::arg("stages"), py::arg("fault"), py::arg("discards"), py::arg("discards_reach_all"),
+           py::arg("losses"), py::arg("keep_error"))
       .def(
           "set_wiring",
           [](Executor& self, int stage, int id, std::vector<InboundEdge> inbound,

@@ -429,7 +429,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             as_torch_has_it(optimizer, names, states, saved.groups)
             for optimizer, saved in zip(self._wrapped, shared.optimizers, strict=True)
         ]
-        whole = dict(wholes[0]) if len(wholes) == 1 else {"optimizers": wholes}
+        whole: dict[str, Any] = dict(wholes[0]) if len(wholes) == 1 else {"optimizers": wholes}
         kept = {name: s[STALENESS] for name, s in states.items() if STALENESS in s}
         whole["staleness"] = {"delayed_batches": shared.delayed_batches, "kept": kept}
         self._load(whole)
