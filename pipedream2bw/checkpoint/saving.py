@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -25,6 +26,7 @@ from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes, to
 from .tensor_file import write_tensors
 
 _LOOK_SECONDS = 0.02
+_AT_EXIT_SECONDS = 20.0
 _FAILED = "failed.json"
 
 
@@ -123,6 +125,7 @@ class Writer:
 
         try:
             self._wait_for_copies()
+            _threads.add(threading.current_thread())
             took("snapshot")
             saving.snapshot.set_result(None)
             name = self._folder.begin(self._cut.batch, self._head.nonce)
@@ -262,6 +265,20 @@ class Writer:
                         return
                 raise OSError(f"rank 0 gave up checkpoint {step}: its folder {name} is gone")
             waiting.look(f"rank 0 did not complete checkpoint {step}")
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""That have something to write."""
+
+
+@atexit.register
+def _finish_writing() -> None:
+    """Lets the threads end before the interpreter does, which would end them inside torch's code.
+
+    That would abort the process: C++ functions are left that must not be left so.
+    """
+    for thread in list(_threads):
+        thread.join(_AT_EXIT_SECONDS)
 
 
 class _Waiting:
