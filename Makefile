@@ -113,8 +113,8 @@ test-python: $(STAMPS)/test $(STAMPS)/delays
 	    $(PYTEST_ARGS)
 
 FUZZ_INPUTS ?= 10000000
+fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
 fuzz: $(STAMPS)/test $(STAMPS)/extension
-	PD2_FUZZ_INPUTS=$(FUZZ_INPUTS) && export PD2_FUZZ_INPUTS && \
 	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined, \
 	    --timeout 100000 -R ScheduleTextFuzz)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
