@@ -148,8 +148,9 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
         raise ValueError(f"{where}: {error}") from error
     if found.batch != step:
         raise DamagedCheckpoint(f"{where}: batch {found.batch}, it must be {step}")
-    if sorted(part.rank for part in found.ranks) != list(range(found.settings.num_ranks)):
-        ranks = ", ".join(str(part.rank) for part in found.ranks)
+    given = sorted(part.rank for part in found.ranks)
+    if len(given) != found.settings.num_ranks or given != list(range(len(given))):
+        ranks = ", ".join(map(str, given))
         raise DamagedCheckpoint(
             f"{where}: parts of the ranks {ranks}, there must be {found.settings.num_ranks}"
         )

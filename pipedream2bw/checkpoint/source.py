@@ -114,7 +114,8 @@ class Source:
         names: list[str] = []
         for document in documents:
             _tensor_names(document, names)
-        tensors = self.read({name: files[name] for name in names})
+        # What is missing is named by decode().
+        tensors = self.read({name: files[name] for name in names if name in files})
         return [decode(document, tensors) for document in documents]
 
 
@@ -124,7 +125,7 @@ def _tensor_names(document: Any, names: list[str]) -> None:
             _tensor_names(item, names)
     elif isinstance(document, dict):
         for key, item in document.items():
-            if key in ("$tensor", "$array"):
+            if key in ("$tensor", "$array") and isinstance(item, str):
                 names.append(item)
             else:
                 _tensor_names(item, names)
