@@ -22,7 +22,16 @@ from ..runtime.session import Session
 from .cut import Cut
 from .encoding import encode
 from .folder import MANIFEST, Folder, name_of
-from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes, to_bytes
+from .manifest import (
+    INDEX,
+    Manifest,
+    RankPart,
+    SavedFile,
+    SavedSettings,
+    of_bytes,
+    to_bytes,
+    weights_index,
+)
 from .tensor_file import write_tensors
 
 _LOOK_SECONDS = 0.02
@@ -211,17 +220,8 @@ class Writer:
         try:
             parts = self._gather(name, ranks)
             manifest = _manifest(head, parts)
-            index = {
-                "metadata": {"total_size": _model_bytes(manifest)},
-                "weight_map": {
-                    key: file_name
-                    for file_name, file in manifest.files.items()
-                    if file.kind == "model"
-                    for key in file.tensors
-                },
-            }
-            with folder.writing(name, "model.safetensors.index.json") as file:
-                file.write(json.dumps(index, indent=1).encode())
+            with folder.writing(name, INDEX) as file:
+                file.write(weights_index(manifest.files))
             folder.commit(name, head.batch, to_bytes(manifest))
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -297,10 +297,6 @@ class _Waiting:
             )
         time.sleep(self._pause)
         self._pause = min(1.0, 1.5 * self._pause)
-
-
-def _model_bytes(manifest: Manifest) -> int:
-    return sum(file.size for file in manifest.files.values() if file.kind == "model")
 
 
 def _manifest(head: Head, parts: list[Field]) -> Manifest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,3 +171,9 @@ def _foreign(session: Session, parameter: nn.Parameter) -> str:
         if other is parameter:
             return f"{name} of a stage that another rank runs"
     return f"of shape {list(parameter.shape)}"
+
+
+def common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The options that all have, for schedulers that ask whether they can set them."""
+    first, *rest = (optimizer.defaults for optimizer in optimizers)
+    return {key: first[key] for key in first if all(key in other for other in rest)}

@@ -159,6 +159,24 @@ def check_saved(
         )
 
 
+def as_state_dict(
+    saved: SavedOptimizers, states: StateByName, tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """What ``PipelineOptimizer.state_dict`` would have given, but for loss scales.
+
+    Args:
+        tied: further names of parameters, and the first one of each.
+    """
+    by_name = {tied.get(name, name): state for name, state in states.items()}
+    wholes: list[dict[str, Any]] = [
+        {"state": by_name, "param_groups": [{**group, "params": []} for group in each.groups]}
+        for each in saved.optimizers
+    ]
+    kept = {name: state[STALENESS] for name, state in states.items() if STALENESS in state}
+    whole = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
+    return {**whole, "staleness": {"delayed_batches": saved.delayed_batches, "kept": kept}}
+
+
 def as_torch_has_it(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
