@@ -74,7 +74,7 @@ def check_saveable(name: str, tensor: torch.Tensor) -> None:
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Written:
     """Writes tensors of the CPU, one after the other."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers look there
     place = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()

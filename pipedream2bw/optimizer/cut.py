@@ -142,7 +142,7 @@ def check_saved(
     if theirs != ours:
         raise ValueError(
             f"optimizer: {', '.join(ours)}, the checkpoint has {', '.join(theirs)}: they must be "
-            "of the same kind; optimizer=False loads the weights alone"
+            "of the same kind; without opt the weights alone are loaded"
         )
     for kind, own, each in zip(ours, optimizers, saved.optimizers, strict=True):
         if len(own.param_groups) != len(each.groups):
