@@ -42,7 +42,7 @@ def states_of_each(
     """What each optimizer loads, of what :func:`state_of_all` or a stock optimizer gave.
 
     Raises:
-        ValueError: it is of another number of optimizers, or see :func:`_with_numbers`.
+        ValueError: it is none, of another number of optimizers, or see :func:`_with_numbers`.
     """
     states = [state_dict] if len(optimizers) == 1 else state_dict.get("optimizers", [])
     if len(states) != len(optimizers):
@@ -50,6 +50,12 @@ def states_of_each(
             f"state_dict of {len(states)} optimizers, the pipeline has {len(optimizers)}: "
             "it must be one that PipelineOptimizer.state_dict() gave"
         )
+    for state in states:
+        if missing := {"state", "param_groups"}.difference(state):
+            raise ValueError(
+                f"state_dict without {' and '.join(sorted(missing))}, its keys are "
+                f"{sorted(map(str, state))[:5]}: it must be an optimizer's"
+            )
     return [
         _with_numbers(state, optimizer, names, known)
         for optimizer, state in zip(optimizers, states, strict=True)

@@ -372,7 +372,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Loads what :meth:`state_dict` or a stock optimizer's gave. Drains. Every rank calls it.
 
         Raises:
-            ValueError, KeyError: it is not of these optimizers; on every rank.
+            ValueError: it is not of these optimizers; on every rank.
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
