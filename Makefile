@@ -6,6 +6,7 @@
 #   make check       in three minutes: lint, and the tests of what changed (SINCE=commit) and the core
 #   make test-tsan   C++ tests that start threads, under the thread sanitizer
 #   make lint        clang-format, ruff, mypy, and what the rooms of the source may use
+#   make fuzz        changed files and texts of every format, FUZZ_INPUTS of each
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make bench       the benchmarks; bench-smoke only sees whether they run
 #   make study       how 2BW, the remedies for its delay and each precision converge
@@ -37,8 +38,8 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build check demo test test-cpp test-python test-tsan lint nvcc bench bench-smoke study clean \
-    distclean
+.PHONY: build check demo test test-cpp test-python test-tsan fuzz lint nvcc bench bench-smoke study \
+    clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -110,6 +111,13 @@ test-tsan: $(STAMPS)/test
 test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
+
+FUZZ_INPUTS ?= 10000000
+fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
+fuzz: $(STAMPS)/test $(STAMPS)/extension
+	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined, \
+	    --timeout 100000 -R ScheduleTextFuzz)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 
 check: $(STAMPS)/test $(STAMPS)/delays lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) \

@@ -108,7 +108,8 @@ def _one_run(
         if by == "SIGTERM":
             codes = [result.exit_code for result in results]
             if set(codes) != {_PREEMPTED}:
-                return kills, [f"exit codes {codes}, all must be {_PREEMPTED}: {results}"]
+                errors = "\n".join(result.stderr for result in results)
+                return kills, [f"exit codes {codes}, all must be {_PREEMPTED}: {errors}"]
     try:
         results = run_life(setting, random_life(setting, draw, by=None), folder)
     except RankError as error:

@@ -1,4 +1,4 @@
-"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile``, ``plan`` and ``show``."""
+"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile``, ``plan``, ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .commands.checkpoint import add_checkpoint_command
 from .commands.draw import add_draw_command, add_schedules_command
 from .commands.plan import add_plan_command, add_show_command
 from .commands.profile import add_profile_command
@@ -20,7 +21,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns 0; exits with code 2 and the reason if the input is bad.
+    """Runs one command and returns 0, or 1 if it finds what it looks for: damage.
+
+    Exits with code 2 and the reason if the input is bad.
 
     The reason is one line; for a schedule that is illegal or deadlocks its grid of actions follows,
     with the offending ones marked.
@@ -31,20 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        given.run(given)
+        code: int | None = given.run(given)
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error) or type(error).__name__)
-    return 0
+    return code or 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="pipedream2bw", description="Draws pipeline schedules, profiles models and plans."
+        prog="pipedream2bw",
+        description="Draws schedules, profiles models, plans, and looks after checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_command in (
         *(add_draw_command, add_schedules_command),
         *(add_profile_command, add_plan_command, add_show_command),
+        add_checkpoint_command,
     ):
         add_command(commands)
     return parser

@@ -7,8 +7,10 @@ Every field is read by its type hint: numbers, strings, tuples, dictionaries, No
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -23,6 +25,9 @@ Unbounded = Annotated[float, "null in JSON if infinite"]
 
 _Read = TypeVar("_Read")
 _Document = TypeVar("_Document", bound="Document")
+
+MOST_LEVELS = 200
+"""Of lists and objects in each other: what reads a document calls itself for each, or twice."""
 
 _SCALARS = {
     str: "a string",
@@ -41,9 +46,7 @@ class Field:
 
     def fail(self, rule: str) -> NoReturn:
         """Raises ValueError with the field's path, its value and the rule."""
-        shown = " ".join(repr(self.value).split())
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise ValueError(f"{self.where or 'the document'}: {shown}, it must be {rule}")
+        raise ValueError(f"{self.where or 'the document'}: {shown(self.value)}, it must be {rule}")
 
     def fields(self, *names: str) -> list[Field]:
         """The fields of an object that has exactly these names, in their order."""
@@ -51,12 +54,13 @@ class Field:
             self.fail(f"an object with the fields {', '.join(names)}")
         for name in names:
             if name not in self.value:
-                raise ValueError(
-                    f"{self._inner(name)}: missing, fields given: {', '.join(self.value) or 'none'}"
-                )
+                given = ", ".join(map(str, itertools.islice(self.value, 20))) or "none"
+                raise ValueError(f"{self._inner(name)}: missing, fields given: {given[:400]}")
         for name in self.value:
             if name not in names:
-                raise ValueError(f"{self._inner(name)}: unknown, known fields: {', '.join(names)}")
+                raise ValueError(
+                    f"{self._inner(name[:80])}: unknown, known fields: {', '.join(names)}"
+                )
         return [Field(self.value[name], self._inner(name)) for name in names]
 
     def entries(self) -> dict[str, Field]:
@@ -87,6 +91,8 @@ class Field:
 
     def read_as(self, hint: Any) -> Any:
         """The value as one of the type hint's."""
+        if hint in _SCALARS:
+            return self._scalar(hint)
         if hint is Any:
             return self.value
         if hint == Unbounded:
@@ -108,7 +114,7 @@ class Field:
             return tuple(item.read_as(each) for item, each in zip(items, arguments, strict=True))
         if origin in (dict, Mapping):
             return {name: item.read_as(arguments[1]) for name, item in self.entries().items()}
-        return self._scalar(hint)
+        raise TypeError(f"{hint}: no type of a document's fields")
 
     def _scalar(self, kind: type) -> Any:
         allowed = (int, float) if kind is float else kind
@@ -147,21 +153,74 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> Fiel
 
 def parse_document(text: bytes, kind: str, version: int) -> Field:
     """As :func:`read_document`, of what such a file holds."""
-    try:
-        document = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+    document = parse_json(text)
     if not isinstance(document, dict):
         raise ValueError(f"format: missing, it must be {kind!r}")
     for name, wanted in (("format", kind), ("version", version)):
         given = document.pop(name, None)
         if type(given) is not type(wanted) or given != wanted:
-            raise ValueError(f"{name}: {given!r}, it must be {wanted!r}")
+            raise ValueError(f"{name}: {shown(given)}, it must be {wanted!r}")
     return Field(document)
+
+
+def parse_json(text: bytes) -> Any:
+    """The value in JSON's text, which says one thing: no name is twice in an object.
+
+    Raises:
+        ValueError: it is not JSON, a number is too large, or the nesting too deep.
+    """
+    try:
+        value = json.loads(
+            text.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_without_repeated,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    check_nesting(value)
+    return value
+
+
+def check_nesting(value: Any, most: int = MOST_LEVELS) -> None:
+    """Raises ValueError if lists and objects lie deeper in each other than a document may have."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"lists and objects in each other: more than {most} levels")
+
+
+def shown(value: object) -> str:
+    """The value on one line, in the length of an error's text."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON has no {name}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]}: it must be a finite number")
+    return value
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twice[:80]}: it is there twice")
+    return found
 
 
 class Document:

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 
+from ..json_document import MOST_LEVELS, Field, check_nesting
 from .tensor_file import check_saveable
 
+_KINDS = ("$float", "$tensor", "$array", "$tuple", "$dict", "$counter")
 _MARK = "$"
 """Begins the one key of an object that stands for what JSON does not have."""
+
+
+_LEVELS_ABOVE = 8
+"""Lists and objects, at most, in which a manifest has such a document."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -27,7 +33,17 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     Raises:
         TypeError: anything else; names it.
+        ValueError: it lies in too many lists and dictionaries to be read again.
     """
+    try:
+        document = _encode(value, where, tensors)
+        check_nesting(document, MOST_LEVELS - _LEVELS_ABOVE)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return document
+
+
+def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
@@ -39,16 +55,16 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$counter": _pairs(value, where, tensors)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
-            return {key: encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
+            return {key: _encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
         return {"$dict": _pairs(value, where, tensors)}
     if isinstance(value, (list, tuple)):
-        items = [encode(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        items = [_encode(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         return {"$array": _put(torch.from_numpy(value.copy()), where, tensors)}
     if numpy is not None and isinstance(value, numpy.generic):
-        return encode(value.item(), where, tensors)
+        return _encode(value.item(), where, tensors)
     raise TypeError(
         f"{where}: {type(value).__module__}.{type(value).__qualname__} given, checkpoints hold "
         "tensors, numbers, strings, None, lists, tuples and dictionaries"
@@ -66,7 +82,7 @@ def _put(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> 
 
 def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
     return [
-        [encode(key, f"{where}.key{i}", tensors), encode(item, f"{where}.{key}", tensors)]
+        [_encode(key, f"{where}.key{i}", tensors), _encode(item, f"{where}.{key}", tensors)]
         for i, (key, item) in enumerate(value.items())
     ]
 
@@ -75,25 +91,48 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value of which :func:`encode` made the document.
 
     Raises:
-        ValueError, KeyError: it is none.
+        ValueError: it is none; names what is wrong.
     """
     if isinstance(document, list):
         return [decode(item, tensors) for item in document]
     if not isinstance(document, dict):
         return document
-    kind = next(iter(document), "")
-    if not kind.startswith(_MARK):
+    kind = next((key for key in document if key.startswith(_MARK)), None)
+    if kind is None:
         return {key: decode(item, tensors) for key, item in document.items()}
-    content = document[kind]
+    field = Field(document).fields(kind)[0]
     if kind == "$float":
-        return float(content)
+        try:
+            return float(field.read_as(str))
+        except ValueError as error:
+            raise ValueError(f"{field.where}: {error}") from None
     if kind == "$tensor":
-        return tensors[content]
+        return _tensor(field, tensors)
     if kind == "$array":
-        return tensors[content].numpy()
+        try:
+            return _tensor(field, tensors).numpy()
+        except TypeError as error:  # NumPy has no such dtype
+            raise ValueError(f"{field.where}: {error}") from None
     if kind == "$tuple":
-        return tuple(decode(content, tensors))
+        return tuple(decode(item.value, tensors) for item in field.items())
     if kind in ("$dict", "$counter"):
-        pairs = {decode(key, tensors): decode(item, tensors) for key, item in content}
-        return pairs if kind == "$dict" else collections.Counter(pairs)
-    raise ValueError(f"{kind}: no kind of value, known: $float, $tensor, $array, $tuple, $dict")
+        pairs = [[decode(each.value, tensors) for each in item.items(2)] for item in field.items()]
+        return _dictionary(field, pairs, collections.Counter if kind == "$counter" else dict)
+    raise ValueError(f"{kind}: no kind of value, known: {', '.join(_KINDS)}")
+
+
+def _tensor(field: Field, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name = field.read_as(str)
+    if name not in tensors:
+        field.fail("the name of a tensor that was saved with it")
+    return tensors[name]
+
+
+def _dictionary(field: Field, pairs: list[list[Any]], kind: type[dict[Any, Any]]) -> Any:
+    try:
+        found = dict(pairs)
+    except TypeError as error:  # a key that is a list, or a tuple of lists
+        raise ValueError(f"{field.where}: {error}") from None
+    if len(found) < len(pairs):
+        field.fail("a list of pairs with different keys")
+    return kind(found)

@@ -8,6 +8,7 @@ store knows no renaming: there the manifest is written last.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 from collections.abc import Iterator
@@ -147,6 +148,14 @@ class Folder:
         self.fs.invalidate_cache(self.at(*names[:-1]))
         size: int = self.fs.size(self.at(*names))
         return size
+
+    def written(self, step: int) -> datetime.datetime | None:
+        """When a checkpoint became whole; None if the place does not say."""
+        try:
+            time: datetime.datetime = self.fs.modified(self.at(name_of(step), MANIFEST))
+        except NotImplementedError:
+            return None
+        return time.astimezone()
 
     def holds(self, *names: str) -> bool:
         """Whether there is such a file."""

@@ -19,7 +19,7 @@ from ..runtime.session import Session
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
 from .manifest import Manifest, RankPart
-from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators, settings_of
+from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators
 from .source import Source
 
 log = logging.getLogger("pipedream2bw")
@@ -41,6 +41,10 @@ def load(
     The pipeline may have another number of stages, split, schedule of the same delay, or number of
     processes: then the run goes on with the same bits. Of a checkpoint without the older weight
     versions that the schedule reads, the delay begins anew.
+
+    Weights that ``pipedream2bw checkpoint import`` made a checkpoint of are loaded as by
+    :meth:`PipelineModule.load_checkpoint`. All else, and ``opt``, stays as it is: a run that has
+    just been set up begins with them.
 
     Args:
         path: the folder that was given to ``save``.
@@ -73,6 +77,9 @@ def load_from(
     generators: bool,
 ) -> dict[str, Any]:
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
+    if source.manifest.settings is None:
+        session.load(source.weights, strict=True)
+        return {}
     prepared = session.together(lambda: _Prepared(source, session, opt, beside))
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
@@ -298,7 +305,7 @@ class _Prepared:
         for name, value in beside.extra.items():
             if is_stateful(value) and name in self._extra:
                 value.load_state_dict(self._extra[name])
-        if generators and settings_of(session).num_ranks == manifest.settings.num_ranks:
+        if generators and session.control.size == len(manifest.ranks):
             set_generators(self._generators)
         return {
             name: value
@@ -310,7 +317,7 @@ class _Prepared:
 def _part_of(manifest: Manifest, session: Session) -> RankPart:
     """The part of the same rank, or of the same replica's first rank, or of the first of all."""
     rank, replica = session.grid.rank, session.grid.replica
-    same_grid = settings_of(session).num_ranks == manifest.settings.num_ranks
+    same_grid = session.control.size == len(manifest.ranks)
     parts = sorted(manifest.ranks, key=lambda part: part.rank)
     return next(
         (part for part in parts if same_grid and (part.rank, part.replica) == (rank, replica)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import zlib
 from collections.abc import Mapping
@@ -74,7 +75,7 @@ class Manifest(Document):
         batch: the number of the batch that follows: optimizer steps so far.
         train_steps: ``train_step`` calls so far.
         random_seed: of the random numbers that training draws; None: they were torch's own.
-        settings: of the pipeline.
+        settings: of the pipeline; None: weights that were imported, without a run.
         trainable: the names of the parameters that are trained.
         tied: further names of parameters, and the name under which each was saved.
         model_state: what ``get_extra_state`` gave, by name.
@@ -92,7 +93,7 @@ class Manifest(Document):
     batch: int
     train_steps: int
     random_seed: int | None
-    settings: SavedSettings
+    settings: SavedSettings | None
     trainable: tuple[str, ...]
     tied: Mapping[str, str]
     model_state: Any
@@ -106,6 +107,20 @@ class Manifest(Document):
     def nbytes(self) -> int:
         """Bytes of all files of tensors."""
         return sum(file.size for file in self.files.values())
+
+
+INDEX = "model.safetensors.index.json"
+"""The file that says in which files the newest weights are, as Hugging Face writes it."""
+
+
+def weights_index(files: Mapping[str, SavedFile]) -> bytes:
+    """What :data:`INDEX` holds."""
+    of_model = {name: file for name, file in files.items() if file.kind == "model"}
+    index = {
+        "metadata": {"total_size": sum(file.size for file in of_model.values())},
+        "weight_map": {key: name for name, file in of_model.items() for key in file.tensors},
+    }
+    return json.dumps(index, indent=1).encode()
 
 
 _SUM = re.compile(rb'\{"sum": "([0-9a-f]{8})",')
@@ -148,9 +163,14 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
         raise ValueError(f"{where}: {error}") from error
     if found.batch != step:
         raise DamagedCheckpoint(f"{where}: batch {found.batch}, it must be {step}")
-    if sorted(part.rank for part in found.ranks) != list(range(found.settings.num_ranks)):
-        ranks = ", ".join(str(part.rank) for part in found.ranks)
-        raise DamagedCheckpoint(
-            f"{where}: parts of the ranks {ranks}, there must be {found.settings.num_ranks}"
-        )
+    num_ranks = found.settings.num_ranks if found.settings is not None else 0
+    given = sorted(part.rank for part in found.ranks)
+    if len(given) != num_ranks or given != list(range(len(given))):
+        ranks = ", ".join(map(str, given))
+        raise DamagedCheckpoint(f"{where}: parts of the ranks {ranks}, there must be {num_ranks}")
+    for name in found.files:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise DamagedCheckpoint(
+                f"{where}: file {name!r}, it must be in the checkpoint's folder"
+            )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -21,10 +22,20 @@ from ..runtime.session import Session
 from .cut import Cut
 from .encoding import encode
 from .folder import MANIFEST, Folder, name_of
-from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes, to_bytes
+from .manifest import (
+    INDEX,
+    Manifest,
+    RankPart,
+    SavedFile,
+    SavedSettings,
+    of_bytes,
+    to_bytes,
+    weights_index,
+)
 from .tensor_file import write_tensors
 
 _LOOK_SECONDS = 0.02
+_AT_EXIT_SECONDS = 20.0
 _FAILED = "failed.json"
 
 
@@ -123,6 +134,7 @@ class Writer:
 
         try:
             self._wait_for_copies()
+            _threads.add(threading.current_thread())
             took("snapshot")
             saving.snapshot.set_result(None)
             name = self._folder.begin(self._cut.batch, self._head.nonce)
@@ -208,17 +220,8 @@ class Writer:
         try:
             parts = self._gather(name, ranks)
             manifest = _manifest(head, parts)
-            index = {
-                "metadata": {"total_size": _model_bytes(manifest)},
-                "weight_map": {
-                    key: file_name
-                    for file_name, file in manifest.files.items()
-                    if file.kind == "model"
-                    for key in file.tensors
-                },
-            }
-            with folder.writing(name, "model.safetensors.index.json") as file:
-                file.write(json.dumps(index, indent=1).encode())
+            with folder.writing(name, INDEX) as file:
+                file.write(weights_index(manifest.files))
             folder.commit(name, head.batch, to_bytes(manifest))
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -264,6 +267,20 @@ class Writer:
             waiting.look(f"rank 0 did not complete checkpoint {step}")
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""That have something to write."""
+
+
+@atexit.register
+def _finish_writing() -> None:
+    """Lets the threads end before the interpreter does, which would end them inside torch's code.
+
+    That would abort the process: C++ functions are left that must not be left so.
+    """
+    for thread in list(_threads):
+        thread.join(_AT_EXIT_SECONDS)
+
+
 class _Waiting:
     """Looks for something from time to time, up to a deadline."""
 
@@ -280,10 +297,6 @@ class _Waiting:
             )
         time.sleep(self._pause)
         self._pause = min(1.0, 1.5 * self._pause)
-
-
-def _model_bytes(manifest: Manifest) -> int:
-    return sum(file.size for file in manifest.files.values() if file.kind == "model")
 
 
 def _manifest(head: Head, parts: list[Field]) -> Manifest:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import DamagedCheckpoint
+from ..model.checkpoint import Checkpoint
+from .cut import MODEL
 from .encoding import decode
 from .folder import Folder, name_of
 from .manifest import Manifest, read_manifest
 from .tensor_file import Entry, read_header, read_tensor, sum_of
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the names under which a ``state_dict`` has what ``get_extra_state`` gave."""
 
 
 class Source:
@@ -108,13 +113,32 @@ class Source:
                 raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
         return tensors
 
+    def weights(self) -> Checkpoint:
+        """The newest weights, as the unsplit model's ``state_dict`` has them."""
+        places, tied = self.places(MODEL), self.manifest.tied
+        saved_as = {name: name for name in places} | {
+            name: first for name, first in tied.items() if first in places
+        }
+        (kept,) = self.values(self.manifest.model_state)
+        extra = {
+            f"{module}.{EXTRA_STATE}" if module else EXTRA_STATE: value
+            for module, value in kept.items()
+        }
+
+        def read(names: Sequence[str]) -> dict[str, Any]:
+            tensors = self.read({saved_as[n]: places[saved_as[n]] for n in names if n in saved_as})
+            return {n: tensors[saved_as[n]] if n in saved_as else extra[n] for n in names}
+
+        return Checkpoint([*saved_as, *extra], read)
+
     def values(self, *documents: Any) -> list[Any]:
         """The user's state of which these are documents; its tensors are read."""
         files = self.places("rank")
         names: list[str] = []
         for document in documents:
             _tensor_names(document, names)
-        tensors = self.read({name: files[name] for name in names})
+        # What is missing is named by decode().
+        tensors = self.read({name: files[name] for name in names if name in files})
         return [decode(document, tensors) for document in documents]
 
 
@@ -124,7 +148,7 @@ def _tensor_names(document: Any, names: list[str]) -> None:
             _tensor_names(item, names)
     elif isinstance(document, dict):
         for key, item in document.items():
-            if key in ("$tensor", "$array"):
+            if key in ("$tensor", "$array") and isinstance(item, str):
                 names.append(item)
             else:
                 _tensor_names(item, names)

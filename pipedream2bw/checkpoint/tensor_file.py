@@ -8,12 +8,13 @@ these files; it neither writes a tensor at a time, nor sums, nor reads through f
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import torch
+
+from ..json_document import parse_json, shown
 
 _DTYPES = {
     "F64": torch.float64,
@@ -73,7 +74,7 @@ def check_saveable(name: str, tensor: torch.Tensor) -> None:
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Written:
     """Writes tensors of the CPU, one after the other."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers look there
     place = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -116,8 +117,8 @@ def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
     if len(start) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
         raise ValueError(f"{size} bytes, a header of {length}: the file is cut or none of tensors")
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_without_repeated)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(file.read(length))
+    except ValueError as error:
         raise ValueError(f"the header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"the header is damaged: {type(header).__name__}, not an object")
@@ -133,29 +134,27 @@ def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
     return entries
 
 
-def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
 def _entry(name: str, fields: Any, data: int) -> Entry:
     def is_size(value: Any) -> bool:
         return type(value) is int and 0 <= value < 2**63
 
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name}: the header is damaged: {str(fields)[:80]}")
+        raise ValueError(f"{name}: the header is damaged: {shown(fields)}")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name}: dtype {str(dtype)[:20]!r}, known: {', '.join(_DTYPES)}")
     for sizes, length in ((shape, None), (offsets, 2)):
         if not isinstance(sizes, list) or not all(map(is_size, sizes)):
-            raise ValueError(f"{name}: the header is damaged: {str(sizes)[:80]}")
+            raise ValueError(f"{name}: the header is damaged: {shown(sizes)}")
         if length not in (None, len(sizes)):
             raise ValueError(f"{name}: {len(sizes)} offsets, there must be {length}")
     begin, end = offsets
-    size = math.prod(shape) * _DTYPES[dtype].itemsize
+    size = _DTYPES[dtype].itemsize
+    for length in shape:
+        if size * max(length, 1) >= 2**63:  # torch multiplies the others of an empty tensor too
+            raise ValueError(f"{name}: shape {shown(shape)}, there are no tensors as large")
+        size *= max(length, 1)
+    size = 0 if 0 in shape else size
     if end - begin != size:
         raise ValueError(f"{name}: {end - begin} bytes, shape and dtype have {size}")
     return Entry(_DTYPES[dtype], tuple(shape), data + begin, data + end)

@@ -142,7 +142,7 @@ def check_saved(
     if theirs != ours:
         raise ValueError(
             f"optimizer: {', '.join(ours)}, the checkpoint has {', '.join(theirs)}: they must be "
-            "of the same kind; optimizer=False loads the weights alone"
+            "of the same kind; without opt the weights alone are loaded"
         )
     for kind, own, each in zip(ours, optimizers, saved.optimizers, strict=True):
         if len(own.param_groups) != len(each.groups):
@@ -157,6 +157,24 @@ def check_saved(
             f"loss_scale: {'given' if has_scale else 'None'}, the checkpoint has "
             f"{'one' if saved.loss_scales else 'none'}: both must have one, or none"
         )
+
+
+def as_state_dict(
+    saved: SavedOptimizers, states: StateByName, tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """What ``PipelineOptimizer.state_dict`` would have given, but for loss scales.
+
+    Args:
+        tied: further names of parameters, and the first one of each.
+    """
+    by_name = {tied.get(name, name): state for name, state in states.items()}
+    wholes: list[dict[str, Any]] = [
+        {"state": by_name, "param_groups": [{**group, "params": []} for group in each.groups]}
+        for each in saved.optimizers
+    ]
+    kept = {name: state[STALENESS] for name, state in states.items() if STALENESS in state}
+    whole = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
+    return {**whole, "staleness": {"delayed_batches": saved.delayed_batches, "kept": kept}}
 
 
 def as_torch_has_it(

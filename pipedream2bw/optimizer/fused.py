@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,36 @@ def read_state(
         if value is not None and count:
             read[name] = value
     return read
+
+
+Holder = tuple[str | None, torch.optim.Optimizer, dict[str, Any]]
+"""A group of parameters, with its optimizer and the fused pass that computes that, if one does."""
+
+
+def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> None:
+    """Puts what the fused passes keep into the optimizers' states."""
+    where = {
+        id(handle): (weights, i)
+        for weights in stages
+        for i, handle in enumerate(weights.handles if weights.is_shown else ())
+    }
+    for kind, optimizer, group in groups:
+        for parameter in group["params"] if kind is not None else ():
+            if kind is not None and id(parameter) in where:
+                optimizer.state[parameter] = read_state(kind, *where[id(parameter)], group)
+
+
+def take_states(holders: Mapping[int, Holder], stages: Sequence[StageWeights]) -> None:
+    """Gives the fused passes what is in the optimizers' states.
+
+    Args:
+        holders: by the parameters' id.
+    """
+    for weights in stages:
+        for i, original in enumerate(weights.originals):
+            kind, optimizer, _ = holders[id(original)]
+            if kind is not None:
+                write_state(kind, weights, i, optimizer.state.get(original, {}))
 
 
 def write_state(kind: str, stage: StageWeights, parameter: int, values: dict[str, Any]) -> None:

@@ -17,19 +17,14 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults, parameters_of
 from .clipping import Clipping, GradNorm
-from .cut import (
-    STALENESS,
-    OptimizerCut,
-    SavedOptimizers,
-    StateByName,
-    as_torch_has_it,
-    check_saved,
-)
-from .fused import fused_kind, fused_options, read_state, write_state
+from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict, check_saved
+from .fused import Holder, fused_kind, fused_options, show_states, take_states
 from .loss_scale import LossScale, NewestScale
+from .names import state_of_all, states_of_each
 from .own_step import (
     StageStepper,
     changes,
+    first_states,
     keep_from_zeroing,
     options_of,
     take_over_counters,
@@ -37,6 +32,9 @@ from .own_step import (
 )
 from .staleness import Remedies, Remedy, StepCorrection
 from .verdicts import let_updates_wait
+
+_NOT_BEGUN = "made no step yet: call init_state() before torch.distributed.checkpoint.load()"
+"""A key that no saved state has, so that loading it fails, which else would load nothing."""
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -103,6 +101,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._norm, self._scale = clipping.install(session)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
+        self._has_begun = any(any(o.state.values()) for o in optimizers)
+        self._room: list[StateByName] = []  # of each, to be loaded into
         # Not the wrapped ones' groups, to which it would add defaults.
         super().__init__([{"params": []}], {})
         self._wrapped = optimizers
@@ -194,13 +194,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for weights in self._weights
         }
 
-    def _groups(self) -> Iterator[tuple[str | None, torch.optim.Optimizer, dict[str, Any]]]:
+    def _groups(self) -> Iterator[Holder]:
         """Every group as it is now, with its optimizer and the fused pass that computes that."""
         for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
             for group in optimizer.param_groups:
                 yield kind, optimizer, group
 
-    def _holders(self) -> dict[int, tuple[str | None, torch.optim.Optimizer, dict[str, Any]]]:
+    def _holders(self) -> dict[int, Holder]:
         """What holds each parameter, by its id: see :meth:`_groups`."""
         return {id(parameter): each for each in self._groups() for parameter in each[2]["params"]}
 
@@ -247,6 +247,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     step=steps,
                 )
         self._options = current
+        self._has_begun, self._room = True, []
         self._delayed_batches += is_delayed
         for optimizer in self._wrapped:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
@@ -327,25 +328,19 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
 
-        Of several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
+        Parameters have their names in the model in place of numbers; stock optimizers load it. Of
+        several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
         more entry, ``"loss_scale"``; with remedies for the delay ``"staleness"`` has their state.
         Every rank calls it.
         """
         self._check_in_charge()
         self._session.flush_to_read(Operation.optimizer_state_dict)
-        where = {
-            id(handle): (weights, i)
-            for weights in self._weights
-            for i, handle in enumerate(weights.handles if weights.is_shown else ())
-        }
-        for kind, optimizer, group in self._groups():
-            for parameter in group["params"] if kind is not None else ():
-                if kind is not None and id(parameter) in where:
-                    optimizer.state[parameter] = read_state(kind, *where[id(parameter)], group)
+        show_states(self._groups(), self._weights)
         self._read_counters()
         self._share()
-        states = [optimizer.state_dict() for optimizer in self._wrapped]
-        result: dict[str, Any] = states[0] if len(states) == 1 else {"optimizers": states}
+        result = state_of_all(self._wrapped, self._names(), self._room)
+        if not self._has_begun and not self._room:
+            result[_NOT_BEGUN] = True
         if self._scale is not None:
             result["loss_scale"] = {  # as in GradScaler.state_dict()
                 "scale": self._scale.of_version(self._session.accumulation.num_updates),
@@ -359,23 +354,42 @@ class PipelineOptimizer(torch.optim.Optimizer):
             }
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave. Drains. Every rank calls it.
+    def init_state(self) -> None:
+        """Makes room for ``torch.distributed.checkpoint.load``, which fills what is there. Drains.
+
+        Until the next step or load, :meth:`state_dict` of an optimizer that has made none has the
+        kinds of tensors that a step would leave; nothing else changes. Every rank calls it.
 
         Raises:
-            ValueError, KeyError: it is not of these optimizers; on every rank.
+            ValueError: with a remedy that corrects steps: its state cannot be known before.
+        """
+        self._check_in_charge()
+        if self._remedies.correction is not None:
+            rule = type(self._remedies.correction).__name__
+            raise ValueError(f"init_state: staleness: {rule}; pipedream2bw.load() can, with it")
+        self._session.flush_for(Operation.optimizer_state_dict)
+        if not self._has_begun:
+            names = self._names()
+            self._room = [first_states(each, self._weights, names) for each in self._wrapped]
+
+    def _names(self) -> dict[int, str]:
+        """This process's parameters' names, by id."""
+        return {id(p): name for name, p in self._session.local_model.named_parameters()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` or a stock optimizer's gave. Drains. Every rank calls it.
+
+        Raises:
+            ValueError: it is not of these optimizers; on every rank.
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
         self._session.together(lambda: self._load(state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        states = [state_dict] if len(self._wrapped) == 1 else state_dict.get("optimizers", [])
-        if len(states) != len(self._wrapped):
-            raise ValueError(
-                f"state_dict of {len(states)} optimizers, the pipeline has {len(self._wrapped)}: "
-                "it must be one that PipelineOptimizer.state_dict() gave"
-            )
+        known = self._session.local_model.persistent_names()
+        states = states_of_each(state_dict, self._wrapped, self._names(), known)
+        self._has_begun, self._room = True, []
         with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
             for weights in self._weights:
                 shown.enter_context(weights.masters_shown())
@@ -391,12 +405,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._delayed_batches = int(staleness["delayed_batches"])
         for correction in self._corrections.values():
             correction.load(staleness["kept"])
-        holders = self._holders()
-        for weights in self._weights:
-            for i, original in enumerate(weights.originals):
-                kind, optimizer, _ = holders[id(original)]
-                if kind is not None:
-                    write_state(kind, weights, i, optimizer.state.get(original, {}))
+        take_states(self._holders(), self._weights)
 
     def cut(self) -> OptimizerCut:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""
@@ -422,17 +431,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
         """Goes on where a cut was made, with this process's part of the state. Drained."""
-        names: dict[int, str] = {}
-        for weights in self._weights:
-            names.update(zip(map(id, weights.originals), weights.trainable, strict=True))
-        wholes = [
-            as_torch_has_it(optimizer, names, states, saved.groups)
-            for optimizer, saved in zip(self._wrapped, shared.optimizers, strict=True)
-        ]
-        whole: dict[str, Any] = dict(wholes[0]) if len(wholes) == 1 else {"optimizers": wholes}
-        kept = {name: s[STALENESS] for name, s in states.items() if STALENESS in s}
-        whole["staleness"] = {"delayed_batches": shared.delayed_batches, "kept": kept}
-        self._load(whole)
+        self._load(as_state_dict(shared, states, self._session.local_model.tied_names()))
         for version, scale in sorted(shared.loss_scales.items()):
             assert self._scale is not None
             self._scale.set(version, scale, shared.growth_tracker)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ class _PartStepper:
     ) -> None:
         self._stage = stage
         self.positions = positions
-        self.optimizer = _Restriction(stage, positions).of(optimizer)
+        pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
+        self.optimizer = _Restriction(pairs).of(optimizer)
 
     def step(self, slot: int, divisor: float) -> None:
         if not self.positions:
@@ -162,11 +163,46 @@ def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
             group["lr"] = before
 
 
-class _Restriction:
-    """An optimizer restricted to some of a stage's parameters; state is shared by parameter."""
+def first_states(
+    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Mapping[int, str]
+) -> dict[str, dict[str, Any]]:
+    """What the optimizer would keep after a step without gradients, by the parameters' names.
 
-    def __init__(self, stage: StageWeights, positions: Sequence[int]) -> None:
-        self._pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
+    Of the right kinds and shapes, but the values are none of the run's. The step is made on copies.
+
+    Args:
+        names: by the parameters' id.
+    """
+    return {
+        names[id(original)]: state
+        for stage in stages
+        for original, state in _first_states(optimizer, stage)
+    }
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, stage: StageWeights
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    given = set(map(id, parameters_of(optimizer)))
+    pairs = []
+    for i, original in enumerate(stage.originals if stage.is_shown else ()):
+        if id(original) in given:
+            master = stage.engine.master(stage.engine.newest_slot, i)
+            handle = nn.Parameter(master.detach().clone())
+            handle.grad = torch.zeros_like(handle)
+            pairs.append((original, handle))
+    if pairs:
+        part = _Restriction(pairs).of(optimizer)
+        type(part).step(part)
+        for original, handle in pairs:
+            yield original, part.state.get(handle, {})
+
+
+class _Restriction:
+    """An optimizer restricted to some of its parameters; state is shared by parameter."""
+
+    def __init__(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        self._pairs = pairs  # a parameter of the optimizer, and what it will step instead
         self._handle_of = {id(original): handle for original, handle in self._pairs}
         self._groups: dict[int, dict[str, Any]] = {}  # by the original's id
 

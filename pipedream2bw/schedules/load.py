@@ -30,8 +30,8 @@ def load_schedule(source: Schedule | str | os.PathLike[str]) -> Schedule:
     """
     if not isinstance(source, Schedule):
         path = None if isinstance(source, str) and "\n" in source else Path(source)
-        text = str(source) if path is None else path.read_text()
         try:
+            text = str(source) if path is None else path.read_text(encoding="utf-8")
             source = _C.schedule_from_text(text)
         except ValueError as error:
             if path is None:

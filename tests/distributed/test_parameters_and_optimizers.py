@@ -231,7 +231,7 @@ MISTAKES: Expected = {
     "in none": ("ValueError", ["missing in the optimizer: 1 ("]),
     "closure": ("TypeError", ["LBFGS evaluates the loss several times"]),
     "closure on one": ("TypeError", ["LBFGS evaluates the loss several times"]),
-    "state": ("KeyError|RuntimeError", ["param_groups"]),
+    "state": ("ValueError|RuntimeError", ["state_dict without param_groups and state"]),
 }
 
 

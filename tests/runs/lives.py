@@ -157,8 +157,9 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         folder, pipe, opt, data=sampler, schedulers=[schedule], every=life.every, keep=2
     ) as ckpt:
         start = ckpt.resume()
+        timer = threading.Timer(life.after, os.kill, (os.getpid(), life.signal))
         if rank in life.victims:
-            threading.Timer(life.after, os.kill, (os.getpid(), life.signal)).start()
+            timer.start()
         batches = (each for _ in range(1000) for each in sampler)
         for t in range(start, setting.batches):
             for part in range(setting.accumulate):
@@ -169,6 +170,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
             opt.step()
             schedule.step()
             ckpt.step()
+        timer.cancel()
     pipe.flush()
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
     moments = {

@@ -218,7 +218,9 @@ Schedule parse_sections(const std::vector<Token>& lines) {
   Header header;
   std::size_t next = header.read(lines);
   Schedule schedule;
-  schedule.name = header.value("name").text;
+  const Token& name = header.value("name");
+  if (name.text.find('\r') != std::string_view::npos) name.fail("a name on one line");
+  schedule.name = name.text;
   if (header.has("pipelines")) schedule.num_pipelines = parse_number(header.value("pipelines"));
   schedule.num_stages = parse_number(header.value("stages"));
   schedule.num_microbatches = parse_number(header.value("microbatches"));

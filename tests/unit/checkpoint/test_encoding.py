@@ -70,3 +70,30 @@ def test_two_tensors_never_get_one_name() -> None:
 def test_anything_else_is_refused_by_its_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"extra\.it.*checkpoints hold tensors"):
         encode(value, "extra.it", {})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *({"$float": 1}, {"$float": "x"}, {"$float": []}, {"$float": "1", "a": 1}),
+        *({"a": 1, "$float": "1"}, {"$tensor": "no"}, {"$tensor": []}, {"$array": "no"}),
+        *({"$array": "half"}, {"$tuple": 1}, {"$tuple": {"a": 1}}, {"$dict": 1}, {"$dict": [1]}),
+        *({"$dict": [[1]]}, {"$dict": [[[], 1]]}, {"$dict": [[1, 2], [1, 3]]}, {"$no": 1}),
+        {"$counter": {"a": 1}},
+    ],
+)
+def test_what_encode_never_makes_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"\$"):
+        decode([document], {"half": torch.ones(2, dtype=torch.bfloat16)})
+
+
+def test_what_lies_too_deep_to_be_read_again_is_not_saved() -> None:
+    deep: Any = 1
+    for _ in range(192):
+        deep = [deep]
+    assert decode(encode(deep, "x", {}), {}) == deep
+    for levels in (1, 10**5):
+        for _ in range(levels):
+            deep = [deep]
+        with pytest.raises(ValueError, match=r"x: .*(192 levels|recursion)"):
+            encode(deep, "x", {})

@@ -125,6 +125,8 @@ def test_every_flipped_bit_is_found() -> None:
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}},
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
         {"a": {"dtype": "F32", "shape": [2]}},
+        {"a": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}},
+        {"a": {"dtype": "F32", "shape": [2**62] * 10000, "data_offsets": [0, 8]}},
         {"a": []},
         [],
         7,

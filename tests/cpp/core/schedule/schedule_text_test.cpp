@@ -109,6 +109,9 @@ std::string replaced(std::string text, const std::string& what, const std::strin
 TEST(ScheduleText, ErrorsNameLineAndColumn) {
   EXPECT_EQ(text_error(""), "line 1, column 1: expected a schedule, found nothing");
   EXPECT_EQ(text_error("# nothing\n\n"), "line 1, column 1: expected a schedule, found nothing");
+  EXPECT_EQ(
+      text_error("name: a\rb\nstages: 1\nmicrobatches: 1\ndelay: 0\nplacement: 0\nversions: 1\n"),
+      "line 1, column 7: expected a name on one line, found \"a\rb\"");
   EXPECT_EQ(text_error("0F0,0F1\n\n1F0, 1X1\n"),
             "line 3, column 6: expected an action like 2F0, found \"1X1\"");
   for (const char* bad : {"F0", "0F", "0F1.5", "-1F0", "0F99999999999", "0FF0", "0F0 0B0", "0f0"}) {

@@ -6,6 +6,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
 namespace pd2 {
 namespace {
 
@@ -83,6 +91,68 @@ TEST(ExecutorTest, WarmupBatchesHaveNoDelay) {
       expect_trajectory(make_schedule("interleaved_2bw", 4, 4, 2), drains, 9, 1, warmup);
       expect_trajectory(make_schedule("pipedream", 4, 1), drains, 9, 1, warmup);
       expect_trajectory(make_schedule("1f1b", 3, 4), drains, 9, 1, warmup);
+    }
+  }
+}
+
+TEST(ExecutorTest, ACopyHasOneBatchesStateOnEveryStageWhileTrainingGoesOn) {
+  for (const char* name : {"2bw", "2bw_eager", "1f1b", "interleaved_2bw", "pipedream"}) {
+    SCOPED_TRACE(name);
+    const bool is_pipedream = std::string(name) == "pipedream";
+    const int per_rank = std::string(name) == "interleaved_2bw" ? 2 : 1;
+    const Schedule schedule =
+        make_schedule(name, per_rank == 2 ? 4 : 3, is_pipedream ? 1 : 6, per_rank);
+    const std::vector<double> weights(schedule.depth(), 1.1);
+    constexpr int kBatches = 6;
+    std::vector<std::vector<double>> made;  // by version and stage
+    ScalarPipeline drained(schedule, weights);
+    for (int t = 0; t <= kBatches; ++t) {
+      std::vector<double>& newest = made.emplace_back();
+      for (int i = 0; i < schedule.num_stages; ++i) {
+        newest.push_back(drained.newest(i));
+      }
+      drained.train(t);
+      drained.step(t, 1e-4);
+      drained.drain();
+    }
+    std::mutex mutex;
+    std::map<std::pair<int, int>, std::vector<double>> copied;  // by version and stage
+    {
+      ScalarPipeline pipeline(schedule, weights);
+      for (int t = 0; t <= kBatches; ++t) {
+        pipeline.train(t);
+        pipeline.step(t, 1e-4);
+        for (int i = 0; i < schedule.num_stages; ++i) {
+          Executor& executor = *pipeline.executors[schedule.placement[i]];
+          executor.submit_copy(i, t + 1, [&, i, version = t + 1] {
+            Stage& stage = *pipeline.stages[i];
+            std::vector<double> values;
+            for (int time = 0; time < 2; ++time) {
+              for (int v = std::max(0, version - schedule.delay[i]); v <= version; ++v) {
+                values.push_back(stage.weight(stage.versions().slot(v), 0).item<double>());
+              }
+              std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            }
+            const std::lock_guard lock(mutex);
+            copied[{version, i}] = values;
+          });
+        }
+      }
+      pipeline.drain();
+    }
+    EXPECT_EQ(copied.size(), (kBatches + 1) * schedule.num_stages);
+    for (const auto& [key, values] : copied) {
+      const auto [version, i] = key;
+      if (version > kBatches) {
+        continue;
+      }
+      std::vector<double> expected;
+      for (int time = 0; time < 2; ++time) {
+        for (int v = std::max(0, version - schedule.delay[i]); v <= version; ++v) {
+          expected.push_back(made[v][i]);
+        }
+      }
+      EXPECT_EQ(values, expected) << "W(" << version << ") of stage " << i;
     }
   }
 }

@@ -57,6 +57,24 @@ TEST(WeightStoreTest, UnpinningMoreOftenThanPinningThrows) {
   EXPECT_THROW(store.unpin(0), ValueError);
 }
 
+TEST(WeightStoreTest, LoadedVersionsAreReadAsIfTheyHadBeenMade) {
+  WeightStore store(3);
+  store.load(6, 7);
+  EXPECT_EQ(store.newest(), 7);
+  EXPECT_EQ(store.version_of_batch(7, 1), 6);
+  EXPECT_EQ(store.version_of_batch(7, 2), 6);  // older ones are not there
+  EXPECT_THROW(store.pin(5), ValueError);
+  store.pin(6);
+  EXPECT_THROW(store.load(1, 2), ValueError);
+  store.unpin(6);
+  store.publish();
+  EXPECT_EQ(store.version_of_batch(8, 1), 7);
+  store.load(2, 2);
+  EXPECT_EQ(store.version_of_batch(2, 1), 2);
+  EXPECT_THROW(store.load(3, 2), ValueError);
+  EXPECT_THROW(store.load(0, 3), ValueError);
+}
+
 TEST(WeightStoreTest, LiveVersionsAreTheNewestAndThePinnedOnes) {
   WeightStore store(2);
   EXPECT_EQ(store.most_live_versions(), 1);

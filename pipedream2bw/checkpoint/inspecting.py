@@ -1,0 +1,61 @@
+"""What is in a folder of checkpoints, and what of it is damaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..errors import DamagedCheckpoint
+from .cut import MODEL, buffer_prefix
+from .folder import Folder
+from .manifest import INDEX, read_manifest, weights_index
+from .source import Source
+
+
+def damage_of(folder: Folder, step: int, *, sums: bool) -> Iterator[str]:
+    """Names each file, and with sums each tensor, that is not as it was written.
+
+    Args:
+        sums: whether every byte is read; otherwise the manifest, and of each file its size and its
+            header.
+    """
+    try:
+        source = Source(folder, read_manifest(folder, step))
+    except ValueError as error:  # also a manifest of another version, which cannot be compared
+        yield str(error)
+        return
+    index = f"{source.name}/{INDEX}"
+    try:
+        if folder.read(source.name, INDEX) != weights_index(source.manifest.files):
+            yield f"{index}: it does not say where the manifest's weights are"
+    except FileNotFoundError:
+        yield f"{index}: there is no such file"
+    for name in source.manifest.files:
+        try:
+            source.check_file(name, sums=sums)
+        except DamagedCheckpoint as error:
+            tensors = list(_damaged_tensors(source, name)) if sums else []
+            yield from tensors or [str(error)]
+
+
+def _damaged_tensors(source: Source, file_name: str) -> Iterator[str]:
+    """Those of a file whose header is whole."""
+    try:
+        source.check_file(file_name, sums=False)
+    except DamagedCheckpoint:
+        return
+    for tensor in source.manifest.files[file_name].tensors:
+        try:
+            source.read({tensor: file_name})
+        except DamagedCheckpoint as error:
+            yield str(error)
+
+
+def num_parameters(source: Source) -> int:
+    """Elements of the model's parameters; with its buffers if the weights were imported."""
+    buffers = source.places("rank")
+    return sum(
+        math.prod(source.entry(name, file_name).shape)
+        for name, file_name in source.places(MODEL).items()
+        if buffer_prefix(0) + name not in buffers
+    )
