@@ -420,12 +420,12 @@ class Session:
     # ------------------------------------------------------------------ ending
 
     def give_back(self) -> None:
-        """Gives the model memory of its own, with the newest weights, and closes."""
+        """Closes, and gives the model memory of its own, with the newest weights."""
         self.flush_to_read(Operation.flush)
+        self.close()  # which shows the pipeline's memory for the last time
         for stage in self.stages.of_first_pipeline():
             stage.weights.give_back()
         self.stages.options.precision.restore()
-        self.close()
 
     def close(self) -> None:
         """Ends threads and connections once what was submitted is done, unless they have ended."""

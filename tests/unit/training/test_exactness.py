@@ -317,7 +317,9 @@ def test_unsplit_gives_the_trained_module_back() -> None:
     assert pipe.unsplit() is model
     want = by_oracle(task, batches, m)
     assert_same_state(copy_of(model.state_dict()), want.state)
-    assert all(parameters[name] is now for name, now in model.named_parameters())
+    for name, now in model.named_parameters():
+        assert parameters[name] is now
+        assert now.untyped_storage().nbytes() == now.nbytes, name  # not a part of the pipeline's
     # And it trains on without the pipeline.
     loss = task.loss_fn(model(*batches[0].args), batches[0].target)
     loss.backward()
