@@ -484,6 +484,7 @@ class Discards:
     first: Final[int | None]
     batch: Final[int | None]
     error: Final[StageError | None]
+    generation: Final[int]
     kept: Final[int]
     def go_on(self) -> None: ...
 

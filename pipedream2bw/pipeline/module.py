@@ -395,7 +395,9 @@ class PipelineModule(SessionModule):
     def __enter__(self) -> PipelineModule:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
         if self.session.ending.is_open:
             if kind is None:
                 try:
@@ -403,7 +405,9 @@ class PipelineModule(SessionModule):
                 finally:
                     self.close()
             else:
-                self.session.ending.abort(f"an exception left the with block: {kind.__name__}")
+                self.session.ending.abort(
+                    f"an exception left the with block: {kind.__name__}: {error}", error=error
+                )
 
     def close(self) -> None:
         """Ends the pipeline's threads and connections once what was submitted is done.

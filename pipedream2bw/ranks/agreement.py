@@ -119,8 +119,11 @@ class ControlPlane:
             self.verdict_board = make_board(self.group, 1, deadline)
             if self.verdict_board is None:  # collectives of two threads need two groups
                 self.verdict_group = new_group([range(world)], deadline, "gloo")
-            self._first_failure = FirstFailure(store, name, self.fault)
         self.discards = _C.Discards(self.board)
+        if world > 1:
+            self._first_failure = FirstFailure(
+                store, name, fault=self.fault, discards=self.discards
+            )
 
     @property
     def discards_reach_all(self) -> bool:
@@ -170,6 +173,13 @@ class ControlPlane:
         mine = None if error is None else to_document(error)
         self.deadline.wait("agreeing", lambda: dist.all_gather_object(told, mine, group=self.group))
         return from_document(next(document for document in told if document is not None))
+
+    def cause_of_discard(self) -> StageError | None:
+        """Why a batch is discarded, as far as it is known here; no other rank need call it."""
+        error = self.discards.error
+        if error is None and self._first_failure is not None:
+            error = self._first_failure.why_discarded(self.discards.generation)
+        return error
 
     def _exchange_rows(
         self, operation: Operation, number: int, failed: bool, announcement: Announcement
@@ -344,6 +354,7 @@ class ControlPlane:
         """Ends the agreement; ranks that wait for this one get an error."""
         if self._first_failure is not None:
             self._first_failure.close()
+            self._first_failure = None
         if self.board is not None:
             self.board.leave()
             self.board = None
@@ -354,6 +365,7 @@ class ControlPlane:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
         self.group = self.verdict_group = None
+        self.discards = _C.Discards(None)  # the other one keeps the memory that ranks share
 
 
 def join(name: str, device_type: str, timeout: object) -> ControlPlane:

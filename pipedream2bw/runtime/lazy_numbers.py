@@ -56,7 +56,9 @@ class LazyNumber(abc.ABC):
         if not session.grid.in_processes:
             with session.ending.failing_closes():
                 session.drain()
-        known = session.control.discards.error
+        known = session.control.cause_of_discard()
+        if known is None:
+            session.ending.check_open()
         cause = "a stage of another rank failed" if known is None else str(known)
         text = f"train_step {self.train_step} will be taken back by the next call: {cause}"
         error = StageError(text, cause=cause) if known is None else reworded(known, text)
