@@ -26,16 +26,17 @@ void bind_making(StageClass& stage) {
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
                        std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
-                       std::vector<at::ScalarType> dtypes, bool split_master) {
-             return std::make_shared<Stage>(parameters, std::move(names), num_versions,
-                                            resolve_group(replica_group), bucket_bytes,
-                                            CopySumEnd{std::move(copy_sum), copy},
-                                            StagePrecision{std::move(dtypes), split_master});
+                       std::vector<at::ScalarType> dtypes, bool split_master, bool has_spare) {
+             return std::make_shared<Stage>(
+                 parameters, std::move(names), num_versions, resolve_group(replica_group),
+                 bucket_bytes, CopySumEnd{std::move(copy_sum), copy},
+                 StagePrecision{std::move(dtypes), split_master}, has_spare);
            }),
            py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
            py::arg("replica_group") = "", py::arg("bucket_bytes") = 0,
            py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
-           py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false)
+           py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false,
+           py::arg("has_spare") = false)
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
       .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
       .def(

@@ -11,16 +11,22 @@ from ..runtime.session import Session
 def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
     """Makes updates wait for all stages where their gradients have a buffer to wait in.
 
-    Where all buffers take turns, or where they wait for a norm anyway; or where the stages wait for
-    the update. Every rank calls it, drained.
+    Where there is a spare buffer, where all buffers take turns, or where they wait for a norm
+    anyway; or where the stages wait for the update. Every rank calls it, drained.
 
     Args:
         kinds: the fused pass of each optimizer; None: its own step.
     """
     engines = [stage.weights.engine for stage in session.stages]
-    mine = has_norm or all(
-        engine.num_versions == 1 or (None not in kinds and engine.num_slots > engine.num_versions)
-        for engine in engines
+    has_spare = session.stages.options.spare_buffer
+    mine = (
+        has_norm
+        or has_spare
+        or all(
+            engine.num_versions == 1
+            or (None not in kinds and engine.num_slots > engine.num_versions)
+            for engine in engines
+        )
     )
     announced = session.agree(
         Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)

@@ -155,6 +155,11 @@ class PipelineModule(SessionModule):
             unsplit model draw them. Processes that run shards of one stage draw the same ones.
             ``"torch"``: stages draw from torch's default generators, which all threads share; not
             with ``recompute``. Evaluation always does. Python's and NumPy's generators are theirs.
+        spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
+            of their gradients, in which the next batch's are added up until no stage of any replica
+            can fail in the batch before. A batch is then discarded without a trace, whatever failed
+            in it. False: after some failures (in a backward before the last stage, or with
+            replicas) the delay begins anew, as after ``load_state_dict``, and the error says so.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:
@@ -195,6 +200,7 @@ class PipelineModule(SessionModule):
         split_master: bool = False,
         autocast: torch.dtype | None = None,
         random: str = "keyed",
+        spare_buffer: bool = False,
         timeout: float = 1800.0,
     ) -> None:
         given = locals()

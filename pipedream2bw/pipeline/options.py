@@ -48,6 +48,7 @@ class Options:
     split_master: bool
     autocast: torch.dtype | None
     random: str
+    spare_buffer: bool
     timeout: float
 
     def settings(self) -> dict[str, Any]:
@@ -55,7 +56,8 @@ class Options:
         metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
-            *("precision", "split_master", "autocast", "warmup_batches", "random", "timeout"),
+            *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
+            "timeout",
         )
         return {
             **comparable(self, names),
@@ -84,6 +86,9 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     if isinstance(options.replicated, str):
         raise TypeError(f"replicated: {options.replicated!r} given, it must be a sequence of names")
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
+    if not isinstance(options.spare_buffer, bool):
+        kind = type(options.spare_buffer).__name__
+        raise TypeError(f"spare_buffer: {kind} given, it must be a bool")
 
 
 def length_of(model: Any) -> int:

@@ -126,8 +126,10 @@ class Discarding:
         the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
         whose gradients are added up where that version was. So may another replica or pipeline,
         which waits for none of the batch's messages. Without memory that all ranks share, they
-        learn of any failure only then.
+        learn of any failure only then. With a spare buffer gradients are added up elsewhere.
         """
+        if self._stages.options.spare_buffer:
+            return False
         is_backward = failure.action in ("backward", "input gradient", "weight gradient")
         grid = self._stages.grid
         is_last = failure.stage == grid.depth - 1

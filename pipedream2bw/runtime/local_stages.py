@@ -160,6 +160,7 @@ class LocalStages:
                 copies=sums[stage % d],
                 tied=tied,
                 precision=self.options.precision,
+                has_spare=self.options.spare_buffer,
             )
             for stage in grid.stages
         ]

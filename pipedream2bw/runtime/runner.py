@@ -41,6 +41,7 @@ class StageOptions:
         compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
         bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
         warmup_batches: how many batches are trained without a delay.
+        spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -51,6 +52,7 @@ class StageOptions:
     compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bucket_cap_mb: float = math.inf
     warmup_batches: int = 0
+    spare_buffer: bool = False
 
 
 @dataclasses.dataclass

@@ -39,6 +39,7 @@ class StageSpec:
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
+    has_spare: bool  # a buffer of weights
 
 
 class StageWeights:
@@ -101,6 +102,7 @@ class StageWeights:
             copy=spec.pipeline,
             dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
             split_master=spec.precision.split_master,
+            has_spare=spec.has_spare,
         )
         self.slot_parameters: list[list[nn.Parameter]] = []
         for slot in range(self.engine.num_slots):

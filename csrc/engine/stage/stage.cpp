@@ -36,8 +36,12 @@ void split_master(const at::Tensor& master, const at::Tensor& high, const at::Te
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
              int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas,
-             std::int64_t bucket_bytes, CopySumEnd copies, const StagePrecision& precision)
-    : num_versions_(num_versions), versions_(num_versions), copies_(std::move(copies)) {
+             std::int64_t bucket_bytes, CopySumEnd copies, const StagePrecision& precision,
+             bool has_spare)
+    : num_versions_(num_versions),
+      has_spare_(has_spare && has_slack()),
+      versions_(num_versions),
+      copies_(std::move(copies)) {
   PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
   const bool has_flags = replicas || copies_.sum;
   PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
@@ -55,7 +59,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
       has_slack() && std::ranges::all_of(by_dtype, [](const auto& of_dtype) {
         return GradAccumulator::dtype(of_dtype.first.first) == of_dtype.first.first;
       });
-  slots_.resize(num_versions + (can_rotate ? 1 : 0));
+  slots_.resize(num_versions + (can_rotate ? 1 + (has_spare_ ? 1 : 0) : 0));
   for (const auto& [dtypes, members] : by_dtype) {
     const auto [dtype, own] = dtypes;
     std::vector<at::Tensor> tensors;
@@ -121,19 +125,20 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
   const std::int64_t newest = versions_.newest();
   const int from = versions_.slot(newest);
   const std::size_t gradients = gradient_buffer(newest);
-  const int num_slots = num_versions_ + (rotates ? 1 : 0);
+  const int num_slots = rotates ? this->num_slots() : num_versions_;
   if (num_slots != versions_.num_slots()) {
     versions_ = WeightStore(num_slots, newest);
   } else if (reads_first != reads_first_) {
     versions_.reset();  // as on stages of other dtypes
   }
   reads_first_ = reads_first;
-  const bool had_two_gradients =
-      std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates);
+  const bool had_two_gradients = std::exchange(
+      has_two_gradients_, (waits || is_tied() || has_spare_) && has_slack() && !rotates);
+  const bool is_there = can_rotate && has_spare_;  // the second one
   const int to = versions_.slot(newest);
   for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
     GradAccumulator& accumulator = *gradients_[buffer];
-    if (has_two_gradients_ && !had_two_gradients) {
+    if (has_two_gradients_ && !had_two_gradients && !is_there) {
       accumulator.add_buffer();
     }
     const at::Tensor weights = from == to ? slots_[to][buffer] : slots_[from][buffer].clone();
@@ -141,7 +146,7 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
     if (from != to) {
       slots_[to][buffer].copy_(weights);
     }
-    if (had_two_gradients && !has_two_gradients_) {
+    if (had_two_gradients && !has_two_gradients_ && !is_there) {
       accumulator.drop_last_buffer();
     }
   }
@@ -429,7 +434,7 @@ StageBytes Stage::bytes() const {
       bytes.masters += packing.parameter_numel() * size;
       bytes.padding += (packing.numel() - packing.parameter_numel()) * size;
     }
-    const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
+    const std::int64_t num_gradients = has_two_gradients_ || has_spare_ ? 2 : 1;
     bytes.gradients += num_gradients * packing.parameter_numel() * gradient_size;
     bytes.padding +=
         num_versions_ * (slots_.front()[buffer].numel() - packing.parameter_numel()) * weight_size;

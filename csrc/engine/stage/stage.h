@@ -48,6 +48,7 @@ struct StagePrecision {
 // state per dtype. With several versions, and gradients of the weights' dtype, all K + 1 buffers
 // take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
 // line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
+// With a spare buffer that is where no version is: the one that batch t read lasts until the step.
 //
 // Used by the stage's executor thread; by other threads only while that executor is drained. The
 // calls of an update between begin_update() and publish() may come from another thread, as is said
@@ -59,7 +60,7 @@ class Stage {
   // with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
         c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
-        CopySumEnd copies = {}, const StagePrecision& precision = {});
+        CopySumEnd copies = {}, const StagePrecision& precision = {}, bool has_spare = false);
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -111,7 +112,8 @@ class Stage {
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
-  // where the buffers cannot take turns. Those of a tied stage always do. Gradients that wait for
+  // where the buffers cannot take turns. Those of a tied stage always do, and with a spare buffer
+  // it is for that. Gradients that wait for
   // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
@@ -195,6 +197,7 @@ class Stage {
   const Stepped& stepped(std::size_t parameter) const;
 
   const int num_versions_;
+  const bool has_spare_;
   bool reads_first_ = true;
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype

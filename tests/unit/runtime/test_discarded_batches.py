@@ -105,6 +105,54 @@ def test_random_failures(seed: int) -> None:
         )
 
 
+SPARE: dict[str, dict[str, Any]] = {
+    "rotating": {},
+    "clipping": {"max_grad_norm": 0.05},
+    "own step": {"optimizer": torch.optim.Adagrad},
+    "split backward": {"schedule": "2bw_split"},
+    "two stages each": {"schedule": "interleaved_2bw", "stages_per_rank": 2},
+}
+
+
+@pytest.mark.parametrize("name", SPARE)
+@pytest.mark.parametrize("call", [3 * M + 2, 4 * M + M - 1])
+def test_with_a_spare_buffer_the_delay_goes_on_after_any_failure(name: str, call: int) -> None:
+    options = {"schedule": "2bw", "optimizer": torch.optim.SGD, **SPARE[name]}
+    limit = options.pop("max_grad_norm", None)
+    given = batches(COUNT, ROWS)
+    outcome = train(
+        given,
+        [Failure(0, "backward", call)],
+        num_stages=4,
+        num_microbatches=M,
+        spare_buffer=True,
+        optimizer_options={} if limit is None else {"max_grad_norm": limit},
+        **options,
+    )
+    assert not outcome.restarts
+    check(
+        outcome,
+        given,
+        num_stages=4,
+        num_microbatches=M,
+        delay=1,
+        optimizer=options["optimizer"],
+        max_grad_norm=limit,
+    )
+
+
+def test_a_spare_buffer_is_of_no_use_where_stages_have_other_delays() -> None:
+    with pytest.raises(ValueError, match=r"spare_buffer: True, schedule: delays \[1, 0\]"):
+        train(
+            batches(1, ROWS),
+            [],
+            num_stages=2,
+            num_microbatches=1,
+            schedule="pipedream",
+            spare_buffer=True,
+        )
+
+
 def test_an_evaluation_that_fails_costs_nothing() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     x = torch.randn(8, 4)
