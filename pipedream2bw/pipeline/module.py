@@ -158,8 +158,9 @@ class PipelineModule(SessionModule):
         spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
             of their gradients, in which the next batch's are added up until no stage of any replica
             can fail in the batch before. A batch is then discarded without a trace, whatever failed
-            in it. False: after some failures (in a backward before the last stage, or with
-            replicas) the delay begins anew, as after ``load_state_dict``, and the error says so.
+            in it. The planner does not count it. False: after some failures (in a backward before
+            the last stage, or with replicas) the delay begins anew, as after ``load_state_dict``,
+            and the error's ``restarts_delay`` says so.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:

@@ -86,9 +86,8 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     if isinstance(options.replicated, str):
         raise TypeError(f"replicated: {options.replicated!r} given, it must be a sequence of names")
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
-    if not isinstance(options.spare_buffer, bool):
-        kind = type(options.spare_buffer).__name__
-        raise TypeError(f"spare_buffer: {kind} given, it must be a bool")
+    if options.spare_buffer not in (True, False):
+        raise ValueError(f"spare_buffer: {options.spare_buffer!r}, known: True, False")
 
 
 def length_of(model: Any) -> int:

@@ -163,16 +163,23 @@ class ControlPlane:
             self._exchange_rows(Operation.end_of_drain, 0, False, Announcement())
         )
 
-    def why_discarded(self, batch: int) -> StageError:
-        """Why a batch is discarded. Every rank calls it, drained."""
+    def why_discarded(self, batch: int, *, has_version: bool) -> tuple[StageError, bool]:
+        """Why a batch is discarded, and whether all have the version that it read.
+
+        Every rank calls it, drained.
+
+        Args:
+            has_version: whether this rank's stages do.
+        """
         error = self.discards.error if self.discards.batch == batch else None
         if self.group is None:
             assert error is not None
-            return error
+            return error, has_version
         told: list[Any] = [None] * self.size
-        mine = None if error is None else to_document(error)
+        mine = (None if error is None else to_document(error), has_version)
         self.deadline.wait("agreeing", lambda: dist.all_gather_object(told, mine, group=self.group))
-        return from_document(next(document for document in told if document is not None))
+        document = next(document for document, _ in told if document is not None)
+        return from_document(document), all(has for _, has in told)
 
     def cause_of_discard(self) -> StageError | None:
         """Why a batch is discarded, as far as it is known here; no other rank need call it."""

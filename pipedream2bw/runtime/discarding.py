@@ -85,7 +85,9 @@ class Discarding:
             num_train_steps: calls so far.
         """
         stages, discards = self._stages, self._control.discards
-        failure = self._control.why_discarded(batch)
+        # The next batch's gradients may be added up where the version lies that it read.
+        mine = all(stage.weights.engine.keeps_version_of(batch) for stage in stages)
+        failure, has_version = self._control.why_discarded(batch, has_version=mine)
         is_mine = discards.batch == batch
         original = stages.take_error(discards.kept if is_mine else -1)
         is_evaluation = batch not in self._begun
@@ -93,6 +95,7 @@ class Discarding:
         begun = self._begun.get(batch, now)
         discarded = tuple(range(begun.train_steps, num_train_steps))
         updates = max(0, self._accumulation.num_updates - batch)
+        restarts_delay = not (has_version or is_evaluation)
         stages.take_back(batch, begun.train_steps, batches=not is_evaluation)
         text = f"{failure}. The evaluation was discarded, the pipeline is open"
         if not is_evaluation:
@@ -102,13 +105,13 @@ class Discarding:
                 f"it was before them, at version {batch}"
             )
             self._accumulation.take_back(batch, begun.counts)
-            if self._restarts_delay(failure):
+            if restarts_delay:
                 text += "; the delay begins anew"
                 for stage in stages:
                     stage.weights.engine.restart_delay()
         self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
         error = reworded(failure, text)
-        error.discarded = discarded
+        error.discarded, error.restarts_delay = discarded, restarts_delay
         error.__cause__ = failure.__cause__
         taken = TakenBack(batch, begun.train_steps, updates, error)
         self._taken_back.append(taken)
@@ -118,25 +121,6 @@ class Discarding:
             if listener is not None:
                 listener(taken)
         return taken, original
-
-    def _restarts_delay(self, failure: StageError) -> bool:
-        """Whether the version that the batch read may have been overwritten on some stage.
-
-        Stages learn of a failure in a forward, or on the last stage, before their own backward of
-        the batch; of one in a backward elsewhere, later ones may be in the next batch's by then,
-        whose gradients are added up where that version was. So may another replica or pipeline,
-        which waits for none of the batch's messages. Without memory that all ranks share, they
-        learn of any failure only then. With a spare buffer gradients are added up elsewhere.
-        """
-        if self._stages.options.spare_buffer:
-            return False
-        is_backward = failure.action in ("backward", "input gradient", "weight gradient")
-        grid = self._stages.grid
-        is_last = failure.stage == grid.depth - 1
-        has_others = grid.width * grid.num_pipelines > 1
-        reaches_all = self._control.discards_reach_all and not has_others
-        is_late = (is_backward and not is_last) or not reaches_all
-        return failure.action is not None and is_late and max(self._stages.schedule.delay) > 0
 
     def check_kept(self, train_step: int, num_times: int) -> None:
         """Raises StageError if a train_step was discarded.

@@ -2,9 +2,8 @@
 
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
+#include "engine/weights/split_master.h"
 
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -13,26 +12,6 @@
 #include <utility>
 
 namespace pd2 {
-namespace {
-
-// Float32 weights in two buffers of 16 bits, as whole tensors: see kernels/half.h. `high` is
-// bfloat16, `remainder` int16, both contiguous and of one shape; the result is float32.
-at::Tensor join_master(const at::Tensor& high, const at::Tensor& remainder) {
-  const at::Tensor bits = high.view(at::kShort).to(at::kInt).bitwise_left_shift(16);
-  return bits.add_(remainder).view(at::kFloat);
-}
-
-// Writes the two parts of `master`.
-void split_master(const at::Tensor& master, const at::Tensor& high, const at::Tensor& remainder) {
-  const at::Tensor given = master.contiguous().view(at::kInt);
-  const at::Tensor bits =
-      at::where(master.isnan(), at::full_like(given, std::int32_t{0x7FC00000}), given);
-  // To int16 means the lower half, with its sign.
-  remainder.copy_(bits.to(at::kShort));
-  high.view(at::kShort).copy_(bits.add(0x8000).bitwise_right_shift(16).to(at::kShort));
-}
-
-}  // namespace
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
              int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas,
@@ -200,6 +179,7 @@ void Stage::load_versions(std::int64_t oldest, std::int64_t newest) {
   PD2_CHECK(newest - oldest < num_versions_, "versions ", oldest, " to ", newest,
             " are to be loaded: the stage keeps ", num_versions_);
   versions_.load(oldest, newest);
+  newest_batch_ = -1;  // batches are counted from here
 }
 
 at::Tensor Stage::gradient(std::size_t parameter) const {
@@ -228,6 +208,7 @@ void Stage::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
 
 void Stage::begin_batch(std::int64_t batch) {
   const std::size_t buffer = gradient_buffer(batch);
+  newest_batch_ = batch;
   for (auto& gradient : gradients_) {
     gradient->begin_batch(buffer);
   }
@@ -248,9 +229,10 @@ void Stage::begin_update(std::int64_t batch) {
   }
 }
 
-void Stage::begin_nothing(std::int64_t batch) {
+void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
   update_ = {};
-  if (replicas_) {
+  if (replicas_ && !replicas_know) {
+    newest_batch_ = std::max(newest_batch_, batch);  // the sum is written there
     update_.sum = replicas_->end_batch(gradient_buffer(batch));
   }
 }

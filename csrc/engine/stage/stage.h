@@ -118,11 +118,17 @@ class Stage {
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
+  // Whether the version that the batch read is still there. Its update has not been made.
+  bool keeps_version_of(std::int64_t batch) const {
+    return !rotates() || newest_batch_ - batch < num_slots() - num_versions_;
+  }
+  // The batch and all later ones have not been.
+  void take_back(std::int64_t batch) { newest_batch_ = std::min(newest_batch_, batch - 1); }
+
   // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
-  // Instead of it: the batch is discarded. Replicas, which may not know yet, get what they wait
-  // for.
-  void begin_nothing(std::int64_t batch);
+  // Instead of it: the batch is discarded. Replicas that may not know yet get what they wait for.
+  void begin_nothing(std::int64_t batch, bool replicas_know);
 
   // The following belong to the update that has begun; until publish() any thread may call them.
 
@@ -199,6 +205,7 @@ class Stage {
   const int num_versions_;
   const bool has_spare_;
   bool reads_first_ = true;
+  std::int64_t newest_batch_ = -1;  // whose gradients' buffer may have been written to
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
   std::vector<Place> places_;                           // by parameter

@@ -42,7 +42,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   if (has_begun_) {
     stage_.begin_update(gradients.batch);
   } else {
-    stage_.begin_nothing(gradients.batch);
+    begin_nothing(gradients.batch);
   }
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
   // other stages, those of this rank must come to theirs meanwhile.
@@ -65,6 +65,13 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
       callbacks_.failed(gradients.run);
     }
   });
+}
+
+void StageUpdates::begin_nothing(std::int64_t batch) {
+  // If the version that its forwards read is never made, no replica has begun the batch: the
+  // verdict on that version's update told all of them.
+  const std::int64_t read = batch - stage_.num_versions() + 1;
+  stage_.begin_nothing(batch, verdicts_ && callbacks_.discards->first() < read);
 }
 
 void StageUpdates::submit(std::int64_t run, Apply apply) {
@@ -113,6 +120,7 @@ void StageUpdates::drop(const Complete& gradients) const {
 
 void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   PD2_ASSERT(!is_under_way_, "an update is under way");
+  stage_.take_back(batch);
   submitted_.erase(submitted_.lower_bound(run), submitted_.end());
   loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
   if (complete_ && complete_->batch >= batch) {
@@ -169,7 +177,7 @@ void StageUpdates::settle() {
   finish();
   if (complete_ && callbacks_.discards && !is_good(*complete_)) {
     // No step will come, but replicas may wait, whose steps have.
-    stage_.begin_nothing(complete_->batch);
+    begin_nothing(complete_->batch);
     drop(*std::exchange(complete_, std::nullopt));
   }
   if (copier_) {

@@ -87,6 +87,7 @@ class StageUpdates {
   }
   // Waits for the verdict, if there will be one.
   bool is_good(const Complete& gradients) const;
+  void begin_nothing(std::int64_t batch);
   void drop(const Complete& gradients) const;
   void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
