@@ -302,7 +302,8 @@ def test_an_error_in_a_forward_is_known_to_all() -> None:
 def assert_data(seen: dict[str, Any], *, stage: int, **data: Any) -> None:
     """The error's attributes, of a first replica whose stages are its ranks."""
     want = {"rank": stage, "stage": stage, "replica": 0, "cause": "ZeroDivisionError: on purpose"}
-    want["discarded"] = seen["data"]["discarded"]
+    for name in ("discarded", "restarts_delay"):
+        want[name] = seen["data"][name]
     assert seen["data"] == want | data, seen
 
 
