@@ -130,6 +130,7 @@ void bind_making(ExecutorClass& executor) {
           py::arg("stage"), py::arg("clipping").none(true))
       .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true))
       .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"))
+      .def("count_anew", &Executor::count_anew)
       .def("drop_connections", &Executor::drop_connections,
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>());

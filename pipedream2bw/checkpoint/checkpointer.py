@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import logging
 import os
 import time
@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from ..checks import check_whole_number
-from ..errors import DamagedCheckpoint, StageError
+from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
+from .finding import find_whole
 from .frequency import Frequency
 from .load import load_from
 from .manifest import read_manifest
@@ -32,18 +33,33 @@ _NOTHING, _SAVE, _STOP = 0, 1, 2
 _MOST_FAILURES = 3
 
 
+@dataclasses.dataclass(eq=False)
+class _UnderWay:
+    """A save, and how many train_steps there had been before.
+
+    Attributes:
+        copied: when everything was seen to be copied: no batch has to come for it any more.
+        saw_evaluation: whether there was one since it began.
+    """
+
+    saving: Saving
+    train_steps: int
+    copied: float | None = None
+    saw_evaluation: bool = False
+
+
 class Checkpointer:
     """Saves a run now and then, and goes on with it after any interruption.
 
     ::
 
-        ckpt = pd2.Checkpointer("checkpoints", pipe, opt, data=sampler, every="auto")
-        ckpt.resume()
-        for x, y in batches:
-            pipe.train_step(x, target=y)
-            opt.step()
-            sampler.advance()
-            ckpt.step()
+        with pd2.Checkpointer("checkpoints", pipe, opt, data=sampler, every="auto") as ckpt:
+            ckpt.resume()
+            for x, y in batches:
+                pipe.train_step(x, target=y)
+                opt.step()
+                sampler.advance()
+                ckpt.step()
 
     Saving drains nothing, see :func:`save`; a save that fails (a full disk) warns, and the run goes
     on. A run that is killed at any moment goes on from the newest checkpoint that is whole, with
@@ -55,12 +71,13 @@ class Checkpointer:
             often as ``max_overhead`` allows.
         max_overhead: the share of the training time that saving may add, with ``"auto"``.
         keep: how many checkpoints stay, at least 2.
-        keep_every: those of every so many batches stay, too.
+        keep_every: the first one of every so many batches stays, too.
         preempt: signals at which the run is saved after the batch under way, and ends with
             :class:`Preempted`, on all ranks, whichever one gets the signal.
 
     Raises:
-        ValueError, TypeError: on every rank, naming the rule and both values.
+        ValueError, TypeError: on every rank, naming the rule and both values; also of state that
+            cannot be saved.
     """
 
     def __init__(
@@ -92,9 +109,14 @@ class Checkpointer:
         )
         self._saver = Saver(path, pipe, opt, self._beside)
         self._signals: Signals = session.control.together(lambda: Signals(preempt))
-        self._under_way: list[tuple[Saving, int]] = []  # and the train_steps before
+        self._saver.check()
+        self._under_way: list[_UnderWay] = []
         self._failures = 0  # in a row
         self._last_step: float | None = None
+        self._evaluated = False  # since the last step()
+        # The batch before which the user counted last, and at which everything goes together.
+        self._stepped = session.accumulation.num_updates
+        self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
         session.wish = self._wish
@@ -105,43 +127,39 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ going on
 
-    def resume(self) -> int:
+    def resume(self, step: int | None = None) -> int:
         """Loads the newest checkpoint that is whole; gives the number of the batch that follows.
 
-        That is 0 if there is none. One that is damaged is renamed (``....corrupt``), and the next
-        older one taken, the same on all ranks.
+        That is 0 if there is none. Those that are damaged or cannot be read are named, renamed
+        (``....corrupt``) once an older one is found that is whole, and that one is taken, the same
+        on all ranks.
+
+        Args:
+            step: a certain checkpoint, to go back to. Newer ones are renamed (``....abandoned``).
 
         Raises:
-            ValueError: it does not fit this pipeline; names both values.
+            DamagedCheckpoint: there are checkpoints, and none is whole.
+            ValueError: it does not fit this pipeline, or ranks see different folders; names both
+                values.
         """
-        control, folder = self._session.control, self._saver.folder
-        self._session.flush_for(Operation.load)
-        control.from_first(folder.clean)
-        while True:
-            steps: list[int] = control.from_first(folder.steps)
-            if not steps:
-                return 0
-            step = steps[0]
-            error: DamagedCheckpoint | None = None
-            try:
-                source = self._session.together(lambda step=step: self._verified(step))  # type: ignore[misc]
-            except DamagedCheckpoint as found:
-                error = found
-            if error is None:
-                break
-            name = control.from_first(lambda step=step: folder.set_aside(step))  # type: ignore[misc]
-            log.warning("%s: the next older checkpoint is taken; it is %s now", error, name)
-        self.extra = load_from(source, self._session, self._opt, self._beside, generators=True)
-        return self._session.accumulation.num_updates
+        session, folder = self._session, self._saver.folder
+        session.flush_for(Operation.load)
+        session.control.from_first(folder.clean)
+        source = find_whole(session, folder, step)
+        if source is not None:
+            self.extra = load_from(source, session, self._opt, self._beside, generators=True)
+        self._newest = self._stepped = session.accumulation.num_updates
+        return self._newest if source is not None else 0
 
-    def _verified(self, step: int) -> Source:
-        """Opens a checkpoint; each rank reads some of the files to compare their sums."""
-        control, folder = self._session.control, self._saver.folder
-        source = Source(folder, read_manifest(folder, step))
-        for number, name in enumerate(sorted(source.manifest.files)):
-            is_mine = number % control.size == self._session.grid.rank
-            source.check_file(name, sums=is_mine)
-        return source
+    def _check_branch(self) -> None:
+        """Refuses to train where newer checkpoints are of another run. On rank 0."""
+        batch = self._session.accumulation.num_updates
+        newer = [step for step in self._saver.folder.steps() if step > batch]
+        if newer:
+            raise ValueError(
+                f"{self._saver.folder.path}: it has checkpoint {newer[0]}, this run is at {batch}: "
+                "go on with resume(), go back with resume(step=...), or choose another folder"
+            )
 
     # ------------------------------------------------------------------ saving
 
@@ -151,20 +169,27 @@ class Checkpointer:
         Raises:
             OSError: three saves in a row have failed.
             Preempted: a signal came; the run has been saved.
+            ValueError: the folder has newer checkpoints, of a run that this one does not go on
+                from; on every rank.
         """
         session = self._session
         now = time.monotonic()
+        batch = self._stepped = session.accumulation.num_updates
+        if batch < self._newest or self._newest < 0:
+            session.control.from_first(self._check_branch)
+            self._newest = batch
         if self._last_step is not None:
-            self._frequency.batch_ended(now - self._last_step, is_saving=bool(self._under_way))
+            seconds = None if self._evaluated else now - self._last_step
+            self._frequency.batch_ended(seconds, is_saving=bool(self._under_way))
         self._look_at_ended()
         wish = session.agreed_wish
         if wish == _STOP:
             self._save_and_stop()
-        batch = session.accumulation.num_updates
         every = self._frequency.batches
         if wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0):
             self._save()
         self._last_step = time.monotonic() if self._last_step is None else now
+        self._evaluated = False
 
     def _wish(self) -> int:
         """What this rank wishes that all do after the batch that begins."""
@@ -174,25 +199,36 @@ class Checkpointer:
         is_free = not self._under_way
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
 
-    def _save(self) -> Saving:
+    def _save(self) -> _UnderWay | None:
+        """Begins a save; None if something cannot be saved, of which the user has been warned."""
         session = self._session
         # One after the other, as far as this needs no further batch.
-        for saving, train_steps in list(self._under_way):
-            if session.num_train_steps - train_steps >= session.schedule.most_batches_behind:
-                self._wait_for(saving)
+        for each in list(self._under_way):
+            if session.num_train_steps - each.train_steps >= session.schedule.most_batches_behind:
+                self._wait_for(each)
         with session.ending.lost_ranks_close():
             session.agree(Operation.save, session.accumulation.num_updates, self._check_failures)
-        saving = self._saver.save(then=self._retain)
-        self._under_way.append((saving, session.num_train_steps))
+        batch = session.accumulation.num_updates
+        try:
+            saving = self._saver.save(then=self._retain)
+        except (TypeError, ValueError) as error:  # on every rank: the user's state has changed
+            self._failed(batch, error)
+            return None
+        under_way = _UnderWay(saving, session.num_train_steps)
+        self._under_way.append(under_way)
+        self._newest = batch
         self._frequency.save_began()
-        return saving
+        return under_way
 
-    def _wait_for(self, saving: Saving) -> None:
-        timeout = self._session.control.timeout
-        error: BaseException | None = TimeoutError(f"it took more than {timeout:g} s")
-        with contextlib.suppress(TimeoutError):
-            error = saving.done.exception(timeout)
-        self._ended(saving, error)
+    def _wait_for(self, each: _UnderWay) -> None:
+        try:
+            error = each.saving.done.exception(self._session.control.timeout)
+        except TimeoutError:
+            error = self._too_long()
+        self._ended(each, error)
+
+    def _too_long(self) -> TimeoutError:
+        return TimeoutError(f"it took more than {self._session.control.timeout:g} s")
 
     def _check_failures(self) -> Announcement:
         if self._failures >= _MOST_FAILURES:
@@ -203,47 +239,69 @@ class Checkpointer:
         return Announcement()
 
     def _look_at_ended(self) -> None:
-        for saving, _ in list(self._under_way):
-            if saving.done.done():
-                self._ended(saving, saving.done.exception())
+        now = time.monotonic()
+        for each in list(self._under_way):
+            if each.saving.done.done():
+                self._ended(each, each.saving.done.exception())
+            elif each.saving.snapshot.done():  # no batch has to come: it is being written
+                each.copied = now if each.copied is None else each.copied
+                if now - each.copied > self._session.control.timeout:
+                    self._ended(each, self._too_long())
 
-    def _ended(self, saving: Saving, error: BaseException | None) -> None:
-        self._under_way = [each for each in self._under_way if each[0] is not saving]
-        if error is None:
-            self._failures = 0
-            self._frequency.save_ended(sum(saving.seconds.values()))
+    def _ended(self, each: _UnderWay, error: BaseException | None) -> None:
+        self._under_way.remove(each)
+        if error is not None:
+            self._failed(each.saving.step, error)
             return
+        self._failures = 0
+        seconds = dict(each.saving.seconds)
+        if each.saw_evaluation:  # for which the copies may have waited
+            del seconds["snapshot"]
+        self._frequency.save_ended(sum(seconds.values()))
+
+    def _failed(self, step: int, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, StageError):  # else a batch before it was discarded
             self._failures += 1
             self._last_failure = text
-        warnings.warn(
-            f"checkpoint {saving.step} was not saved, training goes on: {text}", stacklevel=3
-        )
+        warnings.warn(f"checkpoint {step} was not saved, training goes on: {text}", stacklevel=4)
 
     def _retain(self) -> None:
         """Removes checkpoints that need not stay. In the thread that wrote the newest."""
         folder = self._saver.folder
-        with contextlib.suppress(OSError, DamagedCheckpoint):
+        try:
             steps = folder.steps()
             newest = Source(folder, read_manifest(folder, steps[0]))
             for name in newest.manifest.files:
                 newest.check_file(name, sums=False)
-            for step in steps[self._keep :]:
-                if self._keep_every is None or step % self._keep_every:
+            kept = set(steps[: self._keep])
+            before = 0
+            for step in sorted(steps):
+                every = self._keep_every
+                if step in kept or (every is not None and step // every > before // every):
+                    before = step
+                else:
                     folder.remove(step)
+        except Exception as error:  # the new checkpoint is whole
+            log.warning("%s: older checkpoints were not removed: %s", folder.path, error)
 
     # ------------------------------------------------------------------ ending
 
     def _before_evaluation(self) -> None:
-        if self._session.agreed_wish == _STOP and self._session.accumulation.is_between_batches:
+        self._evaluated = True
+        for each in self._under_way:
+            each.saw_evaluation = True
+        accumulation = self._session.accumulation
+        is_counted = accumulation.is_between_batches and accumulation.num_updates == self._stepped
+        if self._session.agreed_wish == _STOP and is_counted:
             self._save_and_stop()
 
     def _save_and_stop(self) -> None:
         """Saves on all ranks at one batch, closes the pipeline and ends the program."""
-        with contextlib.suppress(OSError):
-            saving = self._save()
-            saving.wait()
+        try:
+            self._save()
+        except OSError as error:
+            warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
         self.close()
         self._session.close()
         raise Preempted(128 + (self._signals.received or 15))
@@ -252,8 +310,8 @@ class Checkpointer:
         """Waits for the saves under way; signals do what they did before. Every rank calls it."""
         if self._session.ending.is_open:
             self._session.flush_for(Operation.flush)
-        for saving, _ in list(self._under_way):
-            self._wait_for(saving)
+        for each in list(self._under_way):
+            self._wait_for(each)
         self._leave()
 
     def _leave(self) -> None:

@@ -2,7 +2,8 @@
 
 CheckFreq's rule (Mohan et al., FAST 2021, section 4.3), with two differences: what a save costs is
 measured end to end, in batches that took longer while it was under way, and the frequency is
-corrected in both directions.
+corrected in both directions, by a factor of at most two at a time: something else may have taken
+the time.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ class Frequency:
             return time.monotonic() - self._begun >= self._seconds
         return self._since + 1 >= (self.batches or _FIRST_SAVE)
 
-    def batch_ended(self, seconds: float, *, is_saving: bool) -> None:
+    def batch_ended(self, seconds: float | None, *, is_saving: bool) -> None:
         """Counts a batch.
 
         Args:
-            seconds: how long it took.
+            seconds: how long it took; None: something else took a part of it.
             is_saving: whether a save was under way.
         """
         self._since += 1
-        (self._disturbed if is_saving else self._undisturbed).append(seconds)
+        if seconds is not None:
+            (self._disturbed if is_saving else self._undisturbed).append(seconds)
 
     def save_began(self) -> None:
         """Counts from here."""
@@ -93,6 +95,7 @@ class Frequency:
             return
         period = max(statistics.median(self._undisturbed), 1e-9)
         added = max(0.0, sum(self._disturbed) - period * len(self._disturbed))
+        added = min(added, seconds)  # more it cannot have cost
         least = max(1, math.ceil(seconds / period))  # one after the other
         if self.batches is None:
             self.batches = max(least, math.ceil(added / (self._max_overhead * period)))
@@ -100,9 +103,9 @@ class Frequency:
         overhead = added / (self.batches * period)
         self._cheap_saves = self._cheap_saves + 1 if overhead < self._max_overhead / 2 else 0
         if overhead > self._max_overhead:
-            self.batches = math.ceil(self.batches * overhead / self._max_overhead)
+            self.batches = math.ceil(self.batches * min(2.0, overhead / self._max_overhead))
         elif self._cheap_saves == 3:
-            self.batches, self._cheap_saves = math.floor(0.8 * self.batches), 0
+            self.batches, self._cheap_saves = self.batches // 2, 0
         self.batches = max(self.batches, least)
 
     def state_dict(self) -> dict[str, int | None]:

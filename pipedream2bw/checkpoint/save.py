@@ -131,6 +131,8 @@ class Saver:
         self._beside = beside
         self.session.ending.check_open()
         self.folder: Folder = self.session.together(lambda: self._open(path))
+        with self.session.ending.lost_ranks_close():
+            self.session.control.agree_on_objects(None, {"path": self.folder.root})
         self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
@@ -144,6 +146,10 @@ class Saver:
                 "that are shards under one name on several processes cannot be saved yet"
             )
         return Folder(path)
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError, on every rank, if something cannot be saved."""
+        self.session.together(self._head)
 
     def save(self, *, all_versions: bool = True, then: Callable[[], None] = lambda: None) -> Saving:
         """Begins to save; see :func:`save`.

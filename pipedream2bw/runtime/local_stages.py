@@ -306,6 +306,8 @@ class LocalStages:
     def count_anew(self) -> None:
         """Batches and train_steps get numbers that others had before. Drained."""
         self._verdicts.forget()
+        for executor in self._executors:
+            executor.count_anew()
         for stage in self._stages:
             stage.runner.count_anew()
 

@@ -8,8 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.runs.launch import RankError, RankResult
+import pipedream2bw as pd2
+from pipedream2bw.checkpoint import finding
+from pipedream2bw.checkpoint.folder import Folder
+from tests.runs.launch import RankError, RankResult, run_ranks
 from tests.runs.lives import (
     SETTINGS,
     Life,
@@ -20,6 +24,7 @@ from tests.runs.lives import (
     run_life,
     whole_of,
 )
+from tests.runs.outcomes import Outcome, assert_raised, attempt
 
 
 def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
@@ -76,3 +81,55 @@ def test_a_signal_to_one_rank_saves_all_and_ends_them(tmp_path: Path) -> None:
     last = dataclasses.replace(setting, batches=1)
     again = run_life(last, dataclasses.replace(life, victims=()), tmp_path)
     assert again[0].value["start"] == again[1].value["start"] > 0
+
+
+def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
+    """What rank 1 finds where it does not see the folder that rank 0 sees."""
+    x = torch.ones(4, 3)
+    pipe = pd2.PipelineModule(
+        [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)],
+        torch.nn.functional.mse_loss,
+        num_microbatches=2,
+        example_args=(x[:2],),
+        timeout=30.0,
+    )
+    outcomes = {}
+    with pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        outcomes["path"] = attempt(lambda: pd2.Checkpointer(f"{folder}/of-{rank}", pipe, opt))
+        with pd2.Checkpointer(folder, pipe, opt, every=1, preempt=()) as ckpt:
+            for _ in range(2):
+                pipe.train_step(x, target=x)
+                opt.step()
+                ckpt.step()
+        read, holds = Folder.open, Folder.holds
+        finding._VISIBLE_SECONDS = 0.2
+        if rank == 1:
+            Folder.holds = lambda *_: False  # type: ignore[method-assign,assignment]
+        outcomes["not there"] = attempt(ckpt.resume)
+        Folder.holds = holds  # type: ignore[method-assign]
+        if rank == 1:
+
+            def gone(self: Folder, *names: str) -> object:
+                raise FileNotFoundError(names[-1])
+
+            Folder.open = gone  # type: ignore[method-assign,assignment]
+        outcomes["other files"] = attempt(ckpt.resume)
+        Folder.open = read  # type: ignore[method-assign]
+        assert ckpt.resume() == 2
+    assert Folder(folder).steps() == [2, 1]
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_that_see_other_folders_all_raise_and_rename_nothing(tmp_path: Path) -> None:
+    results = run_ranks(other_folders, 2, args=[str(tmp_path)], timeout=100)
+    assert_raised(
+        (result.value for result in results),
+        {
+            "path": ("ValueError", ["path must be the same on every rank", "of-0", "of-1"]),
+            "not there": ("ValueError", ["rank 0 sees step-00000002, rank 1 does not"]),
+            "other files": ("ValueError", ["rank 1 reads step-00000002/", "rank 0 reads a whole"]),
+        },
+    )

@@ -201,6 +201,12 @@ void Executor::take_back(std::int64_t batch, std::int64_t run) {
   }
 }
 
+void Executor::count_anew() {
+  for (const auto& worker : workers_) {
+    worker->updates().count_anew();
+  }
+}
+
 bool Executor::discard(std::int64_t batch) {
   // A later stage has done its backward before, and without verdicts perhaps its update.
   const bool is_before_updates = doing_.evaluating || doing_.kind == ActionKind::kForward ||

@@ -62,6 +62,8 @@ class Executor {
   void set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts);
   // Forgets the discarded batch and all later ones, and runs from that one on. Drained.
   void take_back(std::int64_t batch, std::int64_t run);
+  // Batches and runs get numbers that others had, as other versions were loaded. Drained.
+  void count_anew();
 
   // True when everything up to the ticket has been executed, within `timeout`. Throws PipelineError
   // once the pipeline has failed.

@@ -130,6 +130,13 @@ void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());
 }
 
+void StageUpdates::count_anew() {
+  PD2_ASSERT(!is_under_way_, "an update is under way");
+  const std::lock_guard lock(copies_mutex_);
+  PD2_ASSERT(to_copy_.empty(), "copies wait for versions that will not be made");
+  made_ = stage_.versions().newest();
+}
+
 void StageUpdates::wait_for(Background& background) const {
   do {
     if (callbacks_.is_stopped()) {

@@ -65,6 +65,8 @@ class StageUpdates {
   }
   // Forgets the batch and all later ones, and runs from that one on. Drained.
   void take_back(std::int64_t batch, std::int64_t run);
+  // Batches and runs get numbers that others had, as other versions were loaded. Drained.
+  void count_anew();
   // While nothing is under way.
   void set_clipping(std::optional<Clipping> clipping) { clipping_ = std::move(clipping); }
   // The factor of the losses of the run's microbatches, which read `version`, and so of the run's

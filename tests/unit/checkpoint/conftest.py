@@ -1,0 +1,57 @@
+"""A small run that saves itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+
+X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Run:
+    def __init__(self, path: Path | str, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        self.pipe = pd2.PipelineModule(
+            nn.Sequential(*layers),
+            mse_loss,
+            num_stages=2,
+            num_microbatches=2,
+            example_args=(X[:4],),
+            timeout=10.0,
+        )
+        self.opt = pd2.PipelineOptimizer(torch.optim.AdamW(self.pipe.parameters(), lr=0.1))
+        self.ckpt = pd2.Checkpointer(path, self.pipe, self.opt, **{"every": 1, **options})
+
+    def train(self, batches: int) -> None:
+        for _ in range(batches):
+            self.pipe.train_step(X, target=Y)
+            self.opt.step()
+            self.ckpt.step()
+
+    def state(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.pipe.state_dict().values()]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(path: Path | str = tmp_path / "run", **options: Any) -> Run:
+        runs.append(Run(path, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        with contextlib.suppress(Exception):
+            run.ckpt.close()
+        run.pipe.session.ending.abort("the test is over")
