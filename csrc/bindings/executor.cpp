@@ -129,7 +129,8 @@ void bind_making(ExecutorClass& executor) {
           },
           py::arg("stage"), py::arg("clipping").none(true))
       .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true))
-      .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"))
+      .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"),
+           py::call_guard<py::gil_scoped_release>())
       .def("count_anew", &Executor::count_anew)
       .def("drop_connections", &Executor::drop_connections,
            py::call_guard<py::gil_scoped_release>())
@@ -196,7 +197,9 @@ void bind_executor(py::module_& module) {
            }),
            py::kw_only(), py::arg("num_stages"), py::arg("discards"), py::arg("group"),
            py::arg("shared").none(true))
-      .def("forget", &BatchVerdicts::forget);
+      .def("forget", &BatchVerdicts::forget)
+      .def("drop_connections", &BatchVerdicts::drop_connections,
+           py::call_guard<py::gil_scoped_release>());
   ExecutorClass executor(module, "Executor");
   bind_making(executor);
   bind_submitting(executor);

@@ -103,8 +103,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._grad_norm: GradNorm | None = None
         self._has_begun = any(any(o.state.values()) for o in optimizers)
         self._room: list[StateByName] = []  # of each, to be loaded into
-        # Not the wrapped ones' groups, to which it would add defaults.
-        super().__init__([{"params": []}], {})
+        super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
         self._wrapped = optimizers
         self.defaults = common_defaults(optimizers)
         self._weights = [stage.weights for stage in session.stages]
@@ -159,8 +158,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
-        warmup = self._session.stages.options.warmup_batches
-        self._delayed_batches -= max(0, taken.batch + taken.updates - max(taken.batch, warmup))
+        first = max(taken.batch, self._session.stages.options.warmup_batches)
+        self._delayed_batches -= max(0, taken.batch + taken.updates - first)
+        self._grad_norm = None
+        for stepper in self._steppers.values():
+            stepper.take_back(taken.batch)
 
     def _check_in_charge(self) -> None:
         if self._session.optimizer() is not self:
@@ -246,11 +248,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     groups=[options.with_lr_divided(divisor) for options in fused],
                     step=steps,
                 )
-        self._options = current
-        self._has_begun, self._room = True, []
-        self._delayed_batches += is_delayed
-        for optimizer in self._wrapped:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
+            self._options, self._has_begun, self._room = current, True, []
+            self._delayed_batches += is_delayed
+            for optimizer in self._wrapped:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
 
     def _steps_of(
         self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int, divisor: float
@@ -281,7 +282,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if not self._measures:
             raise ValueError("grad_norm: max_grad_norm is None, it must be a number (inf measures)")
         if self._grad_norm is None:
-            raise ValueError("grad_norm: 0 steps have been made, there must be 1")
+            raise ValueError("grad_norm: the last step was discarded, or there was none")
         return self._grad_norm
 
     @property

@@ -54,6 +54,12 @@ class StageStepper:
         """Before the update of that number: what the user has changed in each group."""
         self._changes.append((update, groups))
 
+    def take_back(self, update: int) -> None:
+        """Updates from that number on have not been; what the user has changed stays."""
+        self._changes = collections.deque(
+            (min(number, update), groups) for number, groups in self._changes
+        )
+
     def _make_changes(self, update: int | None = None) -> None:
         while self._changes and (update is None or self._changes[0][0] <= update):
             _, groups = self._changes.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -20,6 +21,7 @@ from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
+from ..stages.program import StageProgram
 from .runner import BoundProgram, StageOptions, StageRunner
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties
@@ -128,6 +130,7 @@ class LocalStages:
             self._executors,
             [stage.runner.thread for stage in self._stages],
             self.losses,
+            self._verdicts,
             self._channels,
             control,
             grid,
@@ -146,6 +149,9 @@ class LocalStages:
         has_copies = schedule.num_pipelines > 1 and not grid.in_processes
         sums = [_C.CopySum() if has_copies else None for _ in range(d)]
         tied = {name: tie.stages for tie in ties for name in tie.names}
+        owners = collections.Counter(
+            owner for program in mode.programs for owner in _owners_in(program)
+        )
         return [
             StageSpec(
                 index=stage,
@@ -161,6 +167,7 @@ class LocalStages:
                 tied=tied,
                 precision=self.options.precision,
                 has_spare=self.options.spare_buffer,
+                shared_owners=frozenset(owner for owner, count in owners.items() if count > 1),
             )
             for stage in grid.stages
         ]
@@ -353,6 +360,12 @@ class LocalStages:
         return error
 
 
+def _owners_in(program: StageProgram) -> set[str]:
+    """The modules whose own parameters or buffers a stage has."""
+    names = (*program.parameters, *program.unused_parameters, *program.buffers)
+    return {name.rpartition(".")[0] for name in names}
+
+
 def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> list[torch.device]:
     """The device of each of the schedule's stages, given those of the model's stages.
 
@@ -367,6 +380,7 @@ def _end_engine(
     executors: list[_C.Executor],
     threads: list[list[int]],
     losses: _C.LossBoard,
+    verdicts: _C.BatchVerdicts,
     channels: Channels,
     control: ControlPlane,
     grid: RankGrid,
@@ -374,7 +388,7 @@ def _end_engine(
     """Ends a pipeline's threads and connections."""
     if [threading.get_ident()] in threads:
         # The garbage collector runs in any thread, also in one that is to be ended here.
-        arguments: tuple[object, ...] = (executors, [], losses, channels, control, grid)
+        arguments: tuple[object, ...] = (executors, [], losses, verdicts, channels, control, grid)
         threading.Thread(target=_end_engine, args=arguments).start()
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
@@ -385,6 +399,7 @@ def _end_engine(
         # lock, which their threads may need to end.
         for executor in executors:
             steps.callback(executor.drop_connections)
+        steps.callback(verdicts.drop_connections)
         steps.callback(losses.close)
         steps.callback(channels.close)
         steps.callback(grid.close)

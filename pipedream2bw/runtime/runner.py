@@ -25,7 +25,7 @@ from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
 from .stage_weights import StageWeights
-from .written_buffers import WrittenBuffers
+from .written_buffers import Holder, WrittenBuffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +149,8 @@ class StageRunner:
         self._device = weights.device
         self._state_pointers = weights.storage_pointers
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
-        of_losses = [module._buffers for module in losses]
-        loss_places = [(holder, leaf) for holder in of_losses for leaf in holder]
+        of_losses = [Holder(module._buffers, None) for module in losses]
+        loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
         self._buffer_places = lambda: [*weights.replayed_places(), *loss_places]
         self._buffers = WrittenBuffers(lambda: [*weights.buffer_holders(), *of_losses])
         self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs

@@ -21,6 +21,7 @@ from ..ranks.grid import broadcast
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
+from .written_buffers import Holder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class StageSpec:
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
     has_spare: bool  # a buffer of weights
+    shared_owners: frozenset[str]  # modules whose own tensors are not all of one stage
 
 
 class StageWeights:
@@ -70,6 +72,7 @@ class StageWeights:
         self._first = spec.first
         self._deadline = spec.deadline
         self._tied = spec.tied
+        self._shared_owners = spec.shared_owners
         self._taken = taken
         used = (*program.parameters, *program.unused_parameters)
         self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
@@ -172,13 +175,29 @@ class StageWeights:
 
     def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
         """Like :meth:`buffer_places`, for every buffer (None too) of the stage's modules."""
-        return [(holder, leaf) for holder in self.buffer_holders() for leaf in holder]
+        return [
+            (holder, leaf)
+            for holder, leaves in self.buffer_holders()
+            for leaf in (holder if leaves is None else leaves)
+        ]
 
-    def buffer_holders(self) -> list[dict[str, Any]]:
-        """The dictionaries in which the stage's modules hold their buffers."""
+    def buffer_holders(self) -> list[Holder]:
+        """Where the stage's modules hold their buffers.
+
+        Of a module that has tensors of other stages, too, only what this stage uses.
+        """
         names = (*self.trainable, *self.frozen, *self.buffer_names)
-        owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        return [self._root.get_submodule(owner)._buffers for owner in owners]
+        leaves: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in names}
+        for name in self.buffer_names:
+            owner, _, leaf = name.rpartition(".")
+            leaves[owner].append(leaf)
+        return [
+            Holder(
+                self._root.get_submodule(owner)._buffers,
+                of_owner if owner in self._shared_owners else None,
+            )
+            for owner, of_owner in leaves.items()
+        ]
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""

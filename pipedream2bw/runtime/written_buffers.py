@@ -7,17 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-Holder = dict[str, Any]
-"""A module's dictionary of buffers, shared by the clones of the module."""
-
 Place = tuple[int, str]
 """Which buffer: the holder's id and the buffer's name in it."""
+
+
+class Holder(NamedTuple):
+    """A module's dictionary of buffers, and which of them are meant; None: all, also new ones."""
+
+    buffers: dict[str, Any]
+    leaves: Sequence[str] | None
 
 
 class _Kept(NamedTuple):
     """A buffer before a run."""
 
-    holder: Holder
+    holder: dict[str, Any]  # a module's, shared by its clones
     leaf: str
     tensor: torch.Tensor | None  # the object that was there
     version: int  # what its writers had counted up to
@@ -31,7 +35,7 @@ class WrittenBuffers:
     on. A stage of which no forward writes to a buffer keeps no copy.
 
     Args:
-        holders: lists the dictionaries in which the stage's modules hold buffers.
+        holders: lists where the stage's modules hold buffers.
     """
 
     def __init__(self, holders: Callable[[], Sequence[Holder]]) -> None:
@@ -46,10 +50,11 @@ class WrittenBuffers:
             self._holders = self._find_holders()
         self._learn()
         kept: list[_Kept] = []
-        for holder in self._holders:
+        for holder, leaves in self._holders:
             # Normalisation writes to its statistics without counting.
             counts_nothing = "running_mean" in holder
-            for leaf, tensor in holder.items():
+            for leaf in list(holder) if leaves is None else leaves:
+                tensor = holder.get(leaf)
                 if tensor is None:
                     kept.append(_Kept(holder, leaf, None, 0, None))
                     continue
@@ -88,8 +93,9 @@ class WrittenBuffers:
         for kept in first:
             _check_restorable(kept)
         before = {(id(kept.holder), kept.leaf) for kept in first}
-        for holder in self._holders or ():
-            for leaf in [leaf for leaf in holder if (id(holder), leaf) not in before]:
+        for holder, leaves in self._holders or ():
+            new = [leaf for leaf in holder if (id(holder), leaf) not in before]
+            for leaf in new if leaves is None else ():
                 del holder[leaf]
         with torch.no_grad():
             for kept in first:

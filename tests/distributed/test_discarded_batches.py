@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 
-from tests.runs.discarding import Failure, Outcome, batches, by_oracle, train
+import pipedream2bw as pd2
+from tests.runs.discarding import Failure, Layer, Outcome, batches, by_oracle, train
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_same_state
 from tests.runs.transports import SHARED_MEMORY, TRANSPORTS, over
@@ -59,6 +61,48 @@ def two_replicas(rank: int, world: int) -> list[tuple[Outcome, Outcome]]:
         kept = [given[position] for position in got.kept]
         result.append((got, train(kept, [], restarts=got.restarts, **settings)))
     return result
+
+
+def between_step_and_update(rank: int, world: int) -> list[tuple[list[str], torch.Tensor]]:
+    """Batches that are discarded when they are complete and no step has come."""
+    x, y = batches(1, ROWS)[0].args[0], batches(1, ROWS)[0].target
+    results = []
+    for optimizer, fails in ((torch.optim.RMSprop, True), (torch.optim.SGD, False)):
+        failures = [Failure(0, "forward", 3 * M - 1)] if fails and rank == 0 else []
+        torch.manual_seed(0)
+        pipe = pd2.PipelineModule(
+            [torch.nn.Sequential(*(Layer(0, failures if i == 0 else []) for i in range(3)))],
+            mse_loss,
+            num_microbatches=M,
+            width=2,
+            bucket_cap_mb=1e-5,  # sums begin early
+            example_args=(x[:2],),
+            timeout=20.0,
+        )
+        seen = []
+        with pipe:
+            opt = pd2.PipelineOptimizer(optimizer(pipe.parameters(), lr=0.1))
+            for number in range(6):
+                try:
+                    pipe.train_step(x, target=y)
+                    pipe.flush()
+                    if number == 2 and not fails:
+                        seen.append(str(pipe.discard_batch()))
+                        continue
+                    opt.step()
+                except pd2.errors.StageError as error:
+                    seen.append(str(error.discarded))
+            state = torch.cat([value.flatten() for value in pipe.state_dict().values()])
+        results.append((seen, state))
+    return results
+
+
+@pytest.mark.slow
+def test_replicas_discard_a_complete_batch_whose_step_has_not_come() -> None:
+    results = [result.value for result in run_ranks(between_step_and_update, 2, timeout=100)]
+    for of_one, of_other in zip(*results, strict=True):
+        assert of_one[0] == of_other[0] == ["(2,)"]
+        assert torch.equal(of_one[1], of_other[1])
 
 
 @pytest.mark.slow

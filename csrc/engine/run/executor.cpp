@@ -39,8 +39,9 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
       fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
     };
     updates.discards = setup_.discards;
-    WorkerCallbacks callbacks{[this](const ExecutedAction& action) { log(action); },
-                              [this](std::int64_t batch) { return discard(batch); }};
+    WorkerCallbacks callbacks{
+        [this](const ExecutedAction& action) { log(action); },
+        [this](std::int64_t batch, bool has_sent) { return discard(batch, has_sent); }};
     workers_.push_back(
         std::make_unique<StageWorker>(setup_, each, std::move(callbacks), std::move(updates)));
   }
@@ -207,10 +208,11 @@ void Executor::count_anew() {
   }
 }
 
-bool Executor::discard(std::int64_t batch) {
-  // A later stage has done its backward before, and without verdicts perhaps its update.
+bool Executor::discard(std::int64_t batch, bool has_sent) {
+  // Who has done its backward has without verdicts perhaps made its update: a later stage, and an
+  // earlier one that has the gradients.
   const bool is_before_updates = doing_.evaluating || doing_.kind == ActionKind::kForward ||
-                                 setup_.schedule.is_last(doing_.stage);
+                                 (setup_.schedule.is_last(doing_.stage) && !has_sent);
   if (!setup_.discards || (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all))) {
     return false;
   }

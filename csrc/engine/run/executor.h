@@ -109,7 +109,7 @@ class Executor {
   void fail(const Doing& doing);
   // Discards the batch because of it. False if it is not the user's mistake, or if some stage may
   // have made the batch's update already.
-  bool discard(std::int64_t batch);
+  bool discard(std::int64_t batch, bool has_sent);
   void begin_thread() const;
 
   const ExecutorSetup setup_;

@@ -29,8 +29,9 @@ namespace pd2 {
 struct WorkerCallbacks {
   // Gets every action that was executed, also from the updates' thread.
   std::function<void(const ExecutedAction&)> log;
-  // Called while what the user's code raised is handled. False: it is a fault.
-  std::function<bool(std::int64_t batch)> discard;
+  // Called while what the user's code raised is handled. False: it is a fault. `has_sent`: whether
+  // another stage may have this one's gradients of the microbatch.
+  std::function<bool(std::int64_t batch, bool has_sent)> discard;
 };
 
 // Used by one executor's thread; methods that other threads may call say so.
@@ -111,9 +112,12 @@ class StageWorker {
   bool is_discarded(const Run& run) const {
     return setup_.discards && setup_.discards->covers(run.batch);
   }
-  // Calls `user_code`; false if it raised something, and the batch is discarded.
+  // Calls `user_code`; false if it raised something, and the batch is discarded. `has_sent`: see
+  // WorkerCallbacks.
   template <typename UserCode>
-  bool attempt(const Run& run, UserCode user_code) const;
+  bool attempt(
+      const Run& run, UserCode user_code,
+      const std::function<bool()>& has_sent = [] { return false; }) const;
   // Learns from a message that is void.
   void look_at(const Message& message, const Run& run) const;
   ForwardCall receive_values(const Run& run, int microbatch, InFlight& in_flight) const;
@@ -175,12 +179,13 @@ class StageWorker {
 };
 
 template <typename UserCode>
-bool StageWorker::attempt(const Run& run, UserCode user_code) const {
+bool StageWorker::attempt(const Run& run, UserCode user_code,
+                          const std::function<bool()>& has_sent) const {
   try {
     user_code();
     return true;
   } catch (...) {
-    if (!callbacks_.discard(run.batch)) {
+    if (!callbacks_.discard(run.batch, has_sent())) {
       throw;
     }
     return false;

@@ -107,7 +107,7 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
         held.accumulator->add(held.parameter, held.gradient);
       }
     };
-    if (attempt(run, run_half)) {
+    if (attempt(run, run_half, [] { return true; })) {
       log(action, now());
     }
   }
@@ -175,10 +175,11 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
         static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&, e] { send_captured(e); };
       }
     }
-    is_good = attempt(run, [&] {
+    const auto compute = [&] {
       const KeyedRandom random = draw_by(in_flight.random_key, kind);
       execute(incoming.roots, incoming.gradients);
-    });
+    };
+    is_good = attempt(run, compute, [&] { return sent_at.has_value(); });
   }
   if (is_good) {
     log(action, sent_at.value_or(now()));

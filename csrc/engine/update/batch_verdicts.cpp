@@ -3,6 +3,7 @@
 #include "core/check.h"
 #include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
+#include "engine/clock.h"
 
 #include <ATen/ops/tensor.h>
 
@@ -102,9 +103,14 @@ std::int64_t BatchVerdicts::finish_exchange(const std::function<bool()>& is_stop
     return value_.item<std::int64_t>();
   }
   std::optional<std::vector<std::int64_t>> rows;
+  const double start = now(), timeout = shared_->timeout().count();
   while (!(rows = shared_->finish_exchange(kSlice))) {
     if (is_stopped()) {
       throw ChannelAborted();
+    }
+    if (now() - start > timeout) {
+      throw PeerTimeout("timeout: a rank gave no word on a batch for " + std::to_string(timeout) +
+                        " seconds");
     }
   }
   return std::ranges::min(*rows);

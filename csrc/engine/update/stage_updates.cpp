@@ -121,10 +121,16 @@ void StageUpdates::drop(const Complete& gradients) const {
 void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   PD2_ASSERT(!is_under_way_, "an update is under way");
   stage_.take_back(batch);
+  PD2_CHECK(stage_.versions().newest() <= batch, "batch ", batch, " is to be taken back, version ",
+            stage_.versions().newest(), " has been made");
   submitted_.erase(submitted_.lower_bound(run), submitted_.end());
   loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
   if (complete_ && complete_->batch >= batch) {
-    complete_.reset();
+    begin_nothing(complete_->batch);
+    dropped_ = std::exchange(complete_, std::nullopt);
+  }
+  if (dropped_) {
+    drop(*std::exchange(dropped_, std::nullopt));
   }
   const std::lock_guard lock(copies_mutex_);
   to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());
@@ -183,9 +189,10 @@ void StageUpdates::begin_copies(std::int64_t made) {
 void StageUpdates::settle() {
   finish();
   if (complete_ && callbacks_.discards && !is_good(*complete_)) {
-    // No step will come, but replicas may wait, whose steps have.
+    // No step will come, but replicas may wait, whose steps have. One of which no step has come
+    // either gives its part when it knows: nobody waits for it before.
     begin_nothing(complete_->batch);
-    drop(*std::exchange(complete_, std::nullopt));
+    dropped_ = std::exchange(complete_, std::nullopt);
   }
   if (copier_) {
     wait_for(*copier_);
@@ -240,9 +247,6 @@ float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64
 void StageUpdates::drop_connections() {
   if (clipping_ && clipping_->norm) {
     clipping_->norm->drop_connections();
-  }
-  if (verdicts_) {
-    verdicts_->drop_connections();
   }
 }
 

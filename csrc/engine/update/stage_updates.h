@@ -63,7 +63,8 @@ class StageUpdates {
     verdicts_ = std::move(verdicts);
     is_alone_ = is_alone;
   }
-  // Forgets the batch and all later ones, and runs from that one on. Drained.
+  // Forgets the batch and all later ones, and runs from that one on. Drained, in all processes that
+  // hold the stage.
   void take_back(std::int64_t batch, std::int64_t run);
   // Batches and runs get numbers that others had, as other versions were loaded. Drained.
   void count_anew();
@@ -102,6 +103,7 @@ class StageUpdates {
   std::map<std::int64_t, float> loss_scales_;  // of runs that have not been updated
   std::map<std::int64_t, Apply> submitted_;    // by the batch's last run; gradients incomplete
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
+  std::optional<Complete> dropped_;            // such ones of a discarded batch
   std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
   bool is_alone_ = false;
   bool is_under_way_ = false;

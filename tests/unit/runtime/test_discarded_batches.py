@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -103,6 +104,61 @@ def test_random_failures(seed: int) -> None:
             norm=has_norm,
             max_grad_norm=limit,
         )
+
+
+class Late(torch.autograd.Function):
+    """Fails in the gradient of a weight, which comes after that of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, fails: list[bool]) -> torch.Tensor:
+        ctx.fails = fails
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.fails.pop():
+            time.sleep(0.1)  # the stage before has its gradient
+            raise ZeroDivisionError("on purpose")
+        return gradients[0], None
+
+
+class LateLayer(torch.nn.Module):
+    def __init__(self, fails: list[bool]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, Late.apply(self.weight, self.fails)).tanh()
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_late_failure_discards_only_where_no_stage_has_made_the_update(
+    schedule: str, optimizer: Any
+) -> None:
+    m = 1 if schedule == "pipedream" else M
+    fails = [False] * 20
+    fails[-3 * m] = True  # the last microbatch of batch 2
+    x = torch.randn(8, 4)
+    pipe = pd2.PipelineModule(
+        [torch.nn.Linear(4, 4), LateLayer(fails)],
+        torch.nn.functional.mse_loss,
+        num_microbatches=m,
+        schedule=schedule,
+        example_args=(x[: 8 // m],),
+    )
+    opt = pd2.PipelineOptimizer(optimizer(pipe.parameters(), lr=0.1))
+    with pytest.raises(pd2.errors.StageError) as raised:
+        for _ in range(4):
+            pipe.train_step(x, target=x)
+            opt.step()
+            pipe.flush()
+    newest = {stage.weights.engine.newest_version for stage in pipe.session.stages}
+    waits = schedule == "2bw" and optimizer is torch.optim.SGD
+    assert (raised.value.discarded is not None) == waits
+    assert (len(newest) == 1) or not waits
+    pipe.close()
 
 
 SPARE: dict[str, dict[str, Any]] = {

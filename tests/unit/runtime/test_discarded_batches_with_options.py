@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from tests.references.oracle import Batch
 from tests.runs.discarding import Failure, Layer, batches, train
-from tests.runs.trajectory import assert_same_state
+from tests.runs.trajectory import assert_same_state, copy_of
 
 M, ROWS, COUNT = 4, 8, 8
 
@@ -79,6 +79,88 @@ def test_inputs_of_a_wrong_width_or_dtype_cost_their_batch_alone(
     given = batches(COUNT, ROWS)
     given[3] = Batch((bad,), given[3].target)
     compare(given, [], schedule=schedule)
+
+
+class Mixed(nn.Module):
+    """Has parameters of both stages, and a buffer that the first one writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Parameter(torch.eye(4) * k) for k in (0.5, 0.7))
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1.0)
+        x = self.a(x @ self.w1).tanh()
+        result: torch.Tensor = self.b(x) @ self.w2
+        return result
+
+
+def test_a_module_of_two_stages_has_its_buffers_set_back_by_the_one_that_writes_to_them() -> None:
+    calls = 0
+
+    def late_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        if threading.current_thread() is not threading.main_thread():
+            calls += 1
+            time.sleep(0.03)  # the first stage is ahead
+            if calls == 2 * M + 2:
+                raise ZeroDivisionError("on purpose")
+        return mse_loss(output, target)
+
+    given = batches(4, ROWS)
+    torch.manual_seed(0)
+    x = given[0].args[0][:2]
+    with pd2.PipelineModule(
+        Mixed(), late_loss, num_stages=2, num_microbatches=M, example_args=(x,)
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        good = 0
+        for batch in given:
+            try:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+                pipe.flush()
+                good += 1
+            except pd2.errors.StageError as error:
+                assert error.discarded  # noqa: PT017
+        assert good == 3
+        assert pipe.state_dict()["seen"] == good * M
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_discarded_batch_leaves_no_learning_rate_to_the_next(kind: Any) -> None:
+    """Steps that were registered and discarded had changed it; what is set last counts."""
+
+    def run(layers_fail_at: list[Failure], rates: dict[int, float]) -> dict[str, torch.Tensor]:
+        pipe = pd2.PipelineModule(
+            [Layer(i, layers_fail_at) for i in range(2)],
+            mse_loss,
+            num_microbatches=M,
+            example_args=(given[0].args[0][:2],),
+        )
+        with pipe:
+            optimizer = kind(pipe.parameters(), lr=0.01)
+            opt = pd2.PipelineOptimizer(optimizer)
+            for number, rate in rates.items():
+                optimizer.param_groups[0]["lr"] = rate
+                try:
+                    pipe.train_step(*given[number].args, target=given[number].target)
+                    opt.step()
+                except pd2.errors.StageError:
+                    continue
+            pipe.flush()
+            return copy_of(pipe.state_dict())
+
+    given = batches(8, ROWS)
+    rates = {number: 0.01 * (number + 1) for number in range(8)}
+    torch.manual_seed(0)
+    got = run([Failure(1, "forward", 2 * M + 3)], rates)
+    torch.manual_seed(0)
+    # The third batch and the two that had begun or were refused are missing.
+    want = run([], {number: rate for number, rate in rates.items() if number not in (2, 3, 4)})
+    assert_same_state(got, want)
 
 
 def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:

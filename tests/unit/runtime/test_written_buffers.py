@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream2bw.runtime.written_buffers import WrittenBuffers
+from pipedream2bw.runtime.written_buffers import Holder, WrittenBuffers
 from tests.runs.trajectory import copy_of
 
 
@@ -27,7 +27,7 @@ class Counting(nn.Module):
 
 
 def watched(model: nn.Module) -> WrittenBuffers:
-    return WrittenBuffers(lambda: [module._buffers for module in model.modules()])
+    return WrittenBuffers(lambda: [Holder(module._buffers, None) for module in model.modules()])
 
 
 INSTANCE_NORM = nn.InstanceNorm1d(3, track_running_stats=True)

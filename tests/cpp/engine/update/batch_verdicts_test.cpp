@@ -144,5 +144,12 @@ TEST_F(TwoProcesses, AStopEndsWaitingForTheOther) {
   EXPECT_THROW(one_.verdicts.wait(0, [] { return true; }), ChannelAborted);
 }
 
+TEST(BatchVerdicts, AProcessThatGivesNoWordIsNotWaitedForLongerThanTheTimeout) {
+  Process one(SharedBoard::create(2, 1, SharedBoard::Timeout(0.3)), 0);
+  const Process silent(SharedBoard::open(one.board->address(), 1, SharedBoard::Timeout(0.3)), 1);
+  one.verdicts.give(0, goes_on);
+  EXPECT_THROW(one.verdicts.wait(0, goes_on), PeerTimeout);
+}
+
 }  // namespace
 }  // namespace pd2
