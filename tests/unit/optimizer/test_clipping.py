@@ -208,7 +208,7 @@ def test_the_norm_is_lazy() -> None:
     batches = task.batches([4] * 3)
     with make_pipeline(task, 2, 2, batches[0]) as pipe:
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=math.inf)
-        with pytest.raises(ValueError, match="0 steps"):
+        with pytest.raises(ValueError, match="there was none"):
             _ = opt.grad_norm
         pipe.train_step(*batches[0].args, target=batches[0].target)
         opt.step()
