@@ -108,31 +108,36 @@ class Checkpointer:
     def resume(self) -> int:
         """Loads the newest checkpoint that is whole; gives the number of the batch that follows.
 
-        That is 0 if there is none. One that is damaged is renamed (``....corrupt``), and the next
-        older one taken, the same on all ranks.
+        That is 0 if there is none. One that is damaged is renamed (``....corrupt``), if the place
+        allows it, and the next older one taken, the same on all ranks.
 
         Raises:
+            OSError: the place cannot be read.
             ValueError: it does not fit this pipeline; names both values.
         """
-        control, folder = self._session.control, self._saver.folder
-        self._session.flush_for(Operation.load)
+        session, control, folder = self._session, self._session.control, self._saver.folder
+        session.flush_for(Operation.load)
         control.from_first(folder.clean)
-        while True:
-            steps: list[int] = control.from_first(folder.steps)
-            if not steps:
-                return 0
-            step = steps[0]
+        steps: list[int] = control.from_first(folder.steps)
+        for step in steps:
             error: DamagedCheckpoint | None = None
             try:
-                source = self._session.together(lambda step=step: self._verified(step))  # type: ignore[misc]
+                source = session.together(lambda step=step: self._verified(step))  # type: ignore[misc]
+                self.extra = load_from(source, session, self._opt, self._beside, generators=True)
             except DamagedCheckpoint as found:
                 error = found
             if error is None:
-                break
-            name = control.from_first(lambda step=step: folder.set_aside(step))  # type: ignore[misc]
-            log.warning("%s: the next older checkpoint is taken; it is %s now", error, name)
-        self.extra = load_from(source, self._session, self._opt, self._beside, generators=True)
-        return self._session.accumulation.num_updates
+                return session.accumulation.num_updates
+            now = control.from_first(lambda step=step: self._set_aside(step))  # type: ignore[misc]
+            log.warning("%s: the next older checkpoint is taken; %s", error, now)
+        return 0
+
+    def _set_aside(self, step: int) -> str:
+        """Renames a damaged checkpoint; says what became of it."""
+        try:
+            return f"it is {self._saver.folder.set_aside(step)} now"
+        except OSError as error:
+            return f"it could not be renamed: {error}"
 
     def _verified(self, step: int) -> Source:
         """Opens a checkpoint; each rank reads some of the files to compare their sums."""
@@ -224,9 +229,9 @@ class Checkpointer:
     def _retain(self) -> None:
         """Removes checkpoints that need not stay. In the thread that wrote the newest."""
         folder = self._saver.folder
-        with contextlib.suppress(OSError, DamagedCheckpoint):
+        with contextlib.suppress(OSError, ValueError):
             steps = folder.steps()
-            newest = Source(folder, read_manifest(folder, steps[0]))
+            newest = Source.newest(folder)
             for name in newest.manifest.files:
                 newest.check_file(name, sums=False)
             for step in steps[self._keep :]:
