@@ -186,7 +186,13 @@ class Checkpointer:
             if session.num_train_steps - train_steps >= session.schedule.most_batches_behind:
                 self._wait_for(saving)
         with session.ending.lost_ranks_close():
-            session.agree(Operation.save, session.accumulation.num_updates, self._check_failures)
+            try:
+                session.agree(
+                    Operation.save, session.accumulation.num_updates, self._check_failures
+                )
+            except OSError:
+                self._failures = 0  # who goes on nevertheless wants it tried again
+                raise
         saving = self._saver.save(then=self._retain)
         self._under_way.append((saving, session.num_train_steps))
         self._frequency.save_began()

@@ -98,17 +98,24 @@ class Folder:
         Args:
             nonce: the same on all ranks, another one for every save.
         """
-        if self.is_local:
-            name = f"{name_of(step)}.tmp-{nonce}"
-            self.fs.makedirs(self.at(name), exist_ok=True)
-            return name
-        name = name_of(step)
+        name = self.name_at_first(step, nonce)
         self.fs.makedirs(self.at(name), exist_ok=True)
+        if self.is_local:
+            return name
         with self.writing(name, UNFINISHED) as file:
             file.write(nonce.encode())
         if self.is_whole(step):  # of a run that went on from less: its files are written again
             self._remove_file(name, MANIFEST)
         return name
+
+    def name_at_first(self, step: int, nonce: str) -> str:
+        """The name of a checkpoint until it is whole."""
+        return f"{name_of(step)}.tmp-{nonce}" if self.is_local else name_of(step)
+
+    @_errors_of_the_system()
+    def write_nothing(self, *names: str) -> None:
+        """Makes an empty file, for which a full disk has room."""
+        self.fs.touch(self.at(*names), truncate=True)
 
     @contextlib.contextmanager
     def writing(self, *names: str) -> Iterator[IO[bytes]]:

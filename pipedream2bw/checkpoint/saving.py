@@ -144,8 +144,9 @@ class Writer:
             _threads.add(threading.current_thread())
             took("snapshot")
             saving.snapshot.set_result(None)
-            name = self._folder.begin(self._cut.batch, self._head.nonce)
+            name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
             try:
+                self._folder.begin(self._cut.batch, self._head.nonce)
                 self._write_part(name)
                 took("write")
                 if self._head.own.rank == 0:
@@ -166,27 +167,43 @@ class Writer:
 
     def _give_up(self, name: str, saving: Saving, error: BaseException) -> None:
         """Lets the other ranks know, and sees to it that nothing stays."""
-        rank = self._head.own.rank
+        rank, is_told = self._head.own.rank, False
+        text = f"{type(error).__name__}: {error}"
         self._missing.discard(rank)
         for file_name in self._written:  # which makes room for the next one
             self._folder.remove_file(name, file_name)
-        told = {"nonce": self._head.nonce, "error": f"{type(error).__name__}: {error}"}
-        try:
-            self._write_json(name, _FAILED if rank == 0 else _part_name(rank), told)
-        except OSError:
-            self._folder.discard(name)  # which they see, too
-        if rank > 0 or self._cleared(name):
+
+        def is_settled() -> bool:
+            nonlocal is_told
+            is_told = is_told or self._tell(name, text)
+            return self._is_cleared(name) if rank == 0 else is_told
+
+        if is_settled():
             return
         saving.done.set_exception(error)  # training need not wait for what follows
         _threads.discard(threading.current_thread())
         waiting = _Waiting(self._timeout)
         with contextlib.suppress(TimeoutError):
-            while not self._is_ended() and not self._cleared(name):
+            while not self._is_ended() and not is_settled():
                 waiting.look(name)
-        self._folder.discard(name)
+        if rank == 0:
+            self._folder.discard(name)
 
-    def _cleared(self, name: str) -> bool:
-        """Removes everything if no other rank will write there any more; says whether it is gone.
+    def _tell(self, name: str, error: str) -> bool:
+        """Writes that this rank has failed, if it can; if there is no room, without a word."""
+        rank = self._head.own.rank
+        file_name = _FAILED if rank == 0 else _part_name(rank)
+        with contextlib.suppress(OSError):
+            self._write_json(name, file_name, {"nonce": self._head.nonce, "error": error})
+            return True
+        with contextlib.suppress(OSError):
+            if self._folder.is_local:  # where this save has a folder of its own
+                self._folder.write_nothing(name, file_name)
+                return True
+        return False
+
+    def _is_cleared(self, name: str) -> bool:
+        """Removes everything if no rank will write there any more; says whether that is so.
 
         Each rank writes its part, or that it failed, when it comes to it. Rank 0 alone.
         """
@@ -195,8 +212,7 @@ class Writer:
             self._missing -= {r for r in self._missing if folder.holds(name, _part_name(r))}
             if not self._missing:
                 folder.discard(name)
-            return not folder.holds(name)
-        return False
+        return not self._missing
 
     def _wait_for_copies(self) -> None:
         while not self._cut.copied.done():
@@ -253,7 +269,10 @@ class Writer:
     def _read_json(self, name: str, file_name: str) -> dict[str, Any] | None:
         """What a rank wrote in this save; None as long as it is not there as a whole."""
         with contextlib.suppress(OSError, ValueError):
-            value: dict[str, Any] = json.loads(self._folder.read(name, file_name))
+            text = self._folder.read(name, file_name)
+            if self._folder.is_local and not text:
+                return {"error": "there was no room to say why"}
+            value: dict[str, Any] = json.loads(text)
             return value if value.pop("nonce") == self._head.nonce else None
         return None
 
@@ -284,8 +303,6 @@ class Writer:
                 parts[rank] = Field(part, _part_name(rank))
             if not self._missing:
                 return [parts[rank] for rank in sorted(parts)]
-            if not self._folder.holds(name):
-                raise OSError(f"another rank could not write its part: {name} is gone")
             missing = ", ".join(map(str, sorted(self._missing)))
             waiting.look(f"the parts of ranks {missing} did not appear in {name}")
 
