@@ -32,7 +32,7 @@ def test_training_goes_on_where_the_disk_is_full_or_read_only(tmp_path: Path) ->
         pytest.skip(f"no disk of its own can be mounted: {error}")
     if tried.returncode:
         pytest.skip(f"no disk of its own can be mounted: {tried.stderr.strip()}")
-    program = f"from tests.runs.full_disk import *; train_without_a_disk('{tmp_path}')"
+    program = f"from tests.runs.full_disk import train_without_a_disk; train_without_a_disk('{tmp_path}')"
     command = f'{sys.executable} -c "{program}"'
     result = subprocess.run(
         in_a_small_disk(tmp_path, command),
@@ -51,7 +51,7 @@ def test_training_goes_on_where_the_disk_is_full_or_read_only(tmp_path: Path) ->
 def test_all_ranks_tell_the_same_where_one_can_write_nothing_or_little(
     victim: int, tmp_path: Path
 ) -> None:
-    amounts = [2000, 0, 5200]
+    amounts = [2000, 0]
     results = run_ranks(saves, 2, args=(str(tmp_path), short_files, amounts, victim), timeout=100)
     for result in results:
         check(result.value, amounts, "File too large")

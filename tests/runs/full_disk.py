@@ -196,8 +196,8 @@ def train_without_a_disk(folder: str) -> None:
     Args:
         folder: a disk of a mebibyte where this process may mount.
     """
-    # What a save makes: a folder, files of 1 to 3 pages, the manifest of 2 to 4.
-    amounts = [0, 1, 2, 4, 7, 9]
+    # What a save makes: a folder, files of 1 to 3 pages, a manifest of 2 to 4.
+    amounts = [0, 1, 4, 8]
     ways: list[tuple[Prevents, list[int], str]] = [
         (full, amounts, "No space left"),
         (read_only, [0], "Read-only file system"),
