@@ -89,7 +89,7 @@ class Training:
             now = time.perf_counter()
             times.append(now - last)
             last = now
-        for saving, _ in self.saver._under_way:
+        for saving in self.saver.under_way:
             saving.done.result()
         self.saver._look_at_ended()
         times[-1] += time.perf_counter() - last

@@ -16,10 +16,9 @@ from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
-from .finding import find_whole
+from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
-from .manifest import read_manifest
 from .preemption import Preempted, Signals, ignore_in_worker
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .saving import Saving
@@ -138,6 +137,7 @@ class Checkpointer:
             step: a certain checkpoint, to go back to. Newer ones are renamed (``....abandoned``).
 
         Raises:
+            OSError: the place cannot be read.
             DamagedCheckpoint: there are checkpoints, and none is whole.
             ValueError: it does not fit this pipeline, or ranks see different folders; names both
                 values.
@@ -145,11 +145,17 @@ class Checkpointer:
         session, folder = self._session, self._saver.folder
         session.flush_for(Operation.load)
         session.control.from_first(folder.clean)
-        source = find_whole(session, folder, step)
-        if source is not None:
-            self.extra = load_from(source, session, self._opt, self._beside, generators=True)
+        extra = load_whole(
+            session,
+            folder,
+            step,
+            lambda source: load_from(source, session, self._opt, self._beside, generators=True),
+        )
         self._newest = self._stepped = session.accumulation.num_updates
-        return self._newest if source is not None else 0
+        if extra is None:
+            return 0
+        self.extra = extra
+        return self._newest
 
     def _check_branch(self) -> None:
         """Refuses to train where newer checkpoints are of another run. On rank 0."""
@@ -162,6 +168,11 @@ class Checkpointer:
             )
 
     # ------------------------------------------------------------------ saving
+
+    @property
+    def under_way(self) -> tuple[Saving, ...]:
+        """The saves that this process knows not to have ended, oldest first."""
+        return tuple(each.saving for each in self._under_way)
 
     def step(self) -> None:
         """Saves if it is time to. After ``opt.step()``, and whatever counts batches.
@@ -207,7 +218,13 @@ class Checkpointer:
             if session.num_train_steps - each.train_steps >= session.schedule.most_batches_behind:
                 self._wait_for(each)
         with session.ending.lost_ranks_close():
-            session.agree(Operation.save, session.accumulation.num_updates, self._check_failures)
+            try:
+                session.agree(
+                    Operation.save, session.accumulation.num_updates, self._check_failures
+                )
+            except OSError:
+                self._failures = 0  # who goes on nevertheless wants it tried again
+                raise
         batch = session.accumulation.num_updates
         try:
             saving = self._saver.save(then=self._retain)
@@ -271,7 +288,7 @@ class Checkpointer:
         folder = self._saver.folder
         try:
             steps = folder.steps()
-            newest = Source(folder, read_manifest(folder, steps[0]))
+            newest = Source.newest(folder)
             for name in newest.manifest.files:
                 newest.check_file(name, sums=False)
             kept = set(steps[: self._keep])

@@ -42,7 +42,7 @@ def export(source: Source, to: str, out: str | os.PathLike[str]) -> None:
 
 def _to_hugging_face(source: Source, out: str) -> None:
     folder = Folder(out)
-    folder.fs.makedirs(folder.root, exist_ok=True)
+    folder.make()
     files = {n: file for n, file in source.manifest.files.items() if file.kind == MODEL}
     written: dict[str, SavedFile] = {}
     for name, saved in files.items():

@@ -1,10 +1,11 @@
-"""Finds the newest checkpoint that is whole, the same on all ranks."""
+"""Loads the newest checkpoint that is whole, the same on all ranks."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from ..errors import DamagedCheckpoint
 from ..runtime.session import Session
@@ -12,6 +13,8 @@ from .folder import MANIFEST, Folder, name_of
 from .inspecting import damage_of
 from .manifest import read_manifest
 from .source import Source
+
+_Loaded = TypeVar("_Loaded")
 
 log = logging.getLogger("pipedream2bw")
 
@@ -21,14 +24,18 @@ _READS = 3
 """Attempts to read, a second apart: what a network says now it may not say then."""
 
 
-def find_whole(session: Session, folder: Folder, step: int | None) -> Source | None:
-    """Opens the newest checkpoint that is whole; None if there are no checkpoints.
+def load_whole(
+    session: Session, folder: Folder, step: int | None, load: Callable[[Source], _Loaded]
+) -> _Loaded | None:
+    """Loads the newest checkpoint that is whole; None if there are no checkpoints.
 
     Newer ones are renamed: ``.corrupt`` if they are damaged or cannot be read, ``.abandoned`` if
     an older one was asked for. If none is whole, all of them stay as they are. Every rank calls it.
 
     Args:
         step: the only one that may be taken; None: any.
+        load: raises DamagedCheckpoint on every rank, and has changed nothing then, where a sum is
+            wrong that only who reads all of a file's tensors compares.
 
     Raises:
         DamagedCheckpoint: there are checkpoints, and none is whole.
@@ -45,10 +52,15 @@ def find_whole(session: Session, folder: Folder, step: int | None) -> Source | N
         wrong = control.from_first(lambda look=look, all_=everyone: look.decide(all_))  # type: ignore[misc]
         if wrong is None:
             assert source is not None
-            control.from_first(
-                lambda taken=candidate: _set_aside_newer(folder, taken, damage)  # type: ignore[misc]
-            )
-            return source
+            try:
+                loaded = load(source)
+            except DamagedCheckpoint as error:
+                wrong = str(error)
+            else:
+                control.from_first(
+                    lambda taken=candidate: _set_aside_newer(folder, taken, damage)  # type: ignore[misc]
+                )
+                return loaded
         damage[candidate] = wrong
         log.warning("%s: the next older checkpoint is taken", wrong)
     if steps:

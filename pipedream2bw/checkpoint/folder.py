@@ -2,7 +2,8 @@
 
 Each checkpoint is a folder in it, ``step-00001000``, that is whole as soon as it has a manifest. In
 a file system it is written under another name and renamed when everything is on the disk. An object
-store knows no renaming: there the manifest is written last.
+store knows no renaming: there the manifest is written last, and an object beside the files says
+until then that they are no checkpoint.
 """
 
 from __future__ import annotations
@@ -15,12 +16,27 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 MANIFEST = "checkpoint.json"
 
+UNFINISHED = "unfinished"
+"""In an object store: is there while a checkpoint is written."""
+
 _STEP = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"step-\d{8,}\.tmp-\w+")
+_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
+
+
+@contextlib.contextmanager
+def _errors_of_the_system() -> Iterator[None]:
+    """Makes OSErrors of the errors that packages for object stores have, such as botocore's."""
+    try:
+        yield
+    except (OSError, ValueError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__module__}.{type(error).__name__}: {error}") from error
 
 
 class Folder:
@@ -29,6 +45,8 @@ class Folder:
     Args:
         path: of this machine, or a URL such as ``s3://bucket/run`` (the package that fsspec needs
             for it has to be installed).
+
+    Whatever fails in the place raises OSError.
 
     Raises:
         ImportError, ValueError: fsspec cannot reach such a place.
@@ -43,38 +61,67 @@ class Folder:
         """The path of a file or folder inside, as fsspec wants it."""
         return "/".join((self.root.rstrip("/"), *names))
 
+    def _seen_now(self) -> AbstractFileSystem:
+        """The file system, which forgets what it has listed before: other processes write, too."""
+        self.fs.invalidate_cache()
+        return self.fs
+
+    @_errors_of_the_system()
     def steps(self) -> list[int]:
         """The checkpoints that have a manifest, newest first."""
         found = (_STEP.fullmatch(name) for name in self._names())
         steps = [int(match[1]) for match in found if match]
-        whole = [step for step in steps if self.fs.exists(self.at(name_of(step), MANIFEST))]
-        return sorted(whole, reverse=True)
+        return sorted((step for step in steps if self.is_whole(step)), reverse=True)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether a checkpoint has a manifest."""
+        return self.holds(name_of(step), MANIFEST)
 
     def _names(self) -> list[str]:
-        self.fs.invalidate_cache(self.root)
         try:
-            entries = self.fs.ls(self.root, detail=False)
+            entries = self._seen_now().ls(self.root, detail=False)
         except FileNotFoundError:
             return []
         return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
 
     # ------------------------------------------------------------------ writing
 
+    @_errors_of_the_system()
+    def make(self) -> None:
+        """Makes the folder itself."""
+        self.fs.makedirs(self.root, exist_ok=True)
+
+    @_errors_of_the_system()
     def begin(self, step: int, nonce: str) -> str:
         """The name under which all ranks write a checkpoint; makes the folder.
 
         Args:
             nonce: the same on all ranks, another one for every save.
         """
-        name = f"{name_of(step)}.tmp-{nonce}" if self.is_local else name_of(step)
+        name = self.name_at_first(step, nonce)
         self.fs.makedirs(self.at(name), exist_ok=True)
+        if self.is_local:
+            return name
+        with self.writing(name, UNFINISHED) as file:
+            file.write(nonce.encode())
+        if self.is_whole(step):  # of a run that went on from less: its files are written again
+            self._remove_file(name, MANIFEST)
         return name
+
+    def name_at_first(self, step: int, nonce: str) -> str:
+        """The name of a checkpoint until it is whole."""
+        return f"{name_of(step)}.tmp-{nonce}" if self.is_local else name_of(step)
+
+    @_errors_of_the_system()
+    def write_nothing(self, *names: str) -> None:
+        """Makes an empty file, for which a full disk has room."""
+        self.fs.touch(self.at(*names), truncate=True)
 
     @contextlib.contextmanager
     def writing(self, *names: str) -> Iterator[IO[bytes]]:
         """Opens a file to write; at the end its bytes are on the disk."""
         if not self.is_local:
-            with self.fs.open(self.at(*names), "wb") as remote:
+            with _errors_of_the_system(), self.fs.open(self.at(*names), "wb") as remote:
                 yield remote
             return
         with open(self.at(*names), "wb") as file:
@@ -88,67 +135,104 @@ class Folder:
         One rank calls it, after all ranks' files are on the disk.
         """
         final = name_of(step)
-        if self.is_local:
-            with self.writing(name, MANIFEST) as file:
-                file.write(manifest)
-            _sync_folder(self.at(name))
-            if self.fs.exists(self.at(final)):  # of the same step, by a run that went on from less
-                self.set_aside(step, "replaced")
-            os.rename(self.at(name), self.at(final))
-            _sync_folder(self.root)
-        else:
-            with self.writing(final, MANIFEST) as file:
-                file.write(manifest)
+        with self.writing(name, MANIFEST) as file:
+            file.write(manifest)
+        if not self.is_local:
+            with contextlib.suppress(OSError):
+                self._remove_file(name, UNFINISHED)
+            return
+        _sync_folder(self.at(name))
+        if self.holds(final):  # of the same step, by a run that went on from less
+            self.set_aside(step, "replaced")
+        os.rename(self.at(name), self.at(final))
+        _sync_folder(self.root)
 
     def clean(self) -> None:
         """Removes what saves that were interrupted have left. While nothing is being saved."""
-        for name in self._names():
-            if _UNFINISHED.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    self.fs.rm(self.at(name), recursive=True)
+        with contextlib.suppress(OSError):
+            for name in self._interrupted():
+                self.discard(name)
+
+    @_errors_of_the_system()
+    def _interrupted(self) -> list[str]:
+        if self.is_local:
+            return [name for name in self._names() if _TEMPORARY.fullmatch(name)]
+        return [
+            name
+            for name in self._names()
+            if _STEP.fullmatch(name)
+            and self.holds(name, UNFINISHED)
+            and not self.holds(name, MANIFEST)
+        ]
 
     def discard(self, name: str) -> None:
         """Removes what a save has written so far, as far as possible."""
+        with contextlib.suppress(OSError), _errors_of_the_system():
+            self._seen_now().rm(self.at(name), recursive=True)
+
+    def remove_file(self, *names: str) -> None:
+        """Removes a file, if there is one and as far as possible."""
         with contextlib.suppress(OSError):
-            self.fs.rm(self.at(name), recursive=True)
+            self._remove_file(*names)
+
+    @_errors_of_the_system()
+    def _remove_file(self, *names: str) -> None:
+        self.fs.rm_file(self.at(*names))
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, its manifest first: it is no checkpoint any more."""
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.at(name_of(step), MANIFEST))
-            self.fs.rm(self.at(name_of(step)), recursive=True)
+        with contextlib.suppress(FileNotFoundError), _errors_of_the_system():
+            self._remove_file(name_of(step), MANIFEST)
+            self._seen_now().rm(self.at(name_of(step)), recursive=True)
 
+    @_errors_of_the_system()
     def set_aside(self, step: int, suffix: str = "corrupt") -> str:
         """Renames a checkpoint so that nobody takes it; gives its new name."""
-        name, number = f"{name_of(step)}.{suffix}", 1
-        while self.fs.exists(self.at(name)):
+        old = name_of(step)
+        name, number = f"{old}.{suffix}", 1
+        while self.holds(name):
             number += 1
-            name = f"{name_of(step)}.{suffix}-{number}"
-        self.fs.mv(self.at(name_of(step)), self.at(name), recursive=True)
+            name = f"{old}.{suffix}-{number}"
+        if self.is_local:
+            os.rename(self.at(old), self.at(name))
+            return name
+        for path in self._seen_now().find(self.at(old)):
+            self.fs.copy(path, self.at(name) + path.removeprefix(self.at(old)))
+        self.remove(step)
         return name
 
     # ------------------------------------------------------------------ reading
 
-    def open(self, *names: str) -> IO[Any]:
-        """Opens a file to read its bytes."""
-        file: IO[Any] = self.fs.open(self.at(*names), "rb")
-        return file
+    @contextlib.contextmanager
+    def open(self, *names: str, ahead: int = 4 * 2**20) -> Iterator[IO[Any]]:
+        """Opens a file to read its bytes.
 
+        Args:
+            ahead: bytes that are read more than asked for, in an object store.
+        """
+        with (
+            _errors_of_the_system(),
+            self._seen_now().open(self.at(*names), "rb", block_size=ahead) as file,
+        ):
+            yield file
+
+    @_errors_of_the_system()
     def read(self, *names: str) -> bytes:
         """All bytes of a file.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
-        data: bytes = self.fs.cat_file(self.at(*names))
+        data: bytes = self._seen_now().cat_file(self.at(*names))
         return data
 
+    @_errors_of_the_system()
     def size(self, *names: str) -> int:
         """The size of a file."""
-        self.fs.invalidate_cache(self.at(*names[:-1]))
-        size: int = self.fs.size(self.at(*names))
+        size: int = self._seen_now().size(self.at(*names))
         return size
 
+    @_errors_of_the_system()
     def written(self, step: int) -> datetime.datetime | None:
         """When a checkpoint became whole; None if the place does not say."""
         try:
@@ -157,11 +241,14 @@ class Folder:
             return None
         return time.astimezone()
 
+    @_errors_of_the_system()
     def holds(self, *names: str) -> bool:
-        """Whether there is such a file."""
-        self.fs.invalidate_cache(self.at(*names[:-1]))
-        exists: bool = self.fs.exists(self.at(*names))
-        return exists
+        """Whether there is such a file or folder."""
+        try:
+            self._seen_now().info(self.at(*names))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
 
 def name_of(step: int) -> str:

@@ -28,25 +28,30 @@ def damage_of(folder: Folder, step: int, *, sums: bool) -> Iterator[str]:
     try:
         if folder.read(source.name, INDEX) != weights_index(source.manifest.files):
             yield f"{index}: it does not say where the manifest's weights are"
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         yield f"{index}: there is no such file"
     for name in source.manifest.files:
         try:
-            source.check_file(name, sums=sums)
+            source.check_file(name, sums=False)
         except DamagedCheckpoint as error:
-            tensors = list(_damaged_tensors(source, name)) if sums else []
-            yield from tensors or [str(error)]
+            yield str(error)
+            continue
+        if sums:
+            yield from _other_sums(source, name)
 
 
-def _damaged_tensors(source: Source, file_name: str) -> Iterator[str]:
-    """Those of a file whose header is whole."""
-    try:
-        source.check_file(file_name, sums=False)
-    except DamagedCheckpoint:
-        return
+def _other_sums(source: Source, file_name: str) -> Iterator[str]:
+    """The tensors, or the file, that do not have the sums in the manifest; its header is whole."""
+    tensors = 0
     for tensor in source.manifest.files[file_name].tensors:
         try:
             source.read({tensor: file_name})
+        except DamagedCheckpoint as error:
+            tensors += 1
+            yield str(error)
+    if not tensors:
+        try:
+            source.check_file(file_name, sums=True)
         except DamagedCheckpoint as error:
             yield str(error)
 

@@ -157,7 +157,7 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
     where = f"{name_of(step)}/{MANIFEST}"
     try:
         found = of_bytes(folder.read(name_of(step), MANIFEST))
-    except (DamagedCheckpoint, FileNotFoundError) as error:
+    except (DamagedCheckpoint, FileNotFoundError, IsADirectoryError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

@@ -39,6 +39,10 @@ _AT_EXIT_SECONDS = 20.0
 _FAILED = "failed.json"
 
 
+def _part_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
     """What the manifest says and every rank knows when a save begins.
@@ -116,6 +120,9 @@ class Writer:
         self._is_ended = is_ended
         self._timeout = timeout
         self._then = then
+        self._written: list[str] = []
+        self._missing = set(range(head.settings.num_ranks))
+        """Whose parts rank 0 has not seen."""
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
@@ -137,20 +144,75 @@ class Writer:
             _threads.add(threading.current_thread())
             took("snapshot")
             saving.snapshot.set_result(None)
-            name = self._folder.begin(self._cut.batch, self._head.nonce)
-            self._write_part(name)
-            took("write")
+            name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
+            try:
+                self._folder.begin(self._cut.batch, self._head.nonce)
+                self._write_part(name)
+                took("write")
+                if self._head.own.rank == 0:
+                    self._commit(name)
+            except BaseException as error:
+                self._give_up(name, saving, error)
+                raise
             if self._head.own.rank == 0:
-                self._commit(name)
                 self._then()
             else:
                 self._wait_for_commit(name)
             took("commit")
             saving.done.set_result(None)
         except BaseException as error:
-            if not saving.snapshot.done():
-                saving.snapshot.set_exception(error)
-            saving.done.set_exception(error)
+            for future in (saving.snapshot, saving.done):
+                if not future.done():
+                    future.set_exception(error)
+
+    def _give_up(self, name: str, saving: Saving, error: BaseException) -> None:
+        """Lets the other ranks know, and sees to it that nothing stays."""
+        rank, is_told = self._head.own.rank, False
+        text = f"{type(error).__name__}: {error}"
+        self._missing.discard(rank)
+        for file_name in self._written:  # which makes room for the next one
+            self._folder.remove_file(name, file_name)
+
+        def is_settled() -> bool:
+            nonlocal is_told
+            is_told = is_told or self._tell(name, text)
+            return self._is_cleared(name) if rank == 0 else is_told
+
+        if is_settled():
+            return
+        saving.done.set_exception(error)  # training need not wait for what follows
+        _threads.discard(threading.current_thread())
+        waiting = _Waiting(self._timeout)
+        with contextlib.suppress(TimeoutError):
+            while not self._is_ended() and not is_settled():
+                waiting.look(name)
+        if rank == 0:
+            self._folder.discard(name)
+
+    def _tell(self, name: str, error: str) -> bool:
+        """Writes that this rank has failed, if it can; if there is no room, without a word."""
+        rank = self._head.own.rank
+        file_name = _FAILED if rank == 0 else _part_name(rank)
+        with contextlib.suppress(OSError):
+            self._write_json(name, file_name, {"nonce": self._head.nonce, "error": error})
+            return True
+        with contextlib.suppress(OSError):
+            if self._folder.is_local:  # where this save has a folder of its own
+                self._folder.write_nothing(name, file_name)
+                return True
+        return False
+
+    def _is_cleared(self, name: str) -> bool:
+        """Removes everything if no rank will write there any more; says whether that is so.
+
+        Each rank writes its part, or that it failed, when it comes to it. Rank 0 alone.
+        """
+        folder = self._folder
+        with contextlib.suppress(OSError):
+            self._missing -= {r for r in self._missing if folder.holds(name, _part_name(r))}
+            if not self._missing:
+                folder.discard(name)
+        return not self._missing
 
     def _wait_for_copies(self) -> None:
         while not self._cut.copied.done():
@@ -163,17 +225,7 @@ class Writer:
     # ------------------------------------------------------------------ this rank's part
 
     def _write_part(self, name: str) -> None:
-        rank = self._head.own.rank
-        try:
-            part = self._files(name)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                text = f"{type(error).__name__}: {error}"
-                self._write_json(name, f"part-{rank:05d}.json", {"error": text})
-            if rank == 0:
-                self._folder.discard(name)
-            raise
-        self._write_json(name, f"part-{rank:05d}.json", part)
+        self._write_json(name, _part_name(self._head.own.rank), self._files(name))
 
     def _files(self, name: str) -> dict[str, Any]:
         cut, head, rank = self._cut, self._head, self._head.own.rank
@@ -190,6 +242,7 @@ class Writer:
         for kind, of_kind in sorted(tensors.items()):
             if of_kind:
                 file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+                self._written.append(file_name)
                 with self._folder.writing(name, file_name) as file:
                     written = write_tensors(file, of_kind)
                 files[file_name] = SavedFile(kind=kind, rank=rank, **written._asdict())
@@ -204,6 +257,7 @@ class Writer:
     def _write_json(self, name: str, file_name: str, value: Any) -> None:
         """Other ranks see the file when it is whole."""
         folder = self._folder
+        self._written.append(file_name)
         if not folder.is_local:
             with folder.writing(name, file_name) as file:
                 file.write(json.dumps(value).encode())
@@ -212,59 +266,65 @@ class Writer:
             file.write(json.dumps(value).encode())
         os.rename(folder.at(name, f".{file_name}"), folder.at(name, file_name))
 
+    def _read_json(self, name: str, file_name: str) -> dict[str, Any] | None:
+        """What a rank wrote in this save; None as long as it is not there as a whole."""
+        with contextlib.suppress(OSError, ValueError):
+            text = self._folder.read(name, file_name)
+            if self._folder.is_local and not text:
+                return {"error": "there was no room to say why"}
+            value: dict[str, Any] = json.loads(text)
+            return value if value.pop("nonce") == self._head.nonce else None
+        return None
+
     # ------------------------------------------------------------------ all parts
 
     def _commit(self, name: str) -> None:
         """Puts all ranks' parts together. Rank 0 alone."""
-        folder, head, ranks = self._folder, self._head, self._head.settings.num_ranks
-        try:
-            parts = self._gather(name, ranks)
-            manifest = _manifest(head, parts)
-            with folder.writing(name, INDEX) as file:
-                file.write(weights_index(manifest.files))
-            folder.commit(name, head.batch, to_bytes(manifest))
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                self._write_json(name, _FAILED, {"error": str(error)})
-            if folder.is_local:
-                folder.discard(name)
-            raise
+        folder, head = self._folder, self._head
+        parts = self._gather(name)
+        manifest = _manifest(head, parts)
+        for rank in range(len(parts)):
+            folder.remove_file(name, _part_name(rank))
+        with folder.writing(name, INDEX) as file:
+            file.write(weights_index(manifest.files))
+        folder.commit(name, head.batch, to_bytes(manifest))
 
-    def _gather(self, name: str, ranks: int) -> list[Field]:
+    def _gather(self, name: str) -> list[Field]:
         parts: dict[int, Field] = {}
         waiting = _Waiting(self._timeout)
-        while len(parts) < ranks:
-            for rank in set(range(ranks)).difference(parts):
-                file_name = f"part-{rank:05d}.json"
-                with contextlib.suppress(FileNotFoundError):
-                    part = json.loads(self._folder.read(name, file_name))
-                    if "error" in part:
-                        raise OSError(f"rank {rank} could not write its part: {part['error']}")
-                    if part.pop("nonce") == self._head.nonce:
-                        parts[rank] = Field(part, file_name)
-            if len(parts) < ranks:
-                missing = ", ".join(str(r) for r in range(ranks) if r not in parts)
-                waiting.look(f"the parts of ranks {missing} did not appear in {name}")
-        for rank in range(ranks):
-            self._folder.fs.rm(self._folder.at(name, f"part-{rank:05d}.json"))
-        return [parts[rank] for rank in range(ranks)]
+        while True:
+            for rank in sorted(self._missing):
+                part = self._read_json(name, _part_name(rank))
+                if part is None:
+                    continue
+                self._missing.remove(rank)
+                if "error" in part:
+                    raise OSError(f"rank {rank} could not write its part: {part['error']}")
+                parts[rank] = Field(part, _part_name(rank))
+            if not self._missing:
+                return [parts[rank] for rank in sorted(parts)]
+            missing = ", ".join(map(str, sorted(self._missing)))
+            waiting.look(f"the parts of ranks {missing} did not appear in {name}")
 
     def _wait_for_commit(self, name: str) -> None:
         waiting = _Waiting(self._timeout)
-        folder, step = self._folder, self._head.batch
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                if of_bytes(folder.read(name_of(step), MANIFEST)).nonce == self._head.nonce:
-                    return
-            with contextlib.suppress(OSError, ValueError):
-                error = json.loads(folder.read(name, _FAILED))["error"]
-                raise RuntimeError(f"rank 0 could not complete checkpoint {step}: {error}")
-            if folder.is_local and not folder.fs.exists(folder.at(name)):
-                with contextlib.suppress(OSError, ValueError):  # renamed meanwhile
-                    if of_bytes(folder.read(name_of(step), MANIFEST)).nonce == self._head.nonce:
-                        return
+        step = self._head.batch
+        while not self._is_whole():
+            failed = self._read_json(name, _FAILED)
+            if failed is not None:
+                raise OSError(f"rank 0 could not complete checkpoint {step}: {failed['error']}")
+            is_gone = False
+            with contextlib.suppress(OSError):
+                is_gone = not self._folder.holds(name)
+            if is_gone and not self._is_whole():  # not renamed meanwhile either
                 raise OSError(f"rank 0 gave up checkpoint {step}: its folder {name} is gone")
             waiting.look(f"rank 0 did not complete checkpoint {step}")
+
+    def _is_whole(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            manifest = of_bytes(self._folder.read(name_of(self._head.batch), MANIFEST))
+            return manifest.nonce == self._head.nonce
+        return False
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

@@ -18,6 +18,12 @@ from .tensor_file import Entry, read_header, read_tensor, sum_of
 EXTRA_STATE = "_extra_state"
 """The last part of the names under which a ``state_dict`` has what ``get_extra_state`` gave."""
 
+_MISSING = (FileNotFoundError, IsADirectoryError)
+"""There is no such file. Any other OSError may pass: a damaged checkpoint is set aside for ever."""
+
+_HEADER_BYTES = 2**18
+"""What is fetched of a file in an object store to read its header; every rank reads all headers."""
+
 
 class Source:
     """A checkpoint to read from.
@@ -64,12 +70,12 @@ class Source:
                 with self.folder.open(self.name, file_name) as file:
                     if sum_of(file) != saved.sum:
                         raise ValueError("its sum is another than when it was written")
-        except (FileNotFoundError, ValueError) as error:
+        except (*_MISSING, ValueError) as error:
             raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
 
     def _header(self, file_name: str) -> dict[str, Entry]:
         if file_name not in self._headers:
-            with self.folder.open(self.name, file_name) as file:
+            with self.folder.open(self.name, file_name, ahead=_HEADER_BYTES) as file:
                 size = self.manifest.files[file_name].size
                 self._headers[file_name] = read_header(file, size)
         return self._headers[file_name]
@@ -109,7 +115,7 @@ class Source:
                         tensors[name], crc = read_tensor(file, entry)
                         if crc != self.manifest.files[file_name].tensors[name]:
                             raise ValueError(f"{name}: its sum is another than when it was written")
-            except (FileNotFoundError, ValueError) as error:
+            except (*_MISSING, ValueError) as error:
                 raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
         return tensors
 

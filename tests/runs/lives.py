@@ -196,8 +196,12 @@ def _named_state(pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> dict[s
     return {names[id(p)]: state for p, state in opt.state.items() if id(p) in names}
 
 
-def run_life(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
-    """All ranks of a life."""
+def run_life(setting: Setting, life: Life, folder: Path | str) -> list[RankResult]:
+    """All ranks of a life.
+
+    Args:
+        folder: of the checkpoints, or its URL.
+    """
     world = 1 if life.in_threads else life.ranks * setting.width
     return run_ranks(
         live,

@@ -1,8 +1,9 @@
-"""A small run that saves itself."""
+"""A small run that saves itself, and where it may save to."""
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.runs.object_store import object_store
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -55,3 +57,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         with contextlib.suppress(Exception):
             run.ckpt.close()
         run.pipe.session.ending.abort("the test is over")
+
+
+@pytest.fixture(scope="session")
+def _bucket() -> Iterator[str]:
+    with object_store() as url:
+        yield url
+
+
+@pytest.fixture
+def s3_url(_bucket: str) -> str:
+    """A place in a local object store where nothing is."""
+    return f"{_bucket}/{uuid.uuid4()}"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "s3":
+        return Folder(request.getfixturevalue("s3_url"))
     path = str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4()}"
     return Folder(path)
 
@@ -64,9 +69,49 @@ def test_what_is_set_aside_or_removed_is_no_checkpoint(folder: Folder) -> None:
     assert folder.steps() == [3]
     put(folder, 4)
     assert folder.set_aside(4) == "step-00000004.corrupt-2"
+    assert folder.read("step-00000004.corrupt", "data") == b"a 4"
     folder.remove(3)
     folder.remove(3)
     assert folder.steps() == []
+    assert not folder.holds("step-00000003")
+
+
+class Store(MemoryFileSystem):
+    """Whose errors are its own, as those of the packages for object stores."""
+
+    protocol = "store"
+
+    class Error(Exception):
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("ls", "info", "_open", "cat_file", "makedirs", "rm_file", "size", "modified"):
+            raise Store.Error("out of reach")
+        return super().__getattribute__(name)
+
+
+def test_whatever_fails_in_a_place_is_an_os_error() -> None:
+    fsspec.register_implementation("store", Store, clobber=True)
+    folder = Folder("store://run")
+    for call in (
+        folder.steps,
+        folder.make,
+        lambda: folder.begin(1, "a"),
+        lambda: folder.commit("step-00000001", 1, b""),
+        lambda: folder.remove(1),
+        lambda: folder.set_aside(1),
+        lambda: folder.read("a"),
+        lambda: folder.size("a"),
+        lambda: folder.written(1),
+        lambda: folder.holds("a"),
+        lambda: folder.open("a").__enter__(),
+        lambda: folder.writing("a").__enter__(),
+    ):
+        with pytest.raises(OSError, match=r"Store\.Error: out of reach|Error: out of reach"):
+            call()
+    folder.clean()
+    folder.discard("a")
+    folder.remove_file("a")
 
 
 def test_a_place_that_fsspec_does_not_know_is_refused() -> None:

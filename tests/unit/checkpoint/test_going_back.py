@@ -117,10 +117,10 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     run.ckpt.close()
     opened = Folder.open
 
-    def broken(self: Folder, *names: str) -> Any:
+    def broken(self: Folder, *names: str, **options: Any) -> Any:
         if names[0] == "step-00000002":
             raise OSError(5, "Input/output error")
-        return opened(self, *names)
+        return opened(self, *names, **options)
 
     monkeypatch.setattr(Folder, "open", broken)
     monkeypatch.setattr("pipedream2bw.checkpoint.finding.time.sleep", lambda seconds: None)
@@ -137,11 +137,11 @@ def test_what_is_read_only_after_a_while_is_read(
     run.ckpt.close()
     opened, failures = Folder.open, [True, True]
 
-    def slow(self: Folder, *names: str) -> Any:
+    def slow(self: Folder, *names: str, **options: Any) -> Any:
         if failures:
             failures.pop()
             raise OSError(116, "Stale file handle")
-        return opened(self, *names)
+        return opened(self, *names, **options)
 
     monkeypatch.setattr(Folder, "open", slow)
     monkeypatch.setattr("pipedream2bw.checkpoint.finding.time.sleep", lambda seconds: None)
@@ -158,9 +158,9 @@ def test_the_first_of_every_so_many_stays_whenever_saves_come(
     )
     for _ in range(40):
         run.train(1)
-        for each in run.ckpt._under_way:
+        for saving in run.ckpt.under_way:
             run.pipe.flush()
-            each.saving.done.result(10)
+            saving.done.result(10)
     run.ckpt.close()
     assert Folder(tmp_path / "run").steps() == [38, 36, 24, 13]
 

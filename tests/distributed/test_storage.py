@@ -1,0 +1,90 @@
+"""Ranks save to what is full, cannot be written, or is an object store, and behave alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipedream2bw.checkpoint.folder import Folder
+from tests.runs.full_disk import check, saves, short_files
+from tests.runs.launch import ROOT, run_ranks
+from tests.runs.lives import SETTINGS, Life, differences, first_life, run_life, whole_of
+from tests.runs.object_store import object_store
+
+
+def in_a_small_disk(folder: Path, command: str) -> list[str]:
+    """A command line that runs in a namespace where the folder is a disk of a mebibyte."""
+    mount = f"mount -t tmpfs -o size=1m tmpfs {folder} && exec {command}"
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount]
+
+
+@pytest.mark.slow
+def test_training_goes_on_where_the_disk_is_full_or_read_only(tmp_path: Path) -> None:
+    try:
+        tried = subprocess.run(in_a_small_disk(tmp_path, "true"), capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"no disk of its own can be mounted: {error}")
+    if tried.returncode:
+        pytest.skip(f"no disk of its own can be mounted: {tried.stderr.strip()}")
+    program = (
+        f"from tests.runs.full_disk import train_without_a_disk; train_without_a_disk('{tmp_path}')"
+    )
+    command = f'{sys.executable} -c "{program}"'
+    result = subprocess.run(
+        in_a_small_disk(tmp_path, command),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_ranks_tell_the_same_where_one_can_write_nothing_or_little(
+    victim: int, tmp_path: Path
+) -> None:
+    amounts = [2000, 0]
+    results = run_ranks(saves, 2, args=(str(tmp_path), short_files, amounts, victim), timeout=100)
+    for result in results:
+        check(result.value, amounts, "File too large")
+    first, second = ([[t == "saved" for t in p] for p in r.value["told"]] for r in results)
+    assert first == second
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    with object_store() as url:
+        yield url
+
+
+@pytest.mark.slow
+def test_ranks_save_to_an_object_store_and_go_on_from_its_newest_whole_checkpoint(
+    bucket: str, tmp_path: Path
+) -> None:
+    setting = SETTINGS["2bw adamw"]
+    want = whole_of(run_life(setting, first_life(setting), tmp_path))
+    life = Life(schedule="2bw", ranks=2, stages=1, every=3)
+    url = f"{bucket}/run"
+    run_life(dataclasses.replace(setting, batches=12), life, url)
+    folder = Folder(url)
+    assert folder.steps() == [12, 9]
+    damaged = "model-00002-of-00002.safetensors"
+    data = bytearray(folder.read("step-00000012", damaged))
+    data[-1] ^= 1
+    with folder.writing("step-00000012", damaged) as file:
+        file.write(data)
+    last = run_life(setting, life, url)
+    assert [result.value["start"] for result in last] == [9, 9]
+    assert differences(whole_of(last), want) == []
+    assert folder.steps() == [24, 21]
+    assert folder.read("step-00000012.corrupt", damaged) == data
