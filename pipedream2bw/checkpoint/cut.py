@@ -14,6 +14,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from copy import deepcopy
 
 import torch
 
@@ -172,11 +173,12 @@ def _copying(
                 if isinstance(value, torch.Tensor):
                     live[OPTIMIZER, f"{tied.get(name, name)}/{key}"] = value
                 else:
-                    cut.numbers.setdefault(tied.get(name, name), {})[key] = value
+                    kept = cut.numbers.setdefault(tied.get(name, name), {})
+                    kept[key] = deepcopy(value)  # a list of tensors, which the next step changes
         copies = memory.copy(live, ("weights", stage.index))
         for (kind, name), tensor in copies.items():
             cut.add(kind, {name: tensor})
-        # Nobody writes to frozen weights.
+        # Nobody writes to frozen weights: they stay where they are until they are written.
         frozen = {name: p.detach() for name, p in weights.frozen.items() if name in mine}
         cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
 

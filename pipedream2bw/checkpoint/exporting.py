@@ -25,7 +25,7 @@ def export(source: Source, to: str, out: str | os.PathLike[str]) -> None:
             one file that ``torch.load(weights_only=True)`` reads, the unsplit model's
             ``state_dict``. ``"dcp"``: a folder of ``torch.distributed.checkpoint`` with weights and
             moments, under names such as ``model.0.weight``, ``optimizer.state.0.weight.exp_avg``
-            and ``optimizer.param_groups.0.weight.lr`` (the last if there is one group).
+            and ``optimizer.param_groups.0.weight.lr``.
         out: new; or a URL that fsspec knows.
 
     Raises:
@@ -85,11 +85,13 @@ def _optimizer_state(source: Source) -> dict[str, Any]:
     shared, numbers = source.values(manifest.optimizer, manifest.numbers)
     for parameter, values in numbers.items():
         state.setdefault(parameter, {}).update(values)
-    found: dict[str, Any] = {"state": state}
-    groups = [group for optimizer in shared["optimizers"] for group in optimizer["groups"]]
-    if len(groups) == 1:  # of several the checkpoint does not say which has a parameter
-        found["param_groups"] = {name: dict(groups[0]) for name in manifest.trainable}
-    return found
+    groups = {
+        name: dict(options)
+        for optimizer in shared["optimizers"]
+        for options, names in zip(optimizer["groups"], optimizer["members"], strict=True)
+        for name in names
+    }
+    return {"state": state, "param_groups": groups}
 
 
 _FORMATS = {"hf": _to_hugging_face, "torch": _to_torch, "dcp": _to_torch_distributed}

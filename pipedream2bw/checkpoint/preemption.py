@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import warnings
@@ -43,6 +44,7 @@ class Signals:
         for name in names:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._notice)
+        _noticing.append(self)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -54,6 +56,20 @@ class Signals:
                 if signal.getsignal(number) == self._notice:
                     signal.signal(number, before or signal.SIG_DFL)  # type: ignore[arg-type]
         self._before.clear()
+        if self in _noticing:
+            _noticing.remove(self)
+
+
+_noticing: list[Signals] = []
+
+
+def _restore_in_child() -> None:
+    """Lets children that are forked, a ``DataLoader``'s workers, end when they are told to."""
+    for signals in reversed(_noticing.copy()):
+        signals.restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def ignore_in_worker(worker: int = 0) -> None:

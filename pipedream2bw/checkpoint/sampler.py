@@ -137,16 +137,17 @@ class ResumableSampler(Sampler[list[int]]):
         share = self.batch // self.width
         order = self._order(begin // self.length)
         for first in range(begin, end, self.batch):
-            mine = first + self.replica * share
-            if mine + share > end and len(order) == self.length:
-                order += self._order(begin // self.length + 1)
-            start = mine - (end - self.length)
-            yield order[start : start + share]
+            start = first + self.replica * share - (end - self.length)
+            rows: list[int] = order[start : start + share].tolist()
+            if len(rows) < share:  # the last rows of an epoch's last batch
+                stop = start + share - self.length
+                following = self._order(begin // self.length + 1)
+                rows += following[max(0, stop - share) : stop].tolist()
+            yield rows
         self._ended_at = begin
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
-            return list(range(self.length))
+            return torch.arange(self.length)
         generator = torch.Generator().manual_seed(_C.mix_seed(self.seed, epoch))
-        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
-        return order
+        return torch.randperm(self.length, generator=generator)

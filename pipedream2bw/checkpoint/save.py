@@ -23,6 +23,7 @@ from .encoding import encode
 from .folder import Folder
 from .manifest import RankPart, SavedSettings
 from .saving import Head, Saving, Writer
+from .tensor_file import check_saveable
 
 OUR_EXTRA = "pipedream2bw."
 """Begins names in ``extra`` that are not the user's."""
@@ -131,8 +132,11 @@ class Saver:
         self._beside = beside
         self.session.ending.check_open()
         self.folder: Folder = self.session.together(lambda: self._open(path))
+        num_groups = 0 if opt is None else len(opt.param_groups)
         with self.session.ending.lost_ranks_close():
-            self.session.control.agree_on_objects(None, {"path": self.folder.root})
+            self.session.control.agree_on_objects(
+                None, {"path": self.folder.root, "param_groups": num_groups}
+            )
         self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
@@ -145,6 +149,12 @@ class Saver:
                 f"save: 'tp' of the mesh: {self.session.grid.num_shards}, it must be 1: parameters "
                 "that are shards under one name on several processes cannot be saved yet"
             )
+        local = self.session.local_model
+        for name in local.persistent_names():
+            if name.startswith("$"):  # in the manifest it would stand for a kind of value
+                raise ValueError(f"{name}: names in a checkpoint must not begin with '$'")
+        for name, tensor in (*local.named_parameters(), *local.named_buffers()):
+            check_saveable(name, tensor)
         return Folder(path)
 
     def check(self) -> None:
@@ -195,7 +205,6 @@ class Saver:
 
     def _head(self) -> Head:
         session, beside = self.session, self._beside
-        tensors: dict[str, torch.Tensor] = {}
         rank = session.grid.rank
         kept: dict[str, torch.Tensor] = {}
         own = RankPart(
@@ -211,9 +220,10 @@ class Saver:
         )
         schedulers = [_state_of(scheduler) for scheduler in beside.schedulers]
         shared = kept if rank == 0 else {}
-        model_state = session.local_model.extra_state()
         head_schedulers = encode(schedulers, "schedulers", shared)
-        head_model = encode(model_state, "model_state", shared)
+        # Of the first replica, as its buffers are with the weights.
+        model_state = session.local_model.extra_state() if session.grid.replica == 0 else {}
+        head_model = encode(model_state, f"rank{rank}/model_state", kept)
         # Their owners go on changing them.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
         return Head(

@@ -48,6 +48,7 @@ class Head:
     """What the manifest says and every rank knows when a save begins.
 
     Attributes:
+        model_state: what the modules of this rank's stages gave.
         own: this rank's part.
         tensors: those of the user's state that this rank writes.
     """
@@ -249,6 +250,7 @@ class Writer:
         return {
             "nonce": head.nonce,
             "own": dataclasses.asdict(head.own),
+            "model_state": head.model_state,
             "optimizer": optimizer,
             "numbers": numbers,
             "files": {key: dataclasses.asdict(file) for key, file in files.items()},
@@ -362,11 +364,15 @@ class _Waiting:
 def _manifest(head: Head, parts: list[Field]) -> Manifest:
     files: dict[str, SavedFile] = {}
     numbers: dict[str, Any] = {}
+    model_state: dict[str, Any] = {}
     optimizers = []
     ranks = []
     for part in parts:
-        own, optimizer, of_rank, its_files = part.fields("own", "optimizer", "numbers", "files")
+        own, of_modules, optimizer, of_rank, its_files = part.fields(
+            "own", "model_state", "optimizer", "numbers", "files"
+        )
         ranks.append(own.read(RankPart))
+        model_state.update(of_modules.value)
         optimizers.append(optimizer.value)
         numbers.update(of_rank.value)
         files.update({key: file.read(SavedFile) for key, file in its_files.entries().items()})
@@ -378,7 +384,7 @@ def _manifest(head: Head, parts: list[Field]) -> Manifest:
         settings=head.settings,
         trainable=head.trainable,
         tied=head.tied,
-        model_state=head.model_state,
+        model_state=model_state,
         optimizer=_merge(optimizers),
         numbers=numbers,
         schedulers=head.schedulers,
@@ -388,12 +394,21 @@ def _manifest(head: Head, parts: list[Field]) -> Manifest:
 
 
 def _merge(optimizers: list[Any]) -> Any:
-    """The first rank's; but of an optimizer of which it has no parameter, the first that has."""
+    """The first rank's; but of an optimizer of which it has no parameter, the first that has.
+
+    The members of groups are those of all ranks.
+    """
     if optimizers[0] is None:
         return None
     merged = dict(optimizers[0])
     merged["optimizers"] = [
-        next((each for each in theirs if not each["is_empty"]), theirs[0])
+        {
+            **next((each for each in theirs if not each["is_empty"]), theirs[0]),
+            "members": [
+                sorted({name for names in of_group for name in names})
+                for of_group in zip(*(each["members"] for each in theirs), strict=True)
+            ],
+        }
         for theirs in zip(*(each["optimizers"] for each in optimizers), strict=True)
     ]
     return merged

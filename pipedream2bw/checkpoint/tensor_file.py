@@ -73,10 +73,15 @@ def check_saveable(name: str, tensor: torch.Tensor) -> None:
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Written:
-    """Writes tensors of the CPU, one after the other."""
+    """Writes tensors, one after the other; those of a device come to the CPU one at a time.
+
+    Raises:
+        TypeError: a file cannot hold one of them; nothing has been written.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers look there
     place = 0
     for name, tensor in tensors.items():
+        check_saveable(name, tensor)
         size = tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -102,8 +107,8 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in order, as uint8; a view where they are contiguous."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    """The elements in order, as uint8 on the CPU; a view if they are there and contiguous."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
 def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ class SavedOptimizer:
     Attributes:
         kind: the class's name.
         groups: the options of its groups, without parameters.
+        members: the names of each group's trained parameters, in this process or in all.
         is_empty: whether this process has none of its parameters; then its groups lack what the
             optimizer itself changes there.
     """
 
     kind: str
     groups: Sequence[Mapping[str, Any]]
+    members: Sequence[Sequence[str]]
     is_empty: bool
 
 
@@ -68,6 +70,7 @@ class OptimizerCut:
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
         corrections: a remedy's, by stage.
+        names: of this process's parameters, by their id.
     """
 
     kinds: Sequence[str | None]
@@ -79,6 +82,7 @@ class OptimizerCut:
     scale: _C.LossScale | None
     delayed_batches: int
     staleness: str
+    names: Mapping[int, str]
 
     def of_stage(self, weights: StageWeights) -> StateByName:
         """The state of the parameters that count on the stage; what a remedy keeps is with it."""
@@ -117,6 +121,7 @@ class OptimizerCut:
                 SavedOptimizer(
                     kind=type(self.optimizers[number]).__name__,
                     groups=[{**a, **b} for a, b in zip(given, changed, strict=True)],
+                    members=self._members(self.optimizers[number]),
                     is_empty=number in self.seen and stepper is None,
                 )
             )
@@ -128,35 +133,54 @@ class OptimizerCut:
             growth_tracker=self.scale.growth_tracker if self.scale else 0,
         )
 
+    def _members(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        return [
+            [self.names[id(p)] for p in group["params"] if p.requires_grad and id(p) in self.names]
+            for group in optimizer.param_groups
+        ]
 
-def check_saved(
-    saved: SavedOptimizers,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    has_scale: bool,
-    staleness: str,
-) -> None:
-    """Raises ValueError if the optimizers cannot go on from the saved ones."""
-    theirs = [each.kind for each in saved.optimizers]
-    ours = [type(optimizer).__name__ for optimizer in optimizers]
-    if theirs != ours:
-        raise ValueError(
-            f"optimizer: {', '.join(ours)}, the checkpoint has {', '.join(theirs)}: they must be "
-            "of the same kind; without opt the weights alone are loaded"
-        )
-    for kind, own, each in zip(ours, optimizers, saved.optimizers, strict=True):
-        if len(own.param_groups) != len(each.groups):
+    def check(self, saved: SavedOptimizers) -> None:
+        """Raises ValueError if these optimizers cannot go on from the saved ones, of all ranks."""
+        theirs = [each.kind for each in saved.optimizers]
+        ours = [type(optimizer).__name__ for optimizer in self.optimizers]
+        if theirs != ours:
             raise ValueError(
-                f"param_groups of {kind}: {len(own.param_groups)}, the checkpoint has "
-                f"{len(each.groups)}: they must be equal"
+                f"optimizer: {', '.join(ours)}, the checkpoint has {', '.join(theirs)}: they must "
+                "be of the same kind; without opt the weights alone are loaded"
             )
-    if staleness != saved.staleness:
-        raise ValueError(f"staleness: {staleness}, the checkpoint has {saved.staleness}")
-    if has_scale != bool(saved.loss_scales):
-        raise ValueError(
-            f"loss_scale: {'given' if has_scale else 'None'}, the checkpoint has "
-            f"{'one' if saved.loss_scales else 'none'}: both must have one, or none"
-        )
+        for kind, own, each in zip(ours, self.optimizers, saved.optimizers, strict=True):
+            if len(own.param_groups) != len(each.groups):
+                raise ValueError(
+                    f"param_groups of {kind}: {len(own.param_groups)}, the checkpoint has "
+                    f"{len(each.groups)}: they must be equal"
+                )
+        places = dict(_places([each.members for each in saved.optimizers]))
+        for name, place in _places([self._members(each) for each in self.optimizers]):
+            if places.get(name) != place:
+                here, there = (
+                    f"group {at[1]} of {ours[at[0]]} (optimizer {at[0]})" if at else "none"
+                    for at in (place, places.get(name))
+                )
+                raise ValueError(
+                    f"param_groups: {name} is in {here}, the checkpoint has it in {there}: groups "
+                    "must have the same parameters"
+                )
+        if self.staleness != saved.staleness:
+            raise ValueError(f"staleness: {self.staleness}, the checkpoint has {saved.staleness}")
+        has_scale = self.scale is not None
+        if has_scale != bool(saved.loss_scales):
+            raise ValueError(
+                f"loss_scale: {'given' if has_scale else 'None'}, the checkpoint has "
+                f"{'one' if saved.loss_scales else 'none'}: both must have one, or none"
+            )
+
+
+def _places(members: Sequence[Sequence[Sequence[str]]]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The parameters of each optimizer's groups, with the numbers of optimizer and group."""
+    for number, groups in enumerate(members):
+        for group, names in enumerate(groups):
+            for name in names:
+                yield name, (number, group)
 
 
 def as_state_dict(

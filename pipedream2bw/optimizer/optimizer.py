@@ -17,7 +17,7 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults, parameters_of
 from .clipping import Clipping, GradNorm
-from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict, check_saved
+from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
 from .fused import Holder, fused_kind, fused_options, show_states, take_states
 from .loss_scale import LossScale, NewestScale
 from .names import state_of_all, states_of_each
@@ -421,14 +421,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             scale=self._scale,
             delayed_batches=self._delayed_batches,
             staleness=str(self._remedies),
+            names=self._names(),
         )
 
     def check_cut(self, shared: SavedOptimizers) -> None:
         """Raises ValueError if these optimizers cannot go on from a cut."""
-        self._check_in_charge()
-        check_saved(
-            shared, self._wrapped, has_scale=bool(self._scale), staleness=str(self._remedies)
-        )
+        self.cut().check(shared)
 
     def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
         """Goes on where a cut was made, with this process's part of the state. Drained."""

@@ -18,20 +18,19 @@ from .stage_memory import memory_of
 class LocalModel:
     """Parameters, buffers and ``state_dict`` of the stages of this process.
 
-    Extra state, which has no stage of its own, is with stage 0.
-
     Args:
+        mode: says on which stages modules are.
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
         placeholder: stands for the trainable parameters of a process that has none.
     """
 
-    def __init__(self, stages: LocalStages, without_values: Collection[str]) -> None:
+    def __init__(self, stages: LocalStages, mode: Mode, without_values: Collection[str]) -> None:
         self._root = stages.root
         self._without_values = set(without_values)
         self._stages = stages
-        self._has_first_stage = 0 in stages.grid.stages
+        self._first_stages = _first_stages(mode)
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(
@@ -108,8 +107,9 @@ class LocalModel:
         return frozenset(self._root.state_dict(keep_vars=True))
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules keep beside parameters and buffers, by the modules' names."""
-        return {name: module.get_extra_state() for name, module in self._with_extra_state()}
+        """What this process's modules keep beside parameters and buffers, by their names."""
+        with_state = self._with_extra_state()
+        return {name: module.get_extra_state() for name, module in with_state if self._has(name)}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Gives the modules what :meth:`extra_state` gave."""
@@ -168,6 +168,15 @@ class LocalModel:
             lines.append(line)
         return lines
 
+    def _has(self, module: str) -> bool:
+        """Whether the process runs the first of the stages that have a part of the module.
+
+        One that no stage has a part of is where its nearest parent is.
+        """
+        while module and module not in self._first_stages:
+            module = module.rpartition(".")[0]
+        return self._first_stages.get(module, 0) in self._stages.grid.stages
+
     def _buffer_names(self) -> set[str]:
         """Names of the first pipeline's buffers; a second one has statistics of its own."""
         stages = self._stages.of_first_pipeline()
@@ -180,6 +189,18 @@ class LocalModel:
         buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
         mine = self._buffer_names()
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        if self._has_first_stage:
-            mine |= root.state_dict().keys() - {name for name, _ in parameters} - buffers
-        return mine
+        others = root.state_dict().keys() - {name for name, _ in parameters} - buffers
+        return mine | {name for name in others if self._has(name.rpartition(".")[0])}
+
+
+def _first_stages(mode: Mode) -> dict[str, int]:
+    """The first stage that has a part of a module, by the names of modules and their parts."""
+    first: dict[str, int] = {}
+    for program in mode.programs:
+        layers = [mode.captured.layers[i].name for i in program.layers]
+        held = (*program.parameters, *program.unused_parameters, *program.buffers)
+        for name in (*layers, *held):
+            path = name.split(".")
+            for length in range(len(path) + 1):
+                first.setdefault(".".join(path[:length]), program.index)
+    return first

@@ -82,7 +82,7 @@ class Session:
         self.schedule = stages.schedule
         self.grid = stages.grid
         self.control = stages.control
-        self.local_model = LocalModel(stages, without_values)
+        self.local_model = LocalModel(stages, modes.first, without_values)
         self.ending = Ending(stages)
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None

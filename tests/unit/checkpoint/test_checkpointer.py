@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -40,6 +41,31 @@ def test_it_keeps_the_newest_and_every_so_many(start: Callable[..., Run], tmp_pa
     run.train(11)
     run.ckpt.close()
     assert Folder(tmp_path / "run").steps() == [11, 10, 8, 4]
+
+
+def test_a_forked_process_ends_when_it_is_told_to(start: Callable[..., Run]) -> None:
+    first, second = start(preempt=["SIGTERM"]), start(preempt=["SIGTERM"])
+    fork = multiprocessing.get_context("fork")
+    began = fork.Event()
+
+    def work() -> None:
+        began.set()
+        time.sleep(60)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside fork()
+        child = fork.Process(target=work, daemon=True)
+        child.start()
+    assert began.wait(20)
+    child.terminate()
+    child.join(20)
+    try:
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)  # this process goes on noticing it
+    for run in (second, first):
+        run.ckpt.close()
 
 
 def damage(path: Path, how: str, draw: random.Random) -> None:

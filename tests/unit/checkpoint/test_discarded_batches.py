@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +113,48 @@ def test_a_checkpointer_does_not_count_it_as_a_failure_of_the_storage(tmp_path: 
         ckpt.close()
     assert len(seen) == 5
     assert all("was discarded before batch" in str(warning.message) for warning in seen)
+
+
+def documented_loop() -> str:
+    """The README's, over batches of which some are bad."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    (loop,) = re.findall(r"```python\n(for x, y in loader:\n[^`]*error\.discarded[^`]*)```", readme)
+    return str(loop)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["a batch later", "before ckpt.step()"])
+def test_the_documented_loop_goes_past_bad_batches(is_known: bool, tmp_path: Path) -> None:
+    targets = [X] * 12
+    for bad in (4, 8, 9):
+        targets[bad] = BAD
+    sampler = pd2.ResumableSampler(12, 1, shuffle=False)
+    given: list[int] = []
+    positions: list[tuple[int, int]] = []
+
+    def loader() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for (row,) in sampler:
+            given.append(row)
+            yield X, targets[row]
+
+    with pipeline() as (pipe, opt, go), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of saves that the bad batches have ended
+        go.set()
+        ckpt = pd2.Checkpointer(tmp_path, pipe, opt, data=sampler, every=1, preempt=())
+
+        class Waiting:
+            def step(self) -> None:
+                opt.step()
+                positions.append((sampler.position, len(given)))
+                if is_known:
+                    time.sleep(0.1)
+
+        names = {"loader": loader(), "pipe": pipe, "opt": Waiting(), "ckpt": ckpt}
+        exec(documented_loop(), {**names, "sampler": sampler, "pd2": pd2})
+        assert given == list(range(12))
+        assert [position for position, _ in positions] == [count for _, count in positions]
+        assert sampler.position == 12
+        ckpt.close()
+        assert 12 - 2 * 3 <= pipe.session.num_train_steps <= 12 - 3
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_an_epoch_that_was_not_counted_is_not_given_again() -> None:
         iter(sampler)
     sampler.advance(2)
     assert len(list(sampler)) == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_are_no_python_numbers_before_their_batch_comes(shuffle: bool) -> None:
+    sampler = pd2.ResumableSampler(100_000, 64, shuffle=shuffle)
+    tracemalloc.start()
+    try:
+        rows = next(iter(sampler))
+        _, peak = tracemalloc.get_traced_memory()  # without what torch holds
+    finally:
+        tracemalloc.stop()
+    assert len(rows) == 64
+    assert peak < 100_000
 
 
 def test_states_of_other_rows_are_refused() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.folder import Folder
 from tests.samples.models import TASKS
 
 WIDTH = 6
@@ -378,6 +381,110 @@ def test_what_does_not_fit_is_refused_with_both_values_and_changes_nothing(
     refused("schedulers: 1, the checkpoint has 0", beside={"schedulers": [Keeper()]})
     refused("extra: 'ema' given, the checkpoint has none", beside={"extra": {"ema": Keeper()}})
     refused("data: int given", TypeError, beside={"data": 3})
+
+
+def by_kind(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimizer]:
+    """Matrices decay, the others do not."""
+    given = list(parameters)
+    matrices = {"params": [p for p in given if p.dim() == 2], "weight_decay": 0.1}
+    others = {"params": [p for p in given if p.dim() != 2], "weight_decay": 0.0}
+    groups = [others, matrices] if reverse else [matrices, others]
+    return [torch.optim.AdamW(groups, lr=0.01)]
+
+
+def alike(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimizer]:
+    """Two optimizers of one kind."""
+    given = list(parameters)
+    parts = [[p for p in given if p.dim() == 2], [p for p in given if p.dim() != 2]]
+    return [torch.optim.SGD(part, lr=0.1) for part in (parts[::-1] if reverse else parts)]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            by_kind,
+            r"param_groups: 0\.bias is in group 0 of AdamW \(optimizer 0\), the checkpoint has it in "
+            r"group 1 of AdamW \(optimizer 0\)",
+        ),
+        (
+            alike,
+            r"0\.bias is in group 0 of SGD \(optimizer 0\), the checkpoint has it in group 0 of "
+            r"SGD \(optimizer 1\)",
+        ),
+    ],
+)
+def test_groups_of_other_parameters_are_refused(
+    make: Any, match: str, start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start(make=make)
+    run.train(0, 2)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    other = start(make=functools.partial(make, reverse=True), num_stages=3)
+    with pytest.raises(ValueError, match=match):
+        pd2.load(tmp_path, other.pipe, other.opt)
+    same = start(make=make, num_stages=3)
+    pd2.load(tmp_path, same.pipe, same.opt)
+
+
+class WithList(torch.optim.SGD):
+    """Keeps tensors in a list, and writes to them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                sums = self.state[parameter].setdefault("sums", [torch.zeros(parameter.shape)])
+                sums[0] += parameter.grad
+                parameter.data -= 0.01 * sums[0]
+
+
+def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
+    start: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    begin = Folder.begin
+
+    def slow(self: Folder, *args: Any) -> str:
+        assert go.wait(20)
+        return begin(self, *args)
+
+    monkeypatch.setattr(Folder, "begin", slow)
+
+    def make(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [WithList(parameters, lr=0.01)]
+
+    run = start(make=make)
+    run.train(0, 4)
+    saving = pd2.save(tmp_path, run.pipe, run.opt)
+    run.train(4, 9)
+    run.pipe.flush()
+    go.set()
+    saving.done.result(20)
+    want = run.finish()
+    resumed = start(make=make, seed=9)
+    pd2.load(tmp_path, resumed.pipe, resumed.opt)
+    resumed.train(4, 9)
+    losses, state, _ = resumed.finish()
+    assert losses == want[0][4:]
+    assert all(torch.equal(state[name], value) for name, value in want[1].items())
+
+
+def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
+    start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    model = make_model()
+    model[9].register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
+    run = start(model=model)
+    with pytest.raises(TypeError, match=r"9\.angles: a tensor of torch.complex128.*torch.complex64"):
+        pd2.Checkpointer(tmp_path, run.pipe, run.opt, preempt=())
+    named = nn.Sequential()
+    named.add_module("$0", nn.Linear(WIDTH, WIDTH))
+    named.add_module("1", nn.Linear(WIDTH, WIDTH))
+    run = start(model=named)
+    with pytest.raises(ValueError, match=r"\$0\.\w+: names in a checkpoint must not begin with"):
+        pd2.save(tmp_path, run.pipe, run.opt)
+    run.train(0, 2)
+    assert run.finish()[0]
 
 
 def test_a_save_with_something_that_cannot_be_saved_is_refused(

@@ -6,6 +6,7 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,34 @@ def test_random_bytes_are_refused_or_read() -> None:
             read(bytes(data[: draw.randrange(len(data) + 1)]))
         except ValueError:
             continue
+
+
+class OnDevice(torch.Tensor):
+    """Refuses what a tensor of a GPU refuses, until it is copied to the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.numpy:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.cpu:
+            return result.as_subclass(torch.Tensor)
+        return result
+
+
+def test_tensors_of_a_device_are_written() -> None:
+    weight = torch.randn(3, 4)
+    on_device = weight.t().as_subclass(OnDevice)
+    with pytest.raises(TypeError, match="device type"):
+        on_device.contiguous().numpy()
+    assert torch.equal(read(written({"w": on_device}))["w"], weight.t())
+
+
+def test_nothing_is_written_of_tensors_of_which_a_file_cannot_hold_one() -> None:
+    file = io.BytesIO()
+    with pytest.raises(TypeError, match=r"b: a tensor of torch.complex128.*torch.complex64"):
+        write_tensors(file, {"a": torch.ones(2), "b": torch.zeros(2, dtype=torch.complex128)})
+    assert file.getvalue() == b""
 
 
 def test_a_tensor_that_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
