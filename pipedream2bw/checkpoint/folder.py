@@ -149,6 +149,14 @@ class Folder:
         size: int = self.fs.size(self.at(*names))
         return size
 
+    def bytes_in(self, name: str) -> int:
+        """How many bytes a checkpoint has that is being written, as far as the place tells."""
+        self.fs.invalidate_cache(self.at(name))
+        with contextlib.suppress(OSError):
+            size: int = self.fs.du(self.at(name))
+            return size
+        return 0
+
     def written(self, step: int) -> datetime.datetime | None:
         """When a checkpoint became whole; None if the place does not say."""
         try:

@@ -32,7 +32,8 @@ from ..errors import (
 )
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import join_world, new_group, number_groups_alike
+from .grid import new_group, number_groups_alike
+from .joining import join_world
 
 
 class Operation(enum.IntEnum):
@@ -53,6 +54,7 @@ class Operation(enum.IntEnum):
     save = 13
     load = 14
     end_of_drain = 15
+    new_mesh = 16
 
 
 class BatchDiscarded(Exception):  # noqa: N818
