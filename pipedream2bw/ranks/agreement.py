@@ -12,6 +12,7 @@ import datetime
 import enum
 import itertools
 import math
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,8 @@ class ControlPlane:
                 self.verdict_group = new_group([range(world)], deadline, "gloo")
         self.discards = _C.Discards(self.board)
         if world > 1:
+            # Processes before these, started by the same torchrun, may have left failures there.
+            name = f"{name}/{self.from_first(lambda: secrets.token_hex(4))}"
             self._first_failure = FirstFailure(
                 store, name, fault=self.fault, discards=self.discards
             )
@@ -378,10 +381,7 @@ class ControlPlane:
 
 
 def join(name: str, device_type: str, timeout: object) -> ControlPlane:
-    """Joins the other processes; with a timeout of a minute where the given one is none.
-
-    So ranks can agree on the error that it is.
-    """
+    """Joins the others, within a minute if ``timeout`` is none: so they agree on that error."""
     is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
     world = join_world(device_type, Deadline(seconds, _C.Fault()))
