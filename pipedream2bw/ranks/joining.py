@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from .deadline import Deadline
 
@@ -23,12 +25,12 @@ def join_world(device_type: str, deadline: Deadline) -> int:
 
 
 def _join(backend: str, seconds: float) -> None:
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world = next(rendezvous("env://"))
     store = store_of_this_life(store, rank, world, seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
-def store_of_this_life(store: dist.Store, rank: int, world: int, seconds: float) -> dist.Store:
+def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> Store:
     """A part of the store that these processes alone use. Every process calls it.
 
     torchrun gives the processes that it starts again the store of those before, with their
@@ -42,8 +44,8 @@ def store_of_this_life(store: dist.Store, rank: int, world: int, seconds: float)
     last = time.monotonic() + seconds
     word = secrets.token_hex(8)
 
-    def part(name: str) -> dist.Store:
-        return dist.PrefixStore(f"pipedream2bw/life/{name}", store)
+    def part(name: str) -> Store:
+        return PrefixStore(f"pipedream2bw/life/{name}", store)
 
     def until(is_done: Callable[[], bool], others: str) -> None:
         while not is_done():
@@ -59,7 +61,7 @@ def store_of_this_life(store: dist.Store, rank: int, world: int, seconds: float)
             def has_come(other: str = other) -> bool:
                 if said.check([other]):
                     answers.set(other, f"{said.get(other).decode()} {word}")
-                return own.check([other])
+                return bool(own.check([other]))
 
             until(has_come, f"rank {other}")
         return own
