@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,13 +43,27 @@ def load_text(path: Path | None) -> torch.Tensor:
     return torch.frombuffer(text[:MOST_BYTES], dtype=torch.uint8)
 
 
-def random_batches(
-    text: torch.Tensor, rows: int, context: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (tokens, next tokens) without end, int64 [rows, context] each; the seed fixes them."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.arange(context + 1)
-    while True:
-        starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
-        window = text[starts + steps].long()
-        yield window[:, :-1], window[:, 1:]
+class RandomBatches:
+    """Gives (tokens, next tokens) without end, int64 [rows, context] each; the seed fixes them."""
+
+    def __init__(self, text: torch.Tensor, rows: int, context: int, seed: int) -> None:
+        self._text = text
+        self._rows = rows
+        self._steps = torch.arange(context + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> RandomBatches:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        last = len(self._text) - len(self._steps) + 1
+        starts = torch.randint(last, (self._rows, 1), generator=self._generator)
+        window = self._text[starts + self._steps].long()
+        return window[:, :-1], window[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next batches are drawn from."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])

@@ -8,6 +8,10 @@ Or by a plan (run this in the folder of this file; the plan is for the model's d
     pipedream2bw plan --model gpt:for_planning --devices 2 --memory 4GiB --batch 16 -o plan.json
     torchrun --standalone --nproc-per-node 2 train_gpt.py --plan plan.json
 
+With ``--checkpoint FOLDER`` the run is saved now and then, and started again it goes on from there:
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint run
+
 The text is the source code of Python's standard library unless ``--data`` names a file or a folder.
 Writes loss.png, timeline.png, sample.txt and throughput.md into ``--out``. Set OMP_NUM_THREADS=1
 if the stages share the cores of one machine.
@@ -16,6 +20,7 @@ if the stages share the cores of one machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -23,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from byte_text import load_text, random_batches
-from compare_schedules import Batches, agreed, compare, record_timeline, train_one_batch
+from byte_text import RandomBatches, load_text
+from compare_schedules import agreed, compare, record_timeline, train_one_batch
 from gpt import GPT, next_byte_loss
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -39,7 +44,7 @@ STEPS_PER_LOOK = 10  # batches between two readings of the clock
 def main() -> None:
     options = parse_options()
     text = load_text(options.data)
-    example, _ = next(random_batches(text, options.rows, options.context, seed=0))
+    example, _ = next(RandomBatches(text, options.rows, options.context, seed=0))
 
     def build(schedule: str) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
         torch.manual_seed(options.seed)  # the same weights on every rank
@@ -63,7 +68,7 @@ def main() -> None:
     pipe, optimizer = build(options.schedule)
     is_root = pipe.rank == 0
     # Each replica gets its own batches.
-    batches = random_batches(text, options.rows, options.context, options.seed + pipe.replica)
+    batches = RandomBatches(text, options.rows, options.context, options.seed + pipe.replica)
     tokens_per_batch = options.rows * options.context * options.replicas
     if is_root:
         print(pipe)
@@ -122,6 +127,8 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
+    add("--checkpoint", type=Path, help="folder to save to; a run that has saved there goes on")
+    add("--save-every", type=batches_or_time, default="auto", help="batches, or such as 10min")
     add("--lr", type=float, default=1e-3, help="highest learning rate")
     add("--sample-bytes", type=int, default=400, help="bytes of text to generate at the end")
     add("--seed", type=int, default=0)
@@ -143,56 +150,91 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def batches_or_time(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far training has come, in all lives of the run."""
+
+    step: int = 0
+    done: float = 0.0  # share of the training, the same on every rank
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 def train(
     pipe: pd2.PipelineModule,
     optimizer: pd2.PipelineOptimizer,
-    batches: Batches,
+    batches: RandomBatches,
     options: argparse.Namespace,
     tokens_per_batch: int,
 ) -> list[float]:
-    """Trains for ``options.steps`` or ``options.seconds`` and returns all batches' losses."""
-    done = 0.0  # share of the training, the same on every rank
+    """Trains for ``options.steps`` or ``options.seconds``; returns the losses of this life."""
+    progress = Progress()
     warm_up = min(50, max(1, options.steps // 10)) if options.steps else 50
 
     def learning_rate(step: int) -> float:
-        return min(1.0, (step + 1) / warm_up) * (1 - (1 - LAST_LEARNING_RATE) * done)
+        return min(1.0, (step + 1) / warm_up) * (1 - (1 - LAST_LEARNING_RATE) * progress.done)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
+    saver = None
+    if options.checkpoint is not None:
+        saver = pd2.Checkpointer(
+            options.checkpoint,
+            pipe,
+            optimizer,
+            data=batches,
+            schedulers=[scheduler],
+            extra={"progress": progress},
+            every=options.save_every,
+        )
+        saver.resume()
     bar = tqdm(
         total=options.steps or None,
+        initial=progress.step,
         disable=pipe.rank != 0,
         unit="batch",
         bar_format="{l_bar}{bar}| {n_fmt} batches [{elapsed}<{remaining}{postfix}]",
     )
     losses: list[float] = []
     late: pd2.Loss | None = None
-    start = time.perf_counter()
-    step = 0
-    while done < 1:
+    start = time.perf_counter() - progress.seconds
+    while progress.done < 1:
         loss = train_one_batch(pipe, optimizer, batches)
         scheduler.step()
-        step += 1
+        progress.step += 1
         if late is not None:
             losses.append(late.item())  # one batch late, which costs nothing
         late = loss
-        if step % STEPS_PER_LOOK == 0 or step == options.steps:
-            elapsed = time.perf_counter() - start
-            of_steps = step / options.steps if options.steps else 0.0
-            of_time = elapsed / options.seconds if options.seconds else 0.0
-            done = agreed(max(of_steps, of_time))
+        progress.seconds = time.perf_counter() - start
+        if progress.step % STEPS_PER_LOOK == 0 or progress.step == options.steps:
+            of_steps = progress.step / options.steps if options.steps else 0.0
+            of_time = progress.seconds / options.seconds if options.seconds else 0.0
+            progress.done = agreed(max(of_steps, of_time))
             recent = losses[-20:]
-            bar.total = round(step / done)
+            bar.total = round(progress.step / progress.done)
             bar.set_postfix_str(
-                f"loss {sum(recent) / len(recent):.3f}, "
-                f"{step * tokens_per_batch / elapsed:,.0f} tokens/s",
+                f"loss {sum(recent) / max(1, len(recent)):.3f}, "
+                f"{progress.step * tokens_per_batch / progress.seconds:,.0f} tokens/s",
                 refresh=False,
             )
         if bar.total:
-            bar.total = max(bar.total, step)
+            bar.total = max(bar.total, progress.step)
         bar.update()
+        if saver is not None:
+            saver.step()
     bar.close()
     if late is not None:
         losses.append(late.item())
+    if saver is not None:
+        saver.close()
     return losses
 
 
@@ -248,7 +290,8 @@ def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:
         "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     )
     print("-" * 72)
-    print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per byte")
+    if losses:  # else all had been trained before
+        print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per byte")
     print(f"written: {', '.join(str(out / n) for n in ('loss.png', 'timeline.png', 'sample.txt'))}")
     if table:
         (out / "throughput.md").write_text(table + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
 """Trains for long, or builds pipelines over and over, and fails if the process grows.
 
-    python -m tests.soak                    10^5 batches, with evaluations, flushes and state_dicts
+    python -m tests.soak                    10^5 batches, with saves, evaluations and flushes
     python -m tests.soak --ranks 2 --batches 20000     in two processes
     python -m tests.soak --cycles 100       pipelines that end in every way, one after the other
     python -m tests.soak --cycles 100 --ranks 2 --transport gloo
 
 Threads, descriptors, memory files and groups must not grow at all once the first tenth is over, and
-resident memory by no more than --growth MiB.
+resident memory by no more than --growth MiB. No more checkpoints may stay than are kept.
 """
 
 from __future__ import annotations

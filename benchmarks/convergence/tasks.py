@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
-from byte_text import load_text, random_batches
+from byte_text import RandomBatches, load_text
 from gpt import GPT, next_byte_loss
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -46,8 +46,8 @@ def byte_gpt(rows: int = 8, context: int = 32) -> Task:
         unit="nats per byte",
         build=lambda: GPT(num_layers=2, width=64, num_heads=4, context=context),
         loss_fn=next_byte_loss,
-        batches=lambda seed: random_batches(training, rows, context, seed),
-        held_out=next(random_batches(held_out, 512, context, seed=0)),
+        batches=lambda seed: RandomBatches(training, rows, context, seed),
+        held_out=next(RandomBatches(held_out, 512, context, seed=0)),
         is_inner=lambda name: name.startswith("blocks."),
         learning_rates={
             "SGD": (0.1, 0.3, 1.0),

@@ -232,6 +232,13 @@ class Folder:
         size: int = self._seen_now().size(self.at(*names))
         return size
 
+    def bytes_in(self, name: str) -> int:
+        """How many bytes a checkpoint has that is being written, as far as the place tells."""
+        with contextlib.suppress(OSError), _errors_of_the_system():
+            size: int = self._seen_now().du(self.at(name))
+            return size
+        return 0
+
     @_errors_of_the_system()
     def written(self, step: int) -> datetime.datetime | None:
         """When a checkpoint became whole; None if the place does not say."""

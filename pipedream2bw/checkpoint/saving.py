@@ -33,8 +33,8 @@ from .manifest import (
     weights_index,
 )
 from .tensor_file import write_tensors
+from .waiting import Waiting
 
-_LOOK_SECONDS = 0.02
 _AT_EXIT_SECONDS = 20.0
 _FAILED = "failed.json"
 
@@ -183,7 +183,7 @@ class Writer:
             return
         saving.done.set_exception(error)  # training need not wait for what follows
         _threads.discard(threading.current_thread())
-        waiting = _Waiting(self._timeout)
+        waiting = self._waiting(name)
         with contextlib.suppress(TimeoutError):
             while not self._is_ended() and not is_settled():
                 waiting.look(name)
@@ -293,7 +293,7 @@ class Writer:
 
     def _gather(self, name: str) -> list[Field]:
         parts: dict[int, Field] = {}
-        waiting = _Waiting(self._timeout)
+        waiting = self._waiting(name)
         while True:
             for rank in sorted(self._missing):
                 part = self._read_json(name, _part_name(rank))
@@ -308,8 +308,11 @@ class Writer:
             missing = ", ".join(map(str, sorted(self._missing)))
             waiting.look(f"the parts of ranks {missing} did not appear in {name}")
 
+    def _waiting(self, name: str) -> Waiting:
+        return Waiting(self._timeout, self._is_ended, lambda: self._folder.bytes_in(name))
+
     def _wait_for_commit(self, name: str) -> None:
-        waiting = _Waiting(self._timeout)
+        waiting = self._waiting(name)
         step = self._head.batch
         while not self._is_whole():
             failed = self._read_json(name, _FAILED)
@@ -341,24 +344,6 @@ def _finish_writing() -> None:
     """
     for thread in list(_threads):
         thread.join(_AT_EXIT_SECONDS)
-
-
-class _Waiting:
-    """Looks for something from time to time, up to a deadline."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._begin = time.monotonic()
-        self._pause = _LOOK_SECONDS
-
-    def look(self, failure: str) -> None:
-        """Sleeps, or raises TimeoutError with the failure when the time is over."""
-        if time.monotonic() - self._begin > self._timeout:
-            raise TimeoutError(
-                f"{failure} within {self._timeout:g} s: is the folder shared by all?"
-            )
-        time.sleep(self._pause)
-        self._pause = min(1.0, 1.5 * self._pause)
 
 
 def _manifest(head: Head, parts: list[Field]) -> Manifest:

@@ -12,6 +12,7 @@ import datetime
 import enum
 import itertools
 import math
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,8 @@ from ..errors import (
 )
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import join_world, new_group, number_groups_alike
+from .grid import new_group, number_groups_alike
+from .joining import join_world
 
 
 class Operation(enum.IntEnum):
@@ -53,6 +55,7 @@ class Operation(enum.IntEnum):
     save = 13
     load = 14
     end_of_drain = 15
+    new_mesh = 16
 
 
 class BatchDiscarded(Exception):  # noqa: N818
@@ -121,6 +124,8 @@ class ControlPlane:
                 self.verdict_group = new_group([range(world)], deadline, "gloo")
         self.discards = _C.Discards(self.board)
         if world > 1:
+            # Processes before these, started by the same torchrun, may have left failures there.
+            name = f"{name}/{self.from_first(lambda: secrets.token_hex(4))}"
             self._first_failure = FirstFailure(
                 store, name, fault=self.fault, discards=self.discards
             )
@@ -376,10 +381,7 @@ class ControlPlane:
 
 
 def join(name: str, device_type: str, timeout: object) -> ControlPlane:
-    """Joins the other processes; with a timeout of a minute where the given one is none.
-
-    So ranks can agree on the error that it is.
-    """
+    """Joins the others, within a minute if ``timeout`` is none: so they agree on that error."""
     is_number = isinstance(timeout, (int, float)) and 0 < timeout < math.inf
     seconds = float(timeout) if is_number else 60.0  # type: ignore[arg-type]
     world = join_world(device_type, Deadline(seconds, _C.Fault()))

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import os
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -16,14 +15,6 @@ from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
 from .mesh import Places, places_in
-
-
-def join_world(device_type: str, deadline: Deadline) -> int:
-    """The number of processes; makes the process group where torchrun's environment is alone."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        deadline.wait("joining all ranks", lambda: dist.init_process_group(backend))
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class RankGrid:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from .deadline import Deadline
 
 REPLICAS, STAGES, SHARDS = "dp", "pp", "tp"
 
@@ -66,10 +69,13 @@ def places_in(mesh: DeviceMesh | None, width: int, num_ranks: int) -> Places:
     return found
 
 
-def mesh_of(places: Places, device_type: str) -> DeviceMesh:
+def mesh_of(places: Places, device_type: str, deadline: Deadline) -> DeviceMesh:
     """A mesh of the dimensions "dp" and "pp". Every process calls it."""
     (replicas,) = places
-    return DeviceMesh(device_type, torch.tensor(replicas), mesh_dim_names=(REPLICAS, STAGES))
+    make = functools.partial(
+        DeviceMesh, device_type, torch.tensor(replicas), mesh_dim_names=(REPLICAS, STAGES)
+    )
+    return deadline.wait("making the mesh", make)
 
 
 def described(mesh: object) -> str:

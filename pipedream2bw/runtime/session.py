@@ -113,7 +113,10 @@ class Session:
             if not self.grid.in_processes:
                 raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
             self.ending.check_open()
-            self.grid.mesh = mesh_of(self.grid.places, self.stages.options.devices[0].type)
+            device_type = self.stages.options.devices[0].type
+            with self.ending.failing_closes():
+                self.agree(Operation.new_mesh, self.num_train_steps, Announcement)
+                self.grid.mesh = mesh_of(self.grid.places, device_type, self.control.deadline)
         return self.grid.mesh
 
     # ------------------------------------------------------------------ running

@@ -98,6 +98,13 @@ def agree(rank: int, world: int) -> dict[str, Any]:
         seen["timeout"] = attempt(lambda: control.agree(Operation.flush, 7, Announcement))
     torch.distributed.barrier()
     control.close()
+    make("a name used again").report(StageError("the failure before"))
+    torch.distributed.barrier()
+    fault = _C.Fault()
+    control = make("a name used again", fault)
+    time.sleep(1.2)  # ranks look for failures twice a second
+    seen["failure before"] = str(fault.error)
+    control.close()
     control = make("leaving")
     if rank == 1:
         time.sleep(0.5)
@@ -190,6 +197,13 @@ def test_every_rank_gets_what_all_announced(results: Results) -> None:
         for number, table in enumerate(result.value["tables"]):
             want = [(rank, number, -(2**62) - rank, rank % 2, rank, number) for rank in range(3)]
             assert [tuple(row) for row in table] == want
+
+
+@pytest.mark.slow
+def test_failures_of_a_pipeline_of_the_same_name_before_are_not_heard_again(
+    results: Results,
+) -> None:
+    assert [result.value["failure before"] for result in results[1]] == ["None"] * 3
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,18 +23,27 @@ TINY_GPT = [f"--{name}={value}" for name, value in SHAPE.items()]
 pytestmark = pytest.mark.slow
 
 
-def run_alone(example: str, *arguments: str) -> str:
-    """The example as a plain Python program; what it printed."""
+def start_alone(example: str, *arguments: str) -> subprocess.Popen[str]:
+    """The example as a plain Python program."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, str(EXAMPLES / example), *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def run_alone(example: str, *arguments: str) -> str:
+    """What the example printed."""
+    with start_alone(example, *arguments) as process:
+        try:
+            output, errors = process.communicate(timeout=150)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output + errors
+    return output
 
 
 @pytest.fixture
@@ -112,6 +123,32 @@ def test_gpt_learns_with_four_stages_in_one_process(tmp_path: Path, text: Path) 
     first, last = losses_of(output)
     assert last < first - 0.5
     assert (out / "timeline.png").exists()
+
+
+def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    common = [*TINY_GPT, "--steps", "200", "--microbatches", "4", "--save-every", "20"]
+
+    def run_in(folder: str, stages: int) -> list[str]:
+        at = ["--checkpoint", str(tmp_path / folder), "--out", str(tmp_path / "out")]
+        return [*common, *at, "--stages", str(stages), "--data", str(text)]
+
+    def weights_of(folder: str) -> bytes:
+        (file,) = (tmp_path / folder / "step-00000200").glob("model-*.safetensors")
+        return file.read_bytes()
+
+    run_alone("train_gpt.py", *run_in("undisturbed", 2))
+    interrupted = start_alone("train_gpt.py", *run_in("run", 4))
+    while not any((tmp_path / "run").glob("step-????????")):
+        assert interrupted.poll() is None, interrupted.communicate()
+        time.sleep(0.01)
+    interrupted.send_signal(signal.SIGTERM)
+    printed = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 128 + signal.SIGTERM, printed
+    assert not (tmp_path / "run" / "step-00000200").exists()
+    run_alone("train_gpt.py", *run_in("run", 2))
+    assert weights_of("run") == weights_of("undisturbed")
 
 
 def recognised(output: str) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,7 +220,31 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         with pipe.timeline() as events:
             pass
         assert events.gather() == []
+    pipe = make(None, width=2)
+    outcomes["one alone"] = attempt(lambda: pipe.mesh if rank == 0 else pipe.flush())
+    outcomes["a rank hangs"] = attempt(lambda: make_a_mesh_while_one_hangs(rank))
     return outcomes
+
+
+def make_a_mesh_while_one_hangs(rank: int) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipe = pd2.PipelineModule(
+        layers,
+        F.mse_loss,
+        num_microbatches=2,
+        width=2,
+        example_args=(torch.zeros(1, 4),),
+        timeout=2.0,
+    )
+    start = time.monotonic()
+    hang = mock.patch(
+        "pipedream2bw.ranks.mesh.DeviceMesh", side_effect=lambda *a, **k: time.sleep(60)
+    )
+    try:
+        with hang if rank == 1 else contextlib.nullcontext():
+            assert pipe.mesh
+    finally:
+        assert time.monotonic() - start < 5.0
 
 
 OUTCOMES: Expected = {
@@ -232,6 +259,8 @@ OUTCOMES: Expected = {
     "norm": ("ValueError", ["max_grad_norm: 1.0, 'tp' of the mesh: 2"]),
     "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
     "rows": ("ValueError", ["rows of the arguments"]),
+    "one alone": ("StageError", ["rank 0: new_mesh 0, rank 1: flush 0"]),
+    "a rank hangs": ("PeerTimeout", ["a rank was lost while making the mesh: no answer for 2.0 s"]),
 }
 
 

@@ -25,6 +25,7 @@ from tests.runs.lives import (
     whole_of,
 )
 from tests.runs.outcomes import Outcome, assert_raised, attempt
+from tests.runs.trajectory import assert_close
 
 
 def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
@@ -70,6 +71,39 @@ def test_one_run_goes_on_with_4_2_1_and_3_stages(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+def test_one_run_goes_on_with_2_replicas_1_and_2_within_1e_6(tmp_path: Path) -> None:
+    # The rows of a batch come in the same 12 microbatches.
+    alone = Setting(norm=True, feedback=True, num_microbatches=12, batches=2)
+    wide = dataclasses.replace(alone, width=2, num_microbatches=6)
+    in_threads = Life(schedule="2bw", ranks=2, stages=1, in_threads=True, every=2)
+    in_processes = dataclasses.replace(in_threads, ranks=1, in_threads=False)
+    undisturbed = dataclasses.replace(alone, batches=6)
+    want = whole_of(run_life(undisturbed, in_threads, tmp_path / "undisturbed"))
+    losses: dict[int, list[float]] = {}
+    starts = []
+    for number, setting in enumerate((wide, alone, wide)):
+        life = in_processes if setting.width == 2 else in_threads
+        part = dataclasses.replace(setting, batches=2 * (number + 1))
+        results = run_life(part, life, tmp_path / "run")
+        got = whole_of(results)
+        starts.append(results[0].value["start"])
+        for (_, batch), loss in got["losses"].items():
+            losses.setdefault(batch, []).append(loss)
+    assert starts == [0, 2, 4]
+    for batch, of_replicas in losses.items():
+        loss = torch.tensor(sum(of_replicas) / len(of_replicas))
+        assert_close(f"loss {batch}", loss, torch.tensor(want["losses"][0, batch]), within=1e-6)
+    buffers = {name for _, name in want["buffers"]}
+    for name in set(want["state"]) - buffers:
+        assert_close(name, got["state"][name], want["state"][name], within=1e-6)
+    # Each replica's own; a new one begins with the first's.
+    counts = [n for name, n in got["buffers"].items() if name[1].endswith("num_batches_tracked")]
+    assert counts == [2 * 6 + 2 * 12 + 2 * 6] * len(counts)
+    assert {replica for replica, _ in got["buffers"]} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_signal_to_one_rank_saves_all_and_ends_them(tmp_path: Path) -> None:
     setting = dataclasses.replace(SETTINGS["2bw adamw"], batches=2000)
     life = Life(
@@ -110,7 +144,7 @@ def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
         Folder.holds = holds  # type: ignore[method-assign]
         if rank == 1:
 
-            def gone(self: Folder, *names: str) -> object:
+            def gone(self: Folder, *names: str, **options: Any) -> object:
                 raise FileNotFoundError(names[-1])
 
             Folder.open = gone  # type: ignore[method-assign,assignment]

@@ -70,7 +70,7 @@ def make_model(setting: Setting) -> nn.Module:
     torch.manual_seed(3)
     layers: list[nn.Module] = []
     for _ in range(6):
-        layers += [nn.Linear(WIDTH, WIDTH)]
+        layers += [nn.Linear(WIDTH, WIDTH, bias=not setting.norm)]
         layers += [nn.BatchNorm1d(WIDTH)] if setting.norm else []
         layers += [nn.Tanh(), nn.Dropout(0.1)]
     return nn.Sequential(*layers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from tests.runs.building_again import ENDS, each_round
 from tests.runs.resources import Resources, resources
 
 REPORTS = 20
+CHECKPOINTS = Path("checkpoints")  # in the folder that all ranks run in
+SAVE_EVERY, KEEP = 250, 2
 
 
 def trained(batches: int) -> Iterator[Resources]:
@@ -25,12 +29,14 @@ def trained(batches: int) -> Iterator[Resources]:
         optimizer = pd2.PipelineOptimizer(
             torch.optim.AdamW(pipe.parameters(), lr=1e-3), max_grad_norm=1.0
         )
+        saver = pd2.Checkpointer(CHECKPOINTS, pipe, optimizer, every=SAVE_EVERY, keep=KEEP)
         loss = None
         for batch in range(batches):
             if loss is not None:
                 float(loss)
             loss = pipe.train_step(x[: 4 + batch % 5], target=y[: 4 + batch % 5])
             optimizer.step()
+            saver.step()
             if batch % 300 == 299:
                 pipe.flush()
             if batch % 500 == 499:
@@ -41,7 +47,24 @@ def trained(batches: int) -> Iterator[Resources]:
                 pipe.full_state_dict()
                 optimizer.state_dict()
             if (batch + 1) % max(1, batches // REPORTS) == 0:
+                pipe.flush()
+                wait_for_saves()
                 yield resources()
+        saver.close()
+
+
+def wait_for_saves() -> None:
+    """Until those under way have ended, which is soon after a drain.
+
+    Raises:
+        AssertionError: they do not end, or older checkpoints stay.
+    """
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("pd2 checkpoint") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a save does not end"
+        time.sleep(0.01)
+    found = sorted(path.name for path in CHECKPOINTS.glob("*"))
+    assert len(found) <= KEEP + 1, found  # which rank 0 may be removing
 
 
 def soak(rank: int, world: int, batches: int, cycles: int) -> list[tuple[float, Resources]]:

@@ -404,8 +404,8 @@ def alike(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimiz
     [
         (
             by_kind,
-            r"param_groups: 0\.bias is in group 0 of AdamW \(optimizer 0\), the checkpoint has it in "
-            r"group 1 of AdamW \(optimizer 0\)",
+            r"param_groups: 0\.bias is in group 0 of AdamW \(optimizer 0\), the checkpoint has it "
+            r"in group 1 of AdamW \(optimizer 0\)",
         ),
         (
             alike,
@@ -475,7 +475,9 @@ def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
     model = make_model()
     model[9].register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
     run = start(model=model)
-    with pytest.raises(TypeError, match=r"9\.angles: a tensor of torch.complex128.*torch.complex64"):
+    with pytest.raises(
+        TypeError, match=r"9\.angles: a tensor of torch.complex128.*torch.complex64"
+    ):
         pd2.Checkpointer(tmp_path, run.pipe, run.opt, preempt=())
     named = nn.Sequential()
     named.add_module("$0", nn.Linear(WIDTH, WIDTH))

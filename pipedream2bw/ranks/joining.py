@@ -1,0 +1,79 @@
+"""Joins the processes that were started together, also where a launcher starts them again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from .deadline import Deadline
+
+_LOOK_SECONDS = 0.01
+
+
+def join_world(device_type: str, deadline: Deadline) -> int:
+    """The number of processes; makes the process group where torchrun's environment is alone."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        deadline.wait("joining all ranks", lambda: _join(backend, deadline.seconds))
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _join(backend: str, seconds: float) -> None:
+    store, rank, world = next(rendezvous("env://"))
+    store = store_of_this_life(store, rank, world, seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> Store:
+    """A part of the store that these processes alone use. Every process calls it.
+
+    torchrun gives the processes that it starts again the store of those before, with their
+    addresses and failures, and no number of the start that is equal on all machines. So each
+    process says a word of its own, rank 0 answers it with the name of the part, and whoever has
+    that answer tells it there. Words and answers of earlier processes match nothing.
+
+    Raises:
+        RuntimeError: a process did not come within ``seconds``.
+    """
+    last = time.monotonic() + seconds
+    word = secrets.token_hex(8)
+
+    def part(name: str) -> Store:
+        return PrefixStore(f"pipedream2bw/life/{name}", store)
+
+    def until(is_done: Callable[[], bool], others: str) -> None:
+        while not is_done():
+            if time.monotonic() > last:
+                raise RuntimeError(f"{others} did not come within {seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+    said, answers = part("said"), part("answers")
+    if rank == 0:
+        own = part(word)
+        for other in map(str, range(1, world)):
+
+            def has_come(other: str = other) -> bool:
+                if said.check([other]):
+                    answers.set(other, f"{said.get(other).decode()} {word}")
+                return bool(own.check([other]))
+
+            until(has_come, f"rank {other}")
+        return own
+    answer: list[str] = []
+
+    def is_answered() -> bool:
+        if answers.check([str(rank)]):
+            answer[:] = answers.get(str(rank)).decode().split()
+        return answer[:1] == [word]
+
+    said.set(str(rank), word)
+    until(is_answered, "rank 0")
+    own = part(answer[1])
+    own.set(str(rank), "")
+    return own
