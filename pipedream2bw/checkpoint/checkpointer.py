@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ log = logging.getLogger("pipedream2bw")
 _NOTHING, _SAVE, _STOP = 0, 1, 2
 """What a rank wishes that all do after the batch."""
 
+_LOOK_SECONDS = 0.05
 _MOST_FAILURES = 3
 
 
@@ -238,11 +240,13 @@ class Checkpointer:
         return under_way
 
     def _wait_for(self, each: _UnderWay) -> None:
-        try:
-            error = each.saving.done.exception(self._session.control.timeout)
-        except TimeoutError:
-            error = self._too_long()
-        self._ended(each, error)
+        session, done = self._session, each.saving.done
+        last = time.monotonic() + session.control.timeout
+        while not done.done() and time.monotonic() < last:
+            if session.ending.is_open and session.control.discards.first is not None:
+                return  # it may wait for the discarded batch; the next agreement takes both back
+            wait([done], _LOOK_SECONDS)
+        self._ended(each, done.exception() if done.done() else self._too_long())
 
     def _too_long(self) -> TimeoutError:
         return TimeoutError(f"it took more than {self._session.control.timeout:g} s")
