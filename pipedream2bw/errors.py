@@ -103,6 +103,7 @@ class StageError(_WithDataError, RuntimeError):
         discarded: the numbers of the train_steps that were taken back, of the batch that failed and
             of later ones (none if an evaluation failed): the next train_steps have these numbers.
             None: the pipeline has ended.
+        restarts_delay: the next batch reads the newest weights, and the delay begins anew.
     """
 
     rank: int | None = None
@@ -113,6 +114,7 @@ class StageError(_WithDataError, RuntimeError):
     action: str | None = None
     cause: str | None = None
     discarded: tuple[int, ...] | None = None
+    restarts_delay: bool = False
 
 
 class PeerLost(StageError):  # noqa: N818

@@ -94,6 +94,7 @@ class Discarding:
         discarded = tuple(range(begun.train_steps, num_train_steps))
         updates = max(0, self._accumulation.num_updates - batch)
         stages.take_back(batch, begun.train_steps, batches=not is_evaluation)
+        restarts_delay = not is_evaluation and self._restarts_delay(failure)
         text = f"{failure}. The evaluation was discarded, the pipeline is open"
         if not is_evaluation:
             shown = ", ".join(map(str, discarded))
@@ -102,13 +103,14 @@ class Discarding:
                 f"it was before them, at version {batch}"
             )
             self._accumulation.take_back(batch, begun.counts)
-            if self._restarts_delay(failure):
+            if restarts_delay:
                 text += "; the delay begins anew"
                 for stage in stages:
                     stage.weights.engine.restart_delay()
         self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
         error = reworded(failure, text)
         error.discarded = discarded
+        error.restarts_delay = restarts_delay
         error.__cause__ = failure.__cause__
         taken = TakenBack(batch, begun.train_steps, updates, error)
         self._taken_back.append(taken)

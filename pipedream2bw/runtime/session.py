@@ -100,6 +100,7 @@ class Session:
         )
         self._drained = True
         self._mode_of_last_step = self.root.training
+        self._mode_was_set = False  # and the stages' modules are still in the former one
         _all.add(self)
 
     @property
@@ -236,9 +237,15 @@ class Session:
     def _mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""
         if self._mode_of_last_step != is_train:
-            # The modes' stages may be wired differently; and torch.fx, if this mode has yet to be
-            # captured, traces by replacing nn.Module's call for all threads.
+            # The modes' stages may be wired differently, and what runs again before its backward
+            # runs in the mode of its forward; and torch.fx, if this mode has yet to be captured,
+            # traces by replacing nn.Module's call for all threads.
             self.drain()
+        if self._mode_was_set:
+            self.stages.finish_submitted()
+            for stage in self.stages:
+                stage.weights.copy_training_flags()
+            self._mode_was_set = False
         if is_train not in self.modes:
             self.stages.connect(self.control.together(lambda: self._capture(is_train)))
         return self.modes[is_train]
@@ -360,13 +367,10 @@ class Session:
     # ------------------------------------------------------------------ changing
 
     def set_mode(self, is_train: bool) -> None:
-        """Sets the mode of the model's modules on every stage."""
+        """Sets the mode of the model's modules; the stages' follow before the next run."""
         self.ending.check_open()
-        with self.ending.failing_closes():
-            self.stages.finish_submitted()  # what was submitted in one mode runs in it
         self.root.train(is_train)
-        for stage in self.stages:
-            stage.weights.copy_training_flags()
+        self._mode_was_set = True
 
     def load(self, opened: Callable[[], Checkpoint], *, strict: bool) -> Any:
         """Loads this process's part of a checkpoint into every weight version. Drains."""

@@ -139,7 +139,7 @@ def train(
                     raise
                 outcome.errors.append(error)
                 del losses[pipe.session.num_train_steps :]
-                if "begins anew" in str(error):
+                if error.restarts_delay:
                     outcome.restarts.append(len(losses))
                 return None
 

@@ -359,6 +359,9 @@ void Executor::drain() {
 
 void Executor::finish_updates() {
   for (const auto& worker : workers_) {
+    worker->updates().give_up();
+  }
+  for (const auto& worker : workers_) {
     worker->updates().settle();
   }
 }

@@ -165,12 +165,18 @@ void StageUpdates::begin_copies(std::int64_t made) {
   });
 }
 
-void StageUpdates::settle() {
+void StageUpdates::give_up() {
   finish();
   if (complete_ && callbacks_.discards && !is_good(*complete_)) {
-    // No step will come, but replicas may wait, whose steps have.
     stage_.begin_nothing(complete_->batch);
-    drop(*std::exchange(complete_, std::nullopt));
+    given_up_ = std::exchange(complete_, std::nullopt);
+  }
+}
+
+void StageUpdates::settle() {
+  give_up();
+  if (given_up_) {
+    drop(*std::exchange(given_up_, std::nullopt));
   }
   if (copier_) {
     wait_for(*copier_);

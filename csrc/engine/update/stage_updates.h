@@ -54,7 +54,10 @@ class StageUpdates {
   // Calls `copy` in a thread of its own once `version` has been made, at once if it has. No later
   // update begins before `copy` has returned: what updates alone change stays as it is meanwhile.
   void copy_after(std::int64_t version, std::function<void()> copy);
-  // finish(), and waits for copies under way.
+  // If the batch that waits for its step is discarded, no step will come: begins what replicas and
+  // copies wait for, whose steps have. All stages of a rank do before any of them waits in turn.
+  void give_up();
+  // finish(), give_up(), and waits for what these have begun and for copies under way.
   void settle();
 
   // While nothing is under way. With one stage per rank a thread may wait for the others' word;
@@ -99,6 +102,7 @@ class StageUpdates {
   std::map<std::int64_t, float> loss_scales_;  // of runs that have not been updated
   std::map<std::int64_t, Apply> submitted_;    // by the batch's last run; gradients incomplete
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
+  std::optional<Complete> given_up_;           // they were, and what replicas wait for has begun
   std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
   bool is_alone_ = false;
   bool is_under_way_ = false;
