@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-CELL_SECONDS = 60.0
+CELL_SECONDS = 15.0
 """After which a cell hangs."""
 
 BEGIN = """
@@ -130,14 +130,14 @@ class Kernel:
         self.client.wait_for_ready(timeout=CELL_SECONDS)
 
     def run(self, code: str, interrupt_after: float | None = None) -> tuple[str, str, str]:
-        """Gives what a cell printed, and the kind and text of its error.
+        """Gives what a cell printed, and the kind and text of its error; "ok" without one.
 
         Args:
             interrupt_after: seconds after it has first printed something.
         """
         sent = self.client.execute(code)
         end = time.monotonic() + CELL_SECONDS
-        printed, kind, text = "", "", ""
+        printed = ""
         due: float | None = None
         while True:
             now = time.monotonic()
@@ -159,15 +159,19 @@ class Kernel:
                 if not printed and interrupt_after is not None:
                     due = time.monotonic() + interrupt_after
                 printed += content["text"]
-            elif message["msg_type"] == "error":
-                kind, text = content["ename"], "\n".join(content["traceback"])
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
-                return printed, kind, text
+                break
+        reply = self.client.get_shell_msg(timeout=CELL_SECONDS)
+        while reply["parent_header"].get("msg_id") != sent:
+            reply = self.client.get_shell_msg(timeout=CELL_SECONDS)
+        content = reply["content"]
+        text = "\n".join(content.get("traceback", []))
+        return printed, content.get("ename", content["status"]), text
 
     def value(self, code: str) -> Any:
         """What a cell prints as JSON."""
         printed, kind, text = self.run(code)
-        if kind:
+        if kind != "ok":
             raise RuntimeError(text)
         return json.loads(printed) if printed else None
 
@@ -188,7 +192,7 @@ def interrupt(kernel: Kernel, schedule: str, count: int, chance: random.Random) 
     for number in range(count):
         _, kind, text = kernel.run(TRAIN, interrupt_after=chance.uniform(0, 0.15))
         if kind != "KeyboardInterrupt":
-            return f"interrupt {number}: the cell ended with {kind or 'no error'}\n{text}"
+            return f"interrupt {number}: the cell ended with {kind}\n{text}"
         if first is None and number >= count // 10:
             first = kernel.value(COUNT)
     assert first is not None

@@ -20,6 +20,7 @@ from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
+from .interrupts import interrupts_later
 from .runner import BoundProgram, StageOptions, StageRunner
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties
@@ -330,8 +331,9 @@ class LocalStages:
 
     def drain(self) -> None:
         """Runs the schedule's epilogue on every stage and waits for it."""
-        for executor in self._executors:
-            executor.submit_drain()
+        with interrupts_later():
+            for executor in self._executors:
+                executor.submit_drain()
         self.finish_submitted()
         self._tickets.clear()
 

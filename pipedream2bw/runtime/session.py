@@ -186,14 +186,15 @@ class Session:
             run = ~self._num_evaluations  # never a train_step's number
             self._num_evaluations += 1
             stages = self.stages.of_first_pipeline()
-            for stage in stages:
-                inputs = self._intake.inputs(given, stage, mode, microbatches)
-                stage.runner.begin(run, inputs)
             # If it fails it is discarded alone: as a batch after all that have begun.
             batch = self.accumulation.num_updates + 1
-            self.stages.submit_evaluation(
-                _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
-            )
+            with self._interruptible_later():
+                for stage in stages:
+                    inputs = self._intake.inputs(given, stage, mode, microbatches)
+                    stage.runner.begin(run, inputs)
+                self.stages.submit_evaluation(
+                    _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
+                )
             self.drain()
             outputs = [stage.runner.outputs_of(run) for stage in stages]
         return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
