@@ -3,9 +3,9 @@
     python -m tests.fail_anywhere --cases 500 --seed 0       every schedule, threads and processes
     python -m tests.fail_anywhere --case 17 --seed 0         this one alone
 
-What is kept must have the bits of a run of these batches alone, and those of the unsplit model where
-there is a definition at hand. Every rank must raise the same. Where the documents let a failure end
-the pipeline, all ranks must raise a StageError, and what they hold must be readable.
+What is kept must have the bits of a run of these batches alone, and those of the unsplit model
+where there is a definition at hand. Every rank must raise the same. Where the documents let a
+failure end the pipeline, all ranks must raise a StageError, and what they hold must be readable.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def judge(case: Case, by_rank: list[Seen]) -> str:
     has_others = case.width > 1 or "chimera" in case.schedule
     all_alike = not has_others and len(first.kept) % case.accumulate == 0
     names = [n for n in got if all_alike or ("running" not in n and "num_" not in n)]
-    return next(
-        filter(None, (compare(case, f"oracle: {n}", got[n], state[n]) for n in names)), ""
-    )
+    return next(filter(None, (compare(case, f"oracle: {n}", got[n], state[n]) for n in names)), "")
 
 
 def compare(case: Case, where: str, got: object, want: object) -> str:

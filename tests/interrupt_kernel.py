@@ -4,10 +4,10 @@
 
 Needs ``pip install ipykernel jupyter_client``, which no extra of the package installs.
 
-A cell trains, evaluates, flushes and reads losses in an endless loop until the interrupt, sometimes
-in a batch whose ``opt.step()`` is missing: the next train_step discards that. In the end the weights
-must be those of the unsplit model on the batches whose train_step counted, bit for bit, and the
-kernel must have as many threads as after the first tenth.
+A cell trains, evaluates, flushes and reads losses in an endless loop until the interrupt, which may
+come in a batch whose ``opt.step()`` is missing: the next train_step discards that. In the end the
+weights must be those of the unsplit model on the batches whose train_step counted, bit for bit, and
+the kernel must have as many threads as after the first tenth.
 """
 
 from __future__ import annotations

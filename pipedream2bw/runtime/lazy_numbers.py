@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 
 from .. import _C
 from ..errors import StageError, reworded
+from .later_train_steps import train_steps_until_finished, train_steps_until_loss
 from .session import Session
 
 _Read = TypeVar("_Read")
@@ -67,18 +68,27 @@ class LazyNumber(abc.ABC):
 
     def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
         """Waits for a number that exists after the last backward on every stage."""
-        session = self._session()
-        if session is not None and not self.done():
-            session.ending.check_open()
-            session.discarding.check_kept(self.train_step, self._times_taken_back)
-            missing = session.train_steps_until_finished(self.train_step)
-            if missing > 0:
-                raise RuntimeError(
-                    f"{type(self).__name__} of train_step {self.train_step}: its last backwards "
-                    f"run during the train_steps after it, of which {missing} must still be "
-                    "called: read it then, or after flush()"
-                )
+        self._check_can_come("its", train_steps_until_finished)
         return self._wait(read)
+
+    def _check_can_come(self, whose: str, count: Callable[[Session, int], int]) -> None:
+        """Raises if last backwards are missing that need later train_steps.
+
+        Args:
+            count: gives how many.
+        """
+        session = self._session()
+        if session is None or self.done():
+            return
+        session.ending.check_open()
+        session.discarding.check_kept(self.train_step, self._times_taken_back)
+        missing = count(session, self.train_step)
+        if missing > 0:
+            raise RuntimeError(
+                f"{type(self).__name__} of train_step {self.train_step}: {whose} last backwards "
+                f"run during the train_steps after it, of which {missing} must still be "
+                "called: read it then, or after flush()"
+            )
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -145,5 +155,7 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
+            whose = "an earlier one's, for whose update its forward waits on all stages,"
+            self._check_can_come(whose, train_steps_until_loss)
             self._numbers = self._wait(self._slot.wait)
         return self._numbers

@@ -23,7 +23,7 @@ from ..stages.modes import Mode
 from .interrupts import interrupts_later
 from .runner import BoundProgram, StageOptions, StageRunner
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
-from .tied_copies import Tie, TiedCopies, find_ties
+from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,6 +71,7 @@ class LocalStages:
         options: how the stages compute.
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
+        updates_have_norm: whether all stages' updates wait for one norm.
         in_update_order: the stages, those of a rank in the order in which the schedule updates
             them.
     """
@@ -108,6 +109,8 @@ class LocalStages:
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))
         self._ties = TiedCopies(ties, grid, weights)
+        self._tied_updates = [tie.stages for tie in ties if is_trained(tie, root)]
+        self.updates_have_norm = False
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
@@ -272,6 +275,12 @@ class LocalStages:
         else:
             for stage in self._stages:
                 stage.weights.engine.restart_delay()
+
+    @property
+    def joint_updates(self) -> Sequence[Sequence[int]]:
+        """The stages that make their updates together."""
+        everywhere = [range(self.schedule.num_stages)] if self.updates_have_norm else []
+        return [*self._tied_updates, *everywhere]
 
     def submit_train_step(self, run: _C.Run) -> None:
         """Begins a train_step."""

@@ -56,6 +56,7 @@ class Session:
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+        first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
         wish: gives a number of what this rank wishes that all do after a batch.
         agreed_wish: the greatest of all ranks, when the last batch or evaluation began.
@@ -98,7 +99,7 @@ class Session:
             replicated,
             losses_are_means=accumulation.averages,
         )
-        self._drained = True
+        self.first_unfinished: int | None = None
         self._mode_of_last_step = self.root.training
         self._mode_was_set = False  # and the stages' modules are still in the former one
         _all.add(self)
@@ -163,7 +164,8 @@ class Session:
             )
         )
         self.accumulation.take(part)
-        self._drained = False
+        if self.first_unfinished is None:
+            self.first_unfinished = number
         self.num_train_steps += 1
         self.ending.batch = self.num_train_steps
         return slot
@@ -203,12 +205,6 @@ class Session:
     def gives_output(self) -> bool:
         """Whether this process has the last stage that evaluates: the first pipeline's."""
         return self.grid.depth - 1 in self.grid.stages
-
-    def train_steps_until_finished(self, train_step: int) -> int:
-        """How many more train_steps the last backward of one of them needs, on every stage."""
-        if self._drained:
-            return 0
-        return train_step + self.schedule.most_batches_behind + 1 - self.num_train_steps
 
     def _take(
         self,
@@ -335,9 +331,9 @@ class Session:
         Raises:
             StageError: a batch was discarded, and has been taken back.
         """
-        if not self._drained:
+        if self.first_unfinished is not None:
             self.stages.drain()
-            self._drained = True
+            self.first_unfinished = None
         self.stages.finish_submitted()  # updates submitted after the last drain
         first = self.control.first_discarded()
         if first is not None:

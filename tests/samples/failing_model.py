@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from tests.references.oracle import Batch
 
 WIDTH = 4
-ROWS = 2
+ROWS = 3
 """Of a microbatch."""
 
 _TAGS = 1 << 10  # more than rows in a batch
@@ -140,7 +140,7 @@ class Layer(nn.Module):
     def __init__(self, number: int, failing: Failing, *, norm: bool, dropout: bool) -> None:
         super().__init__()
         self.number, self.failing = number, failing
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)  # norms take one away
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.2 if dropout else 0.0)
         self.register_buffer("num_calls", torch.zeros(()))
