@@ -486,7 +486,6 @@ class Discards:
     first: Final[int | None]
     batch: Final[int | None]
     error: Final[StageError | None]
-    generation: Final[int]
     kept: Final[int]
     def go_on(self) -> None: ...
 

@@ -134,7 +134,6 @@ void bind_discards(py::module_& module) {
                                return of_failure(
                                    self, [](const auto& found) { return error_of(found.second); });
                              })
-      .def_property_readonly("generation", &Discards::generation)
       .def_property_readonly("kept",
                              [](const Discards& self) {
                                const auto failure = self.failure();

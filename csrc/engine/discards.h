@@ -57,8 +57,6 @@ class Discards {
     const std::lock_guard lock(mutex_);
     return failure_ ? std::optional(std::pair(batch_, *failure_)) : std::nullopt;
   }
-  // How often batches have been taken back.
-  std::uint64_t generation() const { return generation_; }
   // The discarded batches have been taken back, in all processes. All stages are idle.
   void go_on() {
     const std::lock_guard lock(mutex_);

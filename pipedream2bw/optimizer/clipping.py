@@ -66,6 +66,7 @@ class Clipping:
         if self.loss_scale is not None:
             scale = _C.LossScale(**dataclasses.asdict(self.loss_scale), version=newest)
         norm = self._norm(session, scale) if self._needs_norm else None
+        session.stages.updates_have_norm = norm is not None
         number_of = _numbers(session)
         for stage in session.stages:
             clipping = _C.Clipping(
@@ -126,4 +127,5 @@ class GradNorm(LazyNumber):
             RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
                 during which the norm comes has not been called.
         """
-        return self._wait_for_update(self._number.wait)[0]
+        norm = self._wait_for_update(self._number.wait)
+        return math.nan if norm is None else norm[0]

@@ -7,6 +7,7 @@ import math
 
 from .. import _C
 from ..checks import check_number, check_whole_number
+from ..runtime.later_train_steps import train_steps_until_finished
 from ..runtime.lazy_numbers import LazyNumber
 from ..runtime.session import Session
 
@@ -70,5 +71,6 @@ class NewestScale(LazyNumber):
                 has not been called.
         """
         if self._update is not None:
-            self._wait_for_update(self._update.item)
+            self._check_can_come("its", train_steps_until_finished)
+            self._update.item()
         return self._scale.of_version(self._version)

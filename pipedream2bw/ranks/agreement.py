@@ -126,9 +126,7 @@ class ControlPlane:
         if world > 1:
             # Processes before these, started by the same torchrun, may have left failures there.
             name = f"{name}/{self.from_first(lambda: secrets.token_hex(4))}"
-            self._first_failure = FirstFailure(
-                store, name, fault=self.fault, discards=self.discards
-            )
+            self._first_failure = FirstFailure(store, name, self.fault)
 
     @property
     def discards_reach_all(self) -> bool:
@@ -185,13 +183,6 @@ class ControlPlane:
         self.deadline.wait("agreeing", lambda: dist.all_gather_object(told, mine, group=self.group))
         document = next(document for document, _ in told if document is not None)
         return from_document(document), all(has for _, has in told)
-
-    def cause_of_discard(self) -> StageError | None:
-        """Why a batch is discarded, as far as it is known here; no other rank need call it."""
-        error = self.discards.error
-        if error is None and self._first_failure is not None:
-            error = self._first_failure.why_discarded(self.discards.generation)
-        return error
 
     def _exchange_rows(
         self, operation: Operation, number: int, failed: bool, announcement: Announcement

@@ -1,4 +1,4 @@
-"""Failures of ranks, passed on to all through the process group's store."""
+"""The first failure of any rank, passed on to all through the process group's store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from ..errors import StageError, from_document, to_document
 
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0
-_WORD_SECONDS = 2 * _LOOK_SECONDS + _ANSWER_SECONDS  # here and there a thread has to look
 
 
 class FirstFailure:
     """Tells the other ranks what failed here, and raises here what failed elsewhere.
-
-    Also why a batch is discarded, to ranks that ask.
 
     The process that hosts the store may be stopped, or its machine gone: a call then never returns.
     So one thread alone speaks to the store, and nobody waits for it without a deadline.
@@ -27,23 +24,18 @@ class FirstFailure:
         store: the process group's.
         name: of the pipeline, the same on every rank.
         fault: raised when another rank has failed; its failure is told to the others.
-        discards: whose failure is told to the others.
     """
 
-    def __init__(self, store: Store, name: str, *, fault: _C.Fault, discards: _C.Discards) -> None:
+    def __init__(self, store: Store, name: str, fault: _C.Fault) -> None:
         self._store = store
         self._key = f"pipedream2bw/{name}/failure"
         self._fault = fault
-        self._discards = discards
         self._reported: StageError | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._known = threading.Event()
         self._thread_is_stuck = False
         self._first = ""  # the document of the first failure, if it is known
-        self._causes: dict[int, str] = {}  # the documents of why batches are discarded
-        self._asked = -1  # for the cause of this generation of discards
-        self._answered = threading.Condition()
         self._thread = threading.Thread(
             target=self._pass_on, name=f"{name} watches for failures", daemon=True
         )
@@ -61,14 +53,6 @@ class FirstFailure:
         is_mine = self._first in ("", to_document(failure))
         return failure if is_mine else from_document(self._first)
 
-    def why_discarded(self, generation: int) -> StageError | None:
-        """Why a batch is discarded, if some rank tells it in time; no rank need call it."""
-        with self._answered:
-            self._asked = generation
-            self._answered.wait_for(lambda: generation in self._causes, _WORD_SECONDS)
-            told = self._causes.get(generation)
-        return None if told is None else from_document(told)
-
     def close(self) -> None:
         """Ends the thread, or leaves it behind if the store does not answer."""
         self._closed.set()
@@ -80,7 +64,6 @@ class FirstFailure:
         with contextlib.suppress(Exception):  # the store may have died with its host
             while not self._first:
                 self._wake.wait(_LOOK_SECONDS)
-                self._pass_on_causes()
                 failure = self._reported or self._fault.error
                 if failure is not None:
                     told: bytes = self._store.compare_set(self._key, "", to_document(failure))
@@ -90,21 +73,4 @@ class FirstFailure:
                 elif self._store.check([self._key]):
                     self._first = self._store.get(self._key).decode()
                     self._fault.raise_(from_document(self._first))
-            self._pass_on_causes()  # a rank that tells both tells the cause first
         self._known.set()
-
-    def _pass_on_causes(self) -> None:
-        """Tells why a batch is discarded if that is known here; learns it if somebody asks."""
-        generation, error = self._discards.generation, self._discards.error
-        if self._discards.generation != generation or generation in self._causes:
-            return  # meanwhile the batches were taken back: all ranks know
-        key = f"{self._key}/discarded/{generation}"
-        told = b""
-        if error is not None:
-            told = self._store.compare_set(key, "", to_document(error))
-        elif self._asked == generation and self._store.check([key]):
-            told = self._store.get(key)
-        if told:
-            with self._answered:
-                self._causes = {generation: told.decode()}
-                self._answered.notify_all()

@@ -49,7 +49,7 @@ class Discarding:
         self._control = stages.control
         self._accumulation = accumulation
         self._begun: dict[int, _Begun] = {}  # by batch
-        self._taken_back: list[TakenBack] = []
+        self._taken_back: list[int] = []  # the first train_step each time
         self._listeners: list[weakref.WeakMethod[Listener]] = []
 
     @property
@@ -114,7 +114,7 @@ class Discarding:
         error.discarded, error.restarts_delay = discarded, restarts_delay
         error.__cause__ = failure.__cause__
         taken = TakenBack(batch, begun.train_steps, updates, error)
-        self._taken_back.append(taken)
+        self._taken_back.append(taken.train_step)
         discards.go_on()
         for method in self._listeners:
             listener = method()
@@ -122,12 +122,10 @@ class Discarding:
                 listener(taken)
         return taken, original
 
-    def check_kept(self, train_step: int, num_times: int) -> None:
-        """Raises StageError if a train_step was discarded.
+    def is_taken_back(self, train_step: int, num_times: int) -> bool:
+        """Whether a train_step was discarded.
 
         Args:
             num_times: how often batches had been taken back when it was called.
         """
-        for taken in self._taken_back[num_times : num_times + 1]:
-            if train_step >= taken.train_step:
-                raise reworded(taken.error, str(taken.error))
+        return any(train_step >= first for first in self._taken_back[num_times:])

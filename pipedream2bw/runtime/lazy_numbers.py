@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import abc
+import math
 import weakref
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from .. import _C
-from ..errors import StageError, reworded
+from .later_train_steps import train_steps_until_finished, train_steps_until_loss
 from .session import Session
-
-_Read = TypeVar("_Read")
 
 
 class LazyNumber(abc.ABC):
     """A number of the last ``train_step``, which may not exist yet.
 
-    It does not keep the pipeline alive.
+    It does not keep the pipeline alive. That of a discarded train_step is nan; read before that is
+    known it may be any number. In one process the first that is read raises, see
+    :class:`pipedream2bw.errors.StageError`.
 
     Attributes:
         train_step: its number.
@@ -28,57 +29,57 @@ class LazyNumber(abc.ABC):
         self.train_step = session.num_train_steps - 1
         self._times_taken_back = session.discarding.num_times
 
-    def _wait(self, read: Callable[[], _Read]) -> _Read:
-        """Returns what ``read`` gives; if the pipeline fails first, raises the first cause.
+    def _wait(self, read: Callable[[], list[float]]) -> list[float] | None:
+        """Returns what ``read`` gives; None if the train_step is discarded.
 
-        So it does if the train_step was discarded.
+        With several processes nothing is raised then: ranks that read would go another way than
+        those that do not. All of them raise in their next common operation.
+
+        Raises:
+            StageError: the pipeline failed first; names the cause. In one process also if the
+                train_step is discarded and has not been taken back: it has now.
         """
         session = self._session()
-        if session is not None:
-            session.discarding.check_kept(self.train_step, self._times_taken_back)
+        if session is not None and self._is_taken_back(session):
+            return None
         try:
             value = read()
         except RuntimeError:
             if session is not None:
                 session.ending.check_open()
             raise
-        if value == []:
-            if session is None:
-                raise RuntimeError(f"train_step {self.train_step} was discarded")
-            self._raise_discarded(session)
-        return value
-
-    def _raise_discarded(self, session: Session) -> NoReturn:
-        """Raises StageError: the train_step has no numbers.
-
-        With several processes it will be taken back in their next common operation.
-        """
-        if not session.grid.in_processes:
+        if value:
+            return value
+        if session is not None and not session.grid.in_processes:
             with session.ending.failing_closes():
                 session.drain()
-        known = session.control.cause_of_discard()
-        if known is None:
-            session.ending.check_open()
-        cause = "a stage of another rank failed" if known is None else str(known)
-        text = f"train_step {self.train_step} will be taken back by the next call: {cause}"
-        error = StageError(text, cause=cause) if known is None else reworded(known, text)
-        error.discarded = (self.train_step,)
-        raise error
+        return None
 
-    def _wait_for_update(self, read: Callable[[], _Read]) -> _Read:
+    def _is_taken_back(self, session: Session) -> bool:
+        return session.discarding.is_taken_back(self.train_step, self._times_taken_back)
+
+    def _wait_for_update(self, read: Callable[[], list[float]]) -> list[float] | None:
         """Waits for a number that exists after the last backward on every stage."""
-        session = self._session()
-        if session is not None and not self.done():
-            session.ending.check_open()
-            session.discarding.check_kept(self.train_step, self._times_taken_back)
-            missing = session.train_steps_until_finished(self.train_step)
-            if missing > 0:
-                raise RuntimeError(
-                    f"{type(self).__name__} of train_step {self.train_step}: its last backwards "
-                    f"run during the train_steps after it, of which {missing} must still be "
-                    "called: read it then, or after flush()"
-                )
+        self._check_can_come("its", train_steps_until_finished)
         return self._wait(read)
+
+    def _check_can_come(self, whose: str, count: Callable[[Session, int], int]) -> None:
+        """Raises if last backwards are missing that need later train_steps.
+
+        Args:
+            count: gives how many.
+        """
+        session = self._session()
+        if session is None or self.done() or self._is_taken_back(session):
+            return
+        session.ending.check_open()
+        missing = count(session, self.train_step)
+        if missing > 0:
+            raise RuntimeError(
+                f"{type(self).__name__} of train_step {self.train_step}: {whose} last backwards "
+                f"run during the train_steps after it, of which {missing} must still be "
+                "called: read it then, or after flush()"
+            )
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -145,5 +146,8 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
-            self._numbers = self._wait(self._slot.wait)
+            whose = "an earlier one's, for whose update its forward waits on all stages,"
+            self._check_can_come(whose, train_steps_until_loss)
+            numbers = self._wait(self._slot.wait)
+            self._numbers = [math.nan] * (1 + len(self._names)) if numbers is None else numbers
         return self._numbers

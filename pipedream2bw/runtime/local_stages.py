@@ -22,9 +22,10 @@ from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
 from ..stages.program import StageProgram
+from .interrupts import interrupts_later
 from .runner import BoundProgram, StageOptions, StageRunner
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
-from .tied_copies import Tie, TiedCopies, find_ties
+from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,6 +73,7 @@ class LocalStages:
         options: how the stages compute.
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
+        updates_have_norm: whether all stages' updates wait for one norm.
         in_update_order: the stages, those of a rank in the order in which the schedule updates
             them.
     """
@@ -109,6 +111,8 @@ class LocalStages:
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))
         self._ties = TiedCopies(ties, grid, weights)
+        self._tied_updates = [tie.stages for tie in ties if is_trained(tie, root)]
+        self.updates_have_norm = False
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
@@ -280,6 +284,12 @@ class LocalStages:
             for stage in self._stages:
                 stage.weights.engine.restart_delay()
 
+    @property
+    def joint_updates(self) -> Sequence[Sequence[int]]:
+        """The stages that make their updates together."""
+        everywhere = [range(self.schedule.num_stages)] if self.updates_have_norm else []
+        return [*self._tied_updates, *everywhere]
+
     def submit_train_step(self, run: _C.Run) -> None:
         """Begins a train_step."""
         self._tickets.append([executor.submit_run(run) for executor in self._executors])
@@ -340,8 +350,9 @@ class LocalStages:
 
     def drain(self) -> None:
         """Runs the schedule's epilogue on every stage and waits for it."""
-        for executor in self._executors:
-            executor.submit_drain()
+        with interrupts_later():
+            for executor in self._executors:
+                executor.submit_drain()
         self.finish_submitted()
         self._tickets.clear()
 

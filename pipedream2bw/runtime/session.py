@@ -56,6 +56,7 @@ class Session:
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+        first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
         wish: gives a number of what this rank wishes that all do after a batch.
         agreed_wish: the greatest of all ranks, when the last batch or evaluation began.
@@ -98,8 +99,9 @@ class Session:
             replicated,
             losses_are_means=accumulation.averages,
         )
-        self._drained = True
+        self.first_unfinished: int | None = None
         self._mode_of_last_step = self.root.training
+        self._mode_was_set = False  # and the stages' modules are still in the former one
         _all.add(self)
 
     @property
@@ -165,7 +167,8 @@ class Session:
             )
         )
         self.accumulation.take(part)
-        self._drained = False
+        if self.first_unfinished is None:
+            self.first_unfinished = number
         self.num_train_steps += 1
         self.ending.batch = self.num_train_steps
         return slot
@@ -188,14 +191,15 @@ class Session:
             run = ~self._num_evaluations  # never a train_step's number
             self._num_evaluations += 1
             stages = self.stages.of_first_pipeline()
-            for stage in stages:
-                inputs = self._intake.inputs(given, stage, mode, microbatches)
-                stage.runner.begin(run, inputs)
             # If it fails it is discarded alone: as a batch after all that have begun.
             batch = self.accumulation.num_updates + 1
-            self.stages.submit_evaluation(
-                _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
-            )
+            with self._interruptible_later():
+                for stage in stages:
+                    inputs = self._intake.inputs(given, stage, mode, microbatches)
+                    stage.runner.begin(run, inputs)
+                self.stages.submit_evaluation(
+                    _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
+                )
             self.drain()
             outputs = [stage.runner.outputs_of(run) for stage in stages]
         return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
@@ -204,12 +208,6 @@ class Session:
     def gives_output(self) -> bool:
         """Whether this process has the last stage that evaluates: the first pipeline's."""
         return self.grid.depth - 1 in self.grid.stages
-
-    def train_steps_until_finished(self, train_step: int) -> int:
-        """How many more train_steps the last backward of one of them needs, on every stage."""
-        if self._drained:
-            return 0
-        return train_step + self.schedule.most_batches_behind + 1 - self.num_train_steps
 
     def _take(
         self,
@@ -239,9 +237,15 @@ class Session:
     def _mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""
         if self._mode_of_last_step != is_train:
-            # The modes' stages may be wired differently; and torch.fx, if this mode has yet to be
-            # captured, traces by replacing nn.Module's call for all threads.
+            # The modes' stages may be wired differently, and what runs again before its backward
+            # runs in the mode of its forward; and torch.fx, if this mode has yet to be captured,
+            # traces by replacing nn.Module's call for all threads.
             self.drain()
+        if self._mode_was_set:
+            self.stages.finish_submitted()
+            for stage in self.stages:
+                stage.weights.copy_training_flags()
+            self._mode_was_set = False
         if is_train not in self.modes:
             self.stages.connect(self.control.together(lambda: self._capture(is_train)))
         return self.modes[is_train]
@@ -330,9 +334,9 @@ class Session:
         Raises:
             StageError: a batch was discarded, and has been taken back.
         """
-        if not self._drained:
+        if self.first_unfinished is not None:
             self.stages.drain()
-            self._drained = True
+            self.first_unfinished = None
         self.stages.finish_submitted()  # updates submitted after the last drain
         first = self.control.first_discarded()
         if first is not None:
@@ -363,13 +367,10 @@ class Session:
     # ------------------------------------------------------------------ changing
 
     def set_mode(self, is_train: bool) -> None:
-        """Sets the mode of the model's modules on every stage."""
+        """Sets the mode of the model's modules; the stages' follow before the next run."""
         self.ending.check_open()
-        with self.ending.failing_closes():
-            self.stages.finish_submitted()  # what was submitted in one mode runs in it
         self.root.train(is_train)
-        for stage in self.stages:
-            stage.weights.copy_training_flags()
+        self._mode_was_set = True
 
     def load(self, opened: Callable[[], Checkpoint], *, strict: bool) -> Any:
         """Loads this process's part of a checkpoint into every weight version. Drains."""

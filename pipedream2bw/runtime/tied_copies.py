@@ -40,6 +40,11 @@ def find_ties(programs: Sequence[StageProgram]) -> list[Tie]:
     return [Tie(holders, tuple(names[holders])) for holders in sorted(names)]
 
 
+def is_trained(tie: Tie, model: nn.Module) -> bool:
+    """Whether any of a tie's parameters is."""
+    return any(model.get_parameter(name).requires_grad for name in tie.names)
+
+
 def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> None:
     """Raises ValueError if stages with a common trained parameter would deadlock."""
     copies = range(0, schedule.num_stages, schedule.depth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from tests.runs.discarding import Failure, Layer, Outcome, batches, by_oracle, train
+from tests.runs.discarding import Failure, Layer, Outcome, batches, by_oracle, make_model, train
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_same_state
 from tests.runs.transports import SHARED_MEMORY, TRANSPORTS, over
@@ -116,6 +118,33 @@ def test_a_replica_that_fails_discards_the_batch_of_all() -> None:
             assert not (got.restarts and is_spared)
             assert got.losses == want.losses
             assert_same_state(got.state, want.state)
+
+
+def two_copies(rank: int, world: int) -> int:
+    """Reads each loss, and so makes no step for a batch that failed."""
+    given = batches(COUNT, ROWS)
+    # Both ranks run this layer. What one has failed in, the other may not compute.
+    model = make_model([Failure(1, "forward", M)] * (rank == 1), 2, norm=False)
+    with pd2.PipelineModule(
+        list(model),
+        mse_loss,
+        schedule="chimera",
+        num_microbatches=M,
+        example_args=(given[0].args[0][:2],),
+        timeout=15.0,
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        for batch in given:
+            with contextlib.suppress(pd2.errors.StageError):
+                if not math.isnan(pipe.train_step(*batch.args, target=batch.target).item()):
+                    opt.step()
+        pipe.flush()
+        return pipe.session.accumulation.num_updates
+
+
+def test_copies_of_a_stage_end_without_the_step_of_a_discarded_batch() -> None:
+    results = run_ranks(two_copies, 2, timeout=60)
+    assert [result.value for result in results] == [COUNT - 2] * 2
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch

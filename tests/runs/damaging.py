@@ -95,7 +95,9 @@ class Victim:
     """
 
     def __init__(self, path: Path, kind: str, seed: int = 0) -> None:
-        logging.getLogger("pipedream2bw").setLevel(logging.ERROR)  # each resume warns, as it should
+        self._log = logging.getLogger("pipedream2bw")
+        self._level = self._log.level
+        self._log.setLevel(logging.ERROR)  # each resume warns, as it should
         self.path, self.place = path, path / name_of(NEWEST)
         self.folder = Folder(path)
         self.counts = Counts()
@@ -133,6 +135,7 @@ class Victim:
     def close(self) -> None:
         self._ckpt.close()
         self.pipe.close()
+        self._log.setLevel(self._level)
 
     def begin_counting(self) -> None:
         self.counts = Counts()

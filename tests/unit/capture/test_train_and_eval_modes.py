@@ -90,6 +90,20 @@ def test_switching_modes_while_training(how: str, num_stages: int, first_mode: b
         assert mode or torch.equal(left, right)  # in training mode dropout makes them differ
 
 
+def test_a_forward_that_runs_again_before_its_backward_does_so_in_its_own_mode() -> None:
+    task = TASKS["batch norm"]
+    batches = task.batches([9] * 5)
+
+    def evaluate(number: int, pipe: Any, optimizer: Any) -> None:
+        pipe.eval()  # under 2bw the last backwards are still to come
+        with torch.no_grad():
+            pipe(*batches[0].args)
+        pipe.train()
+
+    got = by_pipeline(task, batches, 2, 3, between=evaluate, recompute=True)
+    assert_same(got, by_oracle(task, batches, 3))
+
+
 def test_dropout_drops_in_training_only() -> None:
     task = Task(Untraceable, TASKS["mlp"].draw)
     (batch,) = task.batches([12])

@@ -203,3 +203,35 @@ def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:
     assert_same_state(pipe.state_dict(), want.state_dict())
     pipe.close()
     want.close()
+
+
+class InterruptedAfterTheFirst(list[Any]):
+    """Its members are gone through with an interrupt between two of them."""
+
+    def __iter__(self) -> Any:
+        for position, member in enumerate(list.__iter__(self)):
+            if position == 1:
+                signal.raise_signal(signal.SIGINT)
+            yield member
+
+
+@pytest.mark.parametrize("waiting", ["flush", "evaluation"])
+def test_an_interrupt_reaches_all_stages_or_none(waiting: str) -> None:
+    x = torch.randn(ROWS, 4)
+    with pd2.PipelineModule(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], mse_loss, num_microbatches=2, example_args=(x,)
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.train_step(x, target=x)
+        opt.step()
+        if waiting == "evaluation":
+            pipe.flush()
+        stages = pipe.session.stages
+        executors = stages._executors
+        stages._executors = InterruptedAfterTheFirst(executors)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            pipe(x) if waiting == "evaluation" else pipe.flush()
+        stages._executors = executors
+        for _ in range(3):
+            float(pipe.train_step(x, target=x))
+            opt.step()

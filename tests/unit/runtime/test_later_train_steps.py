@@ -1,0 +1,48 @@
+"""A loss that needs later batches says so instead of waiting for what cannot come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.runs.discarding import batches, make_model
+
+
+@pytest.mark.parametrize("joins", ["tied", "norm", "nothing"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, joins: str) -> None:
+    given = batches(8, 2)
+
+    def losses(*, reads: bool) -> list[float]:
+        model = make_model((), num_stages, norm=False)
+        if joins == "tied":
+            model[-1].linear.weight = model[0].linear.weight
+        with pd2.PipelineModule(
+            list(model),
+            mse_loss,
+            schedule="pipedream",
+            num_microbatches=1,
+            example_args=given[0].args,
+        ) as pipe:
+            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
+            lazy: list[pd2.Loss] = []
+            for number, batch in enumerate(given):
+                if number == 5:
+                    pipe.flush()
+                lazy.append(pipe.train_step(*batch.args, target=batch.target))
+                opt.step()
+                # Stage 0 is d - 1 batches late; the last one has made no update since a flush.
+                is_late = joins != "nothing" and number not in (0, 5)
+                missing = num_stages - 2 if is_late else 0
+                if reads and missing:
+                    with pytest.raises(RuntimeError, match=f"of which {missing} must still"):
+                        lazy[-1].item()
+                if reads and number >= missing:
+                    lazy[number - missing].item()
+            pipe.flush()
+            return [loss.item() for loss in lazy]
+
+    assert losses(reads=True) == losses(reads=False)
