@@ -421,6 +421,9 @@ class PipelineModule(SessionModule):
 
         Every rank calls it. Batches whose backward needs a later batch or a :meth:`flush` to
         proceed are dropped.
+
+        Raises:
+            StageError: on every rank: the last batch was discarded. The pipeline is closed.
         """
         self.session.close()
 

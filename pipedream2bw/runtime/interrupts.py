@@ -33,10 +33,10 @@ def interrupts_later() -> Iterator[None]:
             before(*came[0])
 
 
-def last_interrupt() -> int | None:
-    """Identifies the last exception that nobody caught, if it is an interrupt.
+def last_interrupt() -> KeyboardInterrupt | None:
+    """The last exception that nobody caught, if it is an interrupt.
 
     IPython and Python's own prompt keep it, as programs go on there.
     """
     error = getattr(sys, "last_value", None)
-    return id(error) if isinstance(error, KeyboardInterrupt) else None
+    return error if isinstance(error, KeyboardInterrupt) else None

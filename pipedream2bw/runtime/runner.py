@@ -167,6 +167,8 @@ class StageRunner:
 
     def begin(self, run: int, inputs: RunInputs) -> None:
         """Takes what a run needs, before it is submitted to the engine."""
+        if run < 0:  # the stage is idle: an interrupted evaluation may have left its outputs
+            self._runs = {other: kept for other, kept in self._runs.items() if other >= 0}
         self._runs[run] = inputs
 
     def call_before(self, run: int, call: Callable[[], None]) -> None:

@@ -88,7 +88,7 @@ class Session:
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
         self.discarding = Discarding(stages, accumulation)
-        self._interrupt_before: int | None = None  # when the last train_step was submitted
+        self._interrupt_before = last_interrupt()  # when the last train_step was submitted
         self.wish: Callable[[], int] = lambda: 0
         self.agreed_wish = 0
         self.before_evaluation: Callable[[], None] = lambda: None
@@ -263,14 +263,12 @@ class Session:
         Raises:
             StageError: on every rank: a batch was discarded, and has been taken back now.
         """
-        try:
+        with contextlib.suppress(BatchDiscarded):
             return self.control.agree(operation, number, local)
-        except BatchDiscarded:
-            pass
         self.drain()
         raise AssertionError("a discarded batch was not taken back")
 
-    # ------------------------------------------------------------------ taking back
+    # ------------------------------------------------------------------ draining, taking back
 
     def _take_back(self, batch: int) -> NoReturn:
         """Makes as if the batch and all later ones had not been; every rank does, drained.
@@ -311,20 +309,14 @@ class Session:
 
         Nobody has caught it, and the program has gone on: so it is a notebook or Python's prompt.
         """
-        interrupt = last_interrupt()
-        if (
-            interrupt in (None, self._interrupt_before)
-            or self.grid.in_processes
-            or self.accumulation.is_between_batches
-        ):
+        interrupt, is_between = last_interrupt(), self.accumulation.is_between_batches
+        if interrupt in (None, self._interrupt_before) or self.grid.in_processes or is_between:
             return
         discarded = ", ".join(map(str, self.discard_batch()))
         warnings.warn(
             f"train_steps {discarded}, interrupted before their opt.step(), were discarded",
             stacklevel=4,
         )
-
-    # ------------------------------------------------------------------ draining
 
     def drain(self) -> None:
         """Finishes what was submitted on every stage; the model's Parameters show the newest.
@@ -364,7 +356,7 @@ class Session:
         if not self.ending.has_failed:
             self.flush_for(operation)
 
-    # ------------------------------------------------------------------ changing
+    # ------------------------------------------------------------------ changing, ending
 
     def set_mode(self, is_train: bool) -> None:
         """Sets the mode of the model's modules; the stages' follow before the next run."""
@@ -421,8 +413,6 @@ class Session:
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
 
-    # ------------------------------------------------------------------ ending
-
     def give_back(self) -> None:
         """Closes, and gives the model memory of its own, with the newest weights."""
         self.flush_to_read(Operation.flush)
@@ -432,14 +422,23 @@ class Session:
         self.stages.options.precision.restore()
 
     def close(self) -> None:
-        """Ends threads and connections once what was submitted is done, unless they have ended."""
+        """Ends all once what was submitted is done; StageError if the last batch was discarded."""
         if not self.ending.is_open:
             return
+        discarded: StageError | None = None
         with self.ending.failing_closes():
+            self.stages.finish_submitted()
+            try:
+                self.agree(Operation.close, self.num_train_steps, Announcement)
+            except StageError as error:
+                if error.discarded is None:
+                    raise
+                discarded = error
             self.ending.finish_submitted()
-            with contextlib.suppress(BatchDiscarded):
-                self.control.agree(Operation.close, self.num_train_steps, Announcement)
+            self.control.agree(Operation.close, self.num_train_steps, Announcement)
         self.ending.end(RuntimeError("close() was called"))
+        if discarded is not None:
+            raise discarded
 
 
 def open_sessions() -> list[Session]:

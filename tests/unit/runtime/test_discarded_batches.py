@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from tests.runs.discarding import Failure, Outcome, batches, by_oracle, train
+from tests.runs.discarding import Failure, Outcome, batches, by_oracle, make_model, train
 from tests.runs.trajectory import assert_same_state
 
 M, ROWS, COUNT = 4, 8, 9
@@ -226,3 +226,29 @@ def test_an_evaluation_that_fails_costs_nothing() -> None:
         opt.step()
         with torch.no_grad():
             assert pipe(x).shape == x.shape
+
+
+def test_close_tells_that_the_last_batch_was_discarded() -> None:
+    given = batches(3, ROWS)
+    model = make_model([Failure(0, "forward", 2 * M)], 2, norm=False)
+    pipe = pd2.PipelineModule(
+        list(model),
+        torch.nn.functional.mse_loss,
+        num_microbatches=M,
+        schedule="1f1b",
+        example_args=(given[0].args[0][:2],),
+    )
+    opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    for batch in given[:2]:
+        pipe.train_step(*batch.args, target=batch.target)
+        opt.step()
+    pipe.flush()
+    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe.train_step(*given[2].args, target=given[2].target)
+    opt.step()
+    with pytest.raises(pd2.errors.StageError, match="on purpose") as raised:
+        pipe.close()
+    assert raised.value.discarded == (2,)
+    with pytest.raises(RuntimeError, match=r"close\(\) was called"):
+        pipe.train_step(*given[2].args, target=given[2].target)
+    assert_same_state(dict(model.state_dict()), state)
