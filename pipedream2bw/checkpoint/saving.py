@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,8 @@ from .manifest import (
 )
 from .tensor_file import write_tensors
 from .waiting import Waiting
+
+log = logging.getLogger("pipedream2bw")
 
 _AT_EXIT_SECONDS = 20.0
 _FAILED = "failed.json"
@@ -127,7 +130,7 @@ class Writer:
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
-        name = f"pd2 checkpoint {saving.step}"
+        name = f"pipedream2bw: checkpoint {saving.step}"
         threading.Thread(target=self._run, args=(saving,), name=name, daemon=True).start()
 
     def _run(self, saving: Saving) -> None:
@@ -141,8 +144,9 @@ class Writer:
             saving.seconds[part], begin = now - begin, now
 
         try:
+            _has_copies[threading.current_thread()] = False
             self._wait_for_copies()
-            _threads.add(threading.current_thread())
+            _has_copies[threading.current_thread()] = True
             took("snapshot")
             saving.snapshot.set_result(None)
             name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
@@ -182,7 +186,7 @@ class Writer:
         if is_settled():
             return
         saving.done.set_exception(error)  # training need not wait for what follows
-        _threads.discard(threading.current_thread())
+        _has_copies.pop(threading.current_thread())
         waiting = self._waiting(name)
         with contextlib.suppress(TimeoutError):
             while not self._is_ended() and not is_settled():
@@ -220,7 +224,9 @@ class Writer:
             with contextlib.suppress(TimeoutError):
                 self._cut.copied.exception(timeout=0.1)
             if self._is_ended() and not self._cut.copied.done():
-                raise RuntimeError(f"the pipeline ended before batch {self._cut.batch} was copied")
+                text = f"the pipeline ended before batch {self._cut.batch} was copied"
+                log.warning("checkpoint %d was not saved: %s", self._cut.batch, text)
+                raise RuntimeError(text)
         self._cut.copied.result()
 
     # ------------------------------------------------------------------ this rank's part
@@ -332,8 +338,8 @@ class Writer:
         return False
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""That have something to write."""
+_has_copies: weakref.WeakKeyDictionary[threading.Thread, bool] = weakref.WeakKeyDictionary()
+"""The threads that write, and whether each has what it writes."""
 
 
 @atexit.register
@@ -342,8 +348,10 @@ def _finish_writing() -> None:
 
     That would abort the process: C++ functions are left that must not be left so.
     """
-    for thread in list(_threads):
-        thread.join(_AT_EXIT_SECONDS)
+    for thread, has_copies in list(_has_copies.items()):
+        thread.join(_AT_EXIT_SECONDS if has_copies else 0)
+        if thread.is_alive():
+            log.warning("%s was not saved: the program ended first", thread.name)
 
 
 def _manifest(head: Head, parts: list[Field]) -> Manifest:

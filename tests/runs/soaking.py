@@ -60,7 +60,9 @@ def wait_for_saves() -> None:
         AssertionError: they do not end, or older checkpoints stay.
     """
     deadline = time.monotonic() + 60
-    while any(thread.name.startswith("pd2 checkpoint") for thread in threading.enumerate()):
+    while any(
+        thread.name.startswith("pipedream2bw: checkpoint") for thread in threading.enumerate()
+    ):
         assert time.monotonic() < deadline, "a save does not end"
         time.sleep(0.01)
     found = sorted(path.name for path in CHECKPOINTS.glob("*"))

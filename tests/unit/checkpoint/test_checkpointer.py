@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -305,3 +308,29 @@ def test_a_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     frequency.save_began()
     now = 1100.0
     assert not frequency.is_due()
+
+
+PROGRAM = """
+import sys, torch
+from tests.unit.checkpoint.conftest import Run
+run = Run(sys.argv[1], every=2, preempt=())
+run.train(2)  # whose last backwards need another batch
+if "close" in sys.argv:
+    run.pipe.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("exit", "the program ended first"),
+        ("close", "the pipeline ended before batch 2 was copied"),
+    ],
+)
+def test_a_program_that_does_not_wait_for_its_save_tells_that_it_is_lost(
+    end: str, reason: str, tmp_path: Path
+) -> None:
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert re.search(f"checkpoint 2 was not saved: {reason}", result.stderr), result.stderr
+    assert Folder(tmp_path / "run").steps() == []
