@@ -101,7 +101,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._norm, self._scale = clipping.install(session)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
-        self._has_begun = any(any(o.state.values()) for o in optimizers)
+        self._first_step = -1 if any(any(o.state.values()) for o in optimizers) else None  # a batch
         self._room: list[StateByName] = []  # of each, to be loaded into
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
         self._wrapped = optimizers
@@ -161,6 +161,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         first = max(taken.batch, self._session.stages.options.warmup_batches)
         self._delayed_batches -= max(0, taken.batch + taken.updates - first)
         self._grad_norm = None
+        if self._first_step is not None and self._first_step >= taken.batch:
+            self._first_step = None
         for stepper in self._steppers.values():
             stepper.take_back(taken.batch)
 
@@ -248,7 +250,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     groups=[options.with_lr_divided(divisor) for options in fused],
                     step=steps,
                 )
-            self._options, self._has_begun, self._room = current, True, []
+            self._options, self._room = current, []
+            self._first_step = batch if self._first_step is None else self._first_step
             self._delayed_batches += is_delayed
             for optimizer in self._wrapped:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
@@ -330,9 +333,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
 
         Parameters have their names in the model in place of numbers; stock optimizers load it. Of
-        several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has one
-        more entry, ``"loss_scale"``; with remedies for the delay ``"staleness"`` has their state.
-        Every rank calls it.
+        several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has an
+        entry ``"loss_scale"``; with remedies for the delay ``"staleness"``. Every rank calls it.
         """
         self._check_in_charge()
         self._session.flush_to_read(Operation.optimizer_state_dict)
@@ -340,7 +342,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._read_counters()
         self._share()
         result = state_of_all(self._wrapped, self._names(), self._room)
-        if not self._has_begun and not self._room:
+        if not self._room and self._first_step is None:
             result[_NOT_BEGUN] = True
         if self._scale is not None:
             result["loss_scale"] = {  # as in GradScaler.state_dict()
@@ -369,7 +371,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             rule = type(self._remedies.correction).__name__
             raise ValueError(f"init_state: staleness: {rule}; pipedream2bw.load() can, with it")
         self._session.flush_for(Operation.optimizer_state_dict)
-        if not self._has_begun:
+        if self._first_step is None:
             names = self._names()
             self._room = [first_states(each, self._weights, names) for each in self._wrapped]
 
@@ -390,7 +392,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         known = self._session.local_model.persistent_names()
         states = states_of_each(state_dict, self._wrapped, self._names(), known)
-        self._has_begun, self._room = True, []
+        self._first_step, self._room = -1, []
         with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
             for weights in self._weights:
                 shown.enter_context(weights.masters_shown())

@@ -363,8 +363,8 @@ class _Loop:
             if error.discarded != tuple(range(first, len(seen.kept))):
                 seen.wrong = f"{len(seen.kept)} train_steps, but {error}"
             del seen.kept[first:], self.losses[first:]
-            seen.restarts[:] = [n for n in seen.restarts if n < first]
-            if error.restarts_delay:
+            seen.restarts[:] = [n for n in seen.restarts if n <= first]
+            if error.restarts_delay and first not in seen.restarts:
                 seen.restarts.append(first)
 
     def train_on(self, position: int, *, is_again: bool) -> None:
@@ -394,12 +394,11 @@ class _Loop:
             self.survive(self.opt.step)
 
     def read(self, loss: pd2.Loss) -> bool:
-        """Whether there is a loss. In processes the next call takes the batch back."""
+        """Whether the train_step is kept so far. In processes the next call takes it back."""
         try:
             loss.item()
         except StageError as error:
-            if error.discarded is None or self.case.world == 1:
-                self.note(error)
+            self.note(error)
             return False
         except RuntimeError:
             # Stages that read different versions, and make updates together, need later batches.
