@@ -250,8 +250,10 @@ class Writer:
             if of_kind:
                 file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
                 self._written.append(file_name)
+                # Stages copy in any order; what is larger is first, so that all are aligned.
+                ordered = sorted(of_kind.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))
                 with self._folder.writing(name, file_name) as file:
-                    written = write_tensors(file, of_kind)
+                    written = write_tensors(file, dict(ordered))
                 files[file_name] = SavedFile(kind=kind, rank=rank, **written._asdict())
         return {
             "nonce": head.nonce,
