@@ -13,6 +13,7 @@ a pipeline to its first batch, with and without resuming.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import tempfile
@@ -63,35 +64,35 @@ class Training:
         self.saver = pd2.Checkpointer(folder / "ours", self.pipe, self.opt, every=EVERY, keep=2)
         self.losses: list[Any] = []
         self.dcp: Any = None
-        self.saved = 0
+        self.updates = 0
 
     def batch(self) -> None:
         if len(self.losses) >= 2:
             float(self.losses.pop(0))
         self.losses.append(self.pipe.train_step(self.x, target=self.target))
         self.opt.step()
+        self.updates += 1
 
     def block(self, way: str, batches: int) -> list[float]:
         times = []
         self.losses.clear()
         for _ in range(3):  # until the pipeline is full
             self.batch()
+        while self.updates % EVERY != EVERY - 1:  # so that the saves' ends are within the block
+            self.batch()
         dist.barrier()
         last = time.perf_counter()
         for number in range(batches):
             self.batch()
-            # The saves' ends are within the block.
-            if way == "saving" and number % EVERY == 1:
-                self.saver._save()
-                self.saved += 1
-            if way == "dcp" and number % EVERY == 1:
+            if way == "saving":
+                self.saver.step()
+            if way == "dcp" and number % EVERY == 0:
                 self.save_by_dcp(number)
             now = time.perf_counter()
             times.append(now - last)
             last = now
         for saving in self.saver.under_way:
             saving.done.result()
-        self.saver._look_at_ended()
         times[-1] += time.perf_counter() - last
         if self.dcp is not None:
             self.dcp.result()
@@ -187,7 +188,7 @@ def auto_block(training: Training, block: int, folder: Path) -> dict[str, Any]:
                 training.batch()
                 ckpt.step()
             times["auto"].append((time.perf_counter() - begin) / block)
-        batches = ckpt._frequency.batches
+        batches = ckpt.batches_between or math.nan  # not known yet
         ckpt.close()
     for _ in range(2):
         begin = time.perf_counter()

@@ -176,6 +176,11 @@ class Checkpointer:
         """The saves that this process knows not to have ended, oldest first."""
         return tuple(each.saving for each in self._under_way)
 
+    @property
+    def batches_between(self) -> int | None:
+        """How many batches there are from one save to the next; None: not known yet, or by time."""
+        return self._frequency.batches
+
     def step(self) -> None:
         """Saves if it is time to. After ``opt.step()``, and whatever counts batches.
 
