@@ -66,6 +66,9 @@ _METADATA = "metadata"
 _NOT_LOADED = "buffers among the weights"
 """Copies of the first replica's for other programs; each replica's own are in the ranks' files."""
 
+_NOT_COMPARED = "sums of these buffers"
+"""Resuming compares the sum of each file, and the sums of the tensors that it loads."""
+
 _FILE_SUM = "a file's sum"
 """A load compares the sum of each tensor that it reads."""
 
@@ -164,7 +167,7 @@ class Victim:
         if load:
             self.check_load(file_name, about, quiet)
         if resume:
-            self.check_resume(NEWEST if quiet in (_INDEX, _NOT_LOADED) else OLDER)
+            self.check_resume(NEWEST if quiet in (_INDEX, _NOT_COMPARED) else OLDER)
 
     def check_load(self, file_name: str, about: str, quiet: str = "") -> None:
         before = self.state()
@@ -308,7 +311,7 @@ class Victim:
                 with self.changed(MANIFEST, b'{"sum": "%08x",' % zlib.crc32(rest) + rest):
                     quiet = _FILE_SUM if tensor is None else ""
                     if name.startswith("model-") and tensor in self._buffers:
-                        quiet = _NOT_LOADED
+                        quiet = _NOT_COMPARED
                     self.check(name, f"another sum of {tensor or 'it'}", resume=True, quiet=quiet)
 
     def add_foreign_files(self) -> None:
