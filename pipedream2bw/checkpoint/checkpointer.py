@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from types import TracebackType
 from typing import Any
@@ -117,6 +117,7 @@ class Checkpointer:
         self._evaluated = False  # since the last step()
         # The batch before which the user counted last, and at which everything goes together.
         self._stepped = session.accumulation.num_updates
+        self._began = -1  # the last save
         self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
@@ -146,6 +147,8 @@ class Checkpointer:
         """
         session, folder = self._session, self._saver.folder
         session.flush_for(Operation.load)
+        for each in list(self._under_way):
+            self._wait_for(each)
         session.control.from_first(folder.clean)
         extra = load_whole(
             session,
@@ -205,7 +208,7 @@ class Checkpointer:
             self._save_and_stop()
         every = self._frequency.batches
         if wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0):
-            self._save()
+            self._save(self._check_failures)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
 
@@ -217,8 +220,12 @@ class Checkpointer:
         is_free = not self._under_way
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
 
-    def _save(self) -> _UnderWay | None:
-        """Begins a save; None if something cannot be saved, of which the user has been warned."""
+    def _save(self, check: Callable[[], Announcement]) -> _UnderWay | None:
+        """Begins a save; None if something cannot be saved, of which the user has been warned.
+
+        Args:
+            check: raises OSError if no rank is to save.
+        """
         session = self._session
         # One after the other, as far as this needs no further batch.
         for each in list(self._under_way):
@@ -226,9 +233,7 @@ class Checkpointer:
                 self._wait_for(each)
         with session.ending.lost_ranks_close():
             try:
-                session.agree(
-                    Operation.save, session.accumulation.num_updates, self._check_failures
-                )
+                session.agree(Operation.save, session.accumulation.num_updates, check)
             except OSError:
                 self._failures = 0  # who goes on nevertheless wants it tried again
                 raise
@@ -240,7 +245,7 @@ class Checkpointer:
             return None
         under_way = _UnderWay(saving, session.num_train_steps)
         self._under_way.append(under_way)
-        self._newest = batch
+        self._newest = self._began = batch
         self._frequency.save_began()
         return under_way
 
@@ -325,20 +330,35 @@ class Checkpointer:
     def _save_and_stop(self) -> None:
         """Saves on all ranks at one batch, closes the pipeline and ends the program."""
         try:
-            self._save()
+            if not self._has_saved():
+                self._save(Announcement)  # however many saves have failed
         except OSError as error:
             warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
         self.close()
         self._session.close()
         raise Preempted(128 + (self._signals.received or 15))
 
-    def close(self) -> None:
-        """Waits for the saves under way; signals do what they did before. Every rank calls it."""
-        if self._session.ending.is_open:
-            self._session.flush_for(Operation.flush)
+    def _has_saved(self) -> bool:
+        """Whether there is a checkpoint of this batch already; waits if it is under way."""
+        session = self._session
+        batch = session.accumulation.num_updates
+        if batch != self._began:
+            return False
+        session.flush_for(Operation.flush)
         for each in list(self._under_way):
             self._wait_for(each)
-        self._leave()
+        whole: bool = session.control.from_first(lambda: self._saver.folder.is_whole(batch))
+        return whole
+
+    def close(self) -> None:
+        """Waits for the saves under way; signals do what they did before. Every rank calls it."""
+        try:
+            if self._session.ending.is_open:
+                self._session.flush_for(Operation.flush)
+        finally:  # a discarded batch leaves the saves before it as they are
+            for each in list(self._under_way):
+                self._wait_for(each)
+            self._leave()
 
     def _leave(self) -> None:
         self._signals.restore()

@@ -89,12 +89,12 @@ class _Look:
 
     def __call__(self) -> tuple[Source | None, str | None]:
         """The checkpoint, and what this rank finds wrong with it."""
-        self._wait_until_visible()
         found = ""
         for read in range(_READS):
             if read > 0:
                 time.sleep(1.0)
             try:
+                self._wait_until_visible()
                 source = Source(self._folder, read_manifest(self._folder, self._step))
                 for number, name in enumerate(sorted(source.manifest.files)):
                     source.check_file(name, sums=number % self._num_ranks == self._rank)

@@ -180,10 +180,23 @@ class Folder:
         self.fs.rm_file(self.at(*names))
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint, its manifest first: it is no checkpoint any more."""
-        with contextlib.suppress(FileNotFoundError), _errors_of_the_system():
-            self._remove_file(name_of(step), MANIFEST)
-            self._seen_now().rm(self.at(name_of(step)), recursive=True)
+        """Removes a checkpoint. If that ends half-way, :meth:`clean` removes the rest."""
+        name = name_of(step)
+        if not self.holds(name):
+            return
+        if self.is_local:
+            removed = f"{name}.tmp-removed"
+            if self.holds(removed):  # of a removal that ended half-way
+                self.discard(removed)
+            with _errors_of_the_system():
+                os.rename(self.at(name), self.at(removed))
+            name = removed
+        else:
+            with self.writing(name, UNFINISHED) as file:
+                file.write(b"")
+            self.remove_file(name, MANIFEST)  # from here on it is no checkpoint
+        with _errors_of_the_system():
+            self._seen_now().rm(self.at(name), recursive=True)
 
     @_errors_of_the_system()
     def set_aside(self, step: int, suffix: str = "corrupt") -> str:

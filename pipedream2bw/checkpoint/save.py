@@ -192,12 +192,18 @@ class Saver:
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
         saving = Saving(session, head.batch)
+        ending, fault = session.ending, session.control.fault
+
+        def has_failed() -> bool:
+            return fault.raised or ending.has_failed
+
         saving.done.add_done_callback(lambda _: self._memory.append(memory))
         Writer(
             self.folder,
             cut,
             head,
-            is_ended=_is_ended(session),
+            is_ended=lambda: has_failed() or not ending.is_open,
+            has_failed=has_failed,
             timeout=session.control.timeout,
             then=then,
         ).start(saving)
@@ -239,11 +245,6 @@ class Saver:
             own=own,
             tensors=tensors,
         )
-
-
-def _is_ended(session: Session) -> Any:
-    ending, fault = session.ending, session.control.fault
-    return lambda: fault.raised or not ending.is_open
 
 
 def _state_of(value: Any) -> Any:

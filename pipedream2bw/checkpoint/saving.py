@@ -104,6 +104,7 @@ class Writer:
 
     Args:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
+        has_failed: says whether it has by a failure, so that other ranks may have ended, too.
         timeout: seconds that a rank waits for the others' parts.
         then: called on rank 0 when the checkpoint is whole; must not raise.
     """
@@ -115,6 +116,7 @@ class Writer:
         head: Head,
         *,
         is_ended: Callable[[], bool],
+        has_failed: Callable[[], bool],
         timeout: float,
         then: Callable[[], None],
     ) -> None:
@@ -122,6 +124,7 @@ class Writer:
         self._cut = cut
         self._head = head
         self._is_ended = is_ended
+        self._has_failed = has_failed
         self._timeout = timeout
         self._then = then
         self._written: list[str] = []
@@ -131,7 +134,9 @@ class Writer:
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
         name = f"pipedream2bw: checkpoint {saving.step}"
-        threading.Thread(target=self._run, args=(saving,), name=name, daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(saving,), name=name, daemon=True)
+        _copies[thread] = self._cut.copied
+        thread.start()
 
     def _run(self, saving: Saving) -> None:
         with contextlib.suppress(OSError, AttributeError):  # training comes first
@@ -144,9 +149,7 @@ class Writer:
             saving.seconds[part], begin = now - begin, now
 
         try:
-            _has_copies[threading.current_thread()] = False
             self._wait_for_copies()
-            _has_copies[threading.current_thread()] = True
             took("snapshot")
             saving.snapshot.set_result(None)
             name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
@@ -159,13 +162,15 @@ class Writer:
             except BaseException as error:
                 self._give_up(name, saving, error)
                 raise
-            if self._head.own.rank == 0:
-                self._then()
-            else:
+            if self._head.own.rank != 0:
                 self._wait_for_commit(name)
             took("commit")
+            if self._head.own.rank == 0:
+                self._then()
             saving.done.set_result(None)
         except BaseException as error:
+            if self._is_ended():  # nobody looks any more
+                log.warning("checkpoint %d was not saved: %s", saving.step, error)
             for future in (saving.snapshot, saving.done):
                 if not future.done():
                     future.set_exception(error)
@@ -186,7 +191,7 @@ class Writer:
         if is_settled():
             return
         saving.done.set_exception(error)  # training need not wait for what follows
-        _has_copies.pop(threading.current_thread())
+        _copies.pop(threading.current_thread())
         waiting = self._waiting(name)
         with contextlib.suppress(TimeoutError):
             while not self._is_ended() and not is_settled():
@@ -224,9 +229,7 @@ class Writer:
             with contextlib.suppress(TimeoutError):
                 self._cut.copied.exception(timeout=0.1)
             if self._is_ended() and not self._cut.copied.done():
-                text = f"the pipeline ended before batch {self._cut.batch} was copied"
-                log.warning("checkpoint %d was not saved: %s", self._cut.batch, text)
-                raise RuntimeError(text)
+                raise RuntimeError(f"the pipeline ended before batch {self._cut.batch} was copied")
         self._cut.copied.result()
 
     # ------------------------------------------------------------------ this rank's part
@@ -317,7 +320,7 @@ class Writer:
             waiting.look(f"the parts of ranks {missing} did not appear in {name}")
 
     def _waiting(self, name: str) -> Waiting:
-        return Waiting(self._timeout, self._is_ended, lambda: self._folder.bytes_in(name))
+        return Waiting(self._timeout, self._has_failed, lambda: self._folder.bytes_in(name))
 
     def _wait_for_commit(self, name: str) -> None:
         waiting = self._waiting(name)
@@ -340,8 +343,8 @@ class Writer:
         return False
 
 
-_has_copies: weakref.WeakKeyDictionary[threading.Thread, bool] = weakref.WeakKeyDictionary()
-"""The threads that write, and whether each has what it writes."""
+_copies: weakref.WeakKeyDictionary[threading.Thread, Future[None]] = weakref.WeakKeyDictionary()
+"""The threads that write, and what is done when each has what it writes."""
 
 
 @atexit.register
@@ -350,8 +353,8 @@ def _finish_writing() -> None:
 
     That would abort the process: C++ functions are left that must not be left so.
     """
-    for thread, has_copies in list(_has_copies.items()):
-        thread.join(_AT_EXIT_SECONDS if has_copies else 0)
+    for thread, copied in list(_copies.items()):
+        thread.join(_AT_EXIT_SECONDS if copied.done() else 0)
         if thread.is_alive():
             log.warning("%s was not saved: the program ended first", thread.name)
 

@@ -6,26 +6,26 @@ import time
 from collections.abc import Callable
 
 _LOOK_SECONDS = 0.02
-_ENDED_SECONDS = 2.0
-"""Without a byte more of other processes, once the pipeline has ended."""
+_FAILED_SECONDS = 2.0
+"""Without a byte more of other processes, once the pipeline has failed."""
 
 
 class Waiting:
     """Looks for something from time to time, up to a deadline.
 
-    Once the pipeline has ended, other processes may have, too: then it only waits as long as they
-    write.
+    Once the pipeline has failed, other processes may have ended: then it only waits as long as
+    they write.
 
     Args:
-        is_ended: whether the pipeline has.
+        has_failed: whether the pipeline has.
         written: how much has been written.
     """
 
     def __init__(
-        self, timeout: float, is_ended: Callable[[], bool], written: Callable[[], int]
+        self, timeout: float, has_failed: Callable[[], bool], written: Callable[[], int]
     ) -> None:
         self._timeout = timeout
-        self._is_ended = is_ended
+        self._has_failed = has_failed
         self._written = written
         self._begin = time.monotonic()
         self._pause = _LOOK_SECONDS
@@ -38,11 +38,11 @@ class Waiting:
             raise TimeoutError(
                 f"{failure} within {self._timeout:g} s: is the folder shared by all?"
             )
-        if self._is_ended():
+        if self._has_failed():
             written = self._written()
             if written > self._grown[0]:
                 self._grown = written, now
-            if now - self._grown[1] > _ENDED_SECONDS:
-                raise TimeoutError(f"{failure}, and the pipeline has ended")
+            if now - self._grown[1] > _FAILED_SECONDS:
+                raise TimeoutError(f"{failure}, and the pipeline has failed")
         time.sleep(self._pause)
         self._pause = min(1.0, 1.5 * self._pause)

@@ -212,11 +212,12 @@ class ControlPlane:
                 shown = enumerate(_where_they_differ(values))
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
                 raise ValueError(f"{key} must be the same on every rank, got {listed}")
-        if error is not None:
-            raise error
         for rank, (told, _) in enumerate(everyone):
-            if told is not None:
-                raise reworded(told, f"rank {rank}: {told}")
+            if told is not None:  # the first rank's kind on all: callers go on by it
+                if type(_describe(error)) is type(told):
+                    assert error is not None
+                    raise error
+                raise reworded(told, f"rank {rank}: {told}") from error
 
     def together(
         self,
@@ -436,6 +437,6 @@ def _describe(error: Exception | None) -> Exception | None:
     """The error as other ranks raise it: all of ours, of others the type that everybody has."""
     if error is None or type(error).__module__ == errors.__name__:
         return error
-    kinds = (ValueError, TypeError, RuntimeError)
+    kinds = (ValueError, TypeError, OSError, RuntimeError)
     kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
     return kind(str(error) or type(error).__name__)

@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from .deadline import Deadline
 
 _LOOK_SECONDS = 0.01
+_MOST_LOOK_SECONDS = 0.2
 
 
 def join_world(device_type: str, deadline: Deadline) -> int:
@@ -47,23 +48,27 @@ def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> S
     def part(name: str) -> Store:
         return PrefixStore(f"pipedream2bw/life/{name}", store)
 
-    def until(is_done: Callable[[], bool], others: str) -> None:
+    def until(is_done: Callable[[], bool], others: Callable[[], str]) -> None:
+        pause = _LOOK_SECONDS
         while not is_done():
             if time.monotonic() > last:
-                raise RuntimeError(f"{others} did not come within {seconds:g} s")
-            time.sleep(_LOOK_SECONDS)
+                raise RuntimeError(f"{others()} did not come within {seconds:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _MOST_LOOK_SECONDS)
 
     said, answers = part("said"), part("answers")
     if rank == 0:
         own = part(word)
-        for other in map(str, range(1, world)):
+        missing = [str(other) for other in range(1, world)]
 
-            def has_come(other: str = other) -> bool:
+        def have_come() -> bool:
+            for other in missing:
                 if said.check([other]):
                     answers.set(other, f"{said.get(other).decode()} {word}")
-                return bool(own.check([other]))
+            missing[:] = [other for other in missing if not own.check([other])]
+            return not missing
 
-            until(has_come, f"rank {other}")
+        until(have_come, lambda: f"rank {', '.join(missing)}")
         return own
     answer: list[str] = []
 
@@ -73,7 +78,7 @@ def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> S
         return answer[:1] == [word]
 
     said.set(str(rank), word)
-    until(is_answered, "rank 0")
+    until(is_answered, lambda: "rank 0")
     own = part(answer[1])
     own.set(str(rank), "")
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -49,7 +50,8 @@ class Discarding:
         self._control = stages.control
         self._accumulation = accumulation
         self._begun: dict[int, _Begun] = {}  # by batch
-        self._taken_back: list[int] = []  # the first train_step each time
+        # The first train_step each time; None: from here on they are counted anew.
+        self._taken_back: list[int | None] = []
         self._listeners: list[weakref.WeakMethod[Listener]] = []
 
     @property
@@ -69,6 +71,7 @@ class Discarding:
     def count_anew(self) -> None:
         """Batches get numbers that others had before. Drained."""
         self._begun.clear()
+        self._taken_back.append(None)
         self._stages.count_anew()
 
     def listen(self, listener: Listener) -> None:
@@ -128,4 +131,5 @@ class Discarding:
         Args:
             num_times: how often batches had been taken back when it was called.
         """
-        return any(train_step >= first for first in self._taken_back[num_times:])
+        since = itertools.takewhile(lambda first: first is not None, self._taken_back[num_times:])
+        return any(train_step >= first for first in since if first is not None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipedream2bw import _C
-from pipedream2bw.errors import ScheduleError, StageError
+from pipedream2bw.errors import DamagedCheckpoint, ScheduleError, StageError
 from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
 from pipedream2bw.ranks.deadline import Deadline
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
@@ -125,6 +125,10 @@ def make_together(rank: int, control: ControlPlane) -> dict[str, Any]:
         if rank == 1:
             raise ScheduleError("no", rule="numbering", cell=(2, "steady", 3))
 
+    def refuse_in_ways() -> None:
+        if rank > 0:
+            raise (PermissionError if rank == 1 else DamagedCheckpoint)("no")
+
     def with_data() -> tuple[str, Any]:
         try:
             control.together(refuse_a_schedule)
@@ -137,6 +141,7 @@ def make_together(rank: int, control: ControlPlane) -> dict[str, Any]:
         "own": control.together(lambda: rank, same={"size": 5}),
         "of the first": control.from_first(lambda: f"rank {rank}"),
         "one refuses": attempt(lambda: control.together(lambda: refuse(2))),
+        "in two ways": attempt(lambda: control.together(refuse_in_ways)),
         "the first refuses": attempt(lambda: control.from_first(lambda: refuse(0))),
         "known settings": attempt(lambda: control.together(lambda: refuse(2), same=sizes)),
         "found settings": attempt(lambda: control.together(lambda: sizes, same=lambda made: made)),
@@ -224,6 +229,8 @@ def test_what_ranks_make_together_all_of_them_have_or_none(results: Results) -> 
             place = "" if result.rank == where else f"rank {where}: "
             assert seen[name][:2] == ("ValueError", f"{place}on purpose")
         place = "" if result.rank == 1 else "rank 1: "
+        kind = "PermissionError" if result.rank == 1 else "OSError"
+        assert seen["in two ways"][:2] == (kind, f"{place}no")
         assert seen["with data"] == (f"{place}no", ("numbering", (2, "steady", 3)))
         for name in ("known settings", "found settings"):
             kind, text, _ = seen[name]

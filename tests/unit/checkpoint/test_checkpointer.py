@@ -315,6 +315,8 @@ import sys, torch
 from tests.unit.checkpoint.conftest import Run
 run = Run(sys.argv[1], every=2, preempt=())
 run.train(2)  # whose last backwards need another batch
+if "flush" in sys.argv:
+    run.pipe.flush()
 if "close" in sys.argv:
     run.pipe.close()
 """
@@ -334,3 +336,10 @@ def test_a_program_that_does_not_wait_for_its_save_tells_that_it_is_lost(
     result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
     assert re.search(f"checkpoint 2 was not saved: {reason}", result.stderr), result.stderr
     assert Folder(tmp_path / "run").steps() == []
+
+
+def test_a_program_that_ends_once_its_state_is_copied_saves_it(tmp_path: Path) -> None:
+    for number in range(3):
+        path = tmp_path / str(number)
+        subprocess.run([sys.executable, "-c", PROGRAM, str(path), "flush"], timeout=60, check=True)
+        assert Folder(path).steps() == [2]

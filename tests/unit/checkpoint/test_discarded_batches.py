@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import re
+import signal
 import threading
 import time
 import warnings
@@ -16,6 +19,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.folder import Folder
 
 X = torch.randn(8, 4)
 BAD = torch.full((8, 4), float("nan"))
@@ -161,3 +165,48 @@ def test_the_documented_loop_goes_past_bad_batches(is_known: bool, tmp_path: Pat
 def warnings_of_saves() -> Iterator[list[object]]:
     with pytest.warns(UserWarning, match="was not saved") as seen:
         yield seen.list
+
+
+def test_a_last_batch_that_is_bad_leaves_the_saves_before_it_and_the_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def slowly(file: int) -> None:
+        time.sleep(0.05)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    before = signal.getsignal(signal.SIGTERM)
+    with pipeline() as (pipe, opt, go):
+        with (
+            pytest.raises(pd2.errors.StageError) as raised,
+            pd2.Checkpointer(tmp_path, pipe, opt, every=1) as ckpt,
+        ):
+            for target in (X, BAD):
+                pipe.train_step(X, target=target)
+                opt.step()
+                if target is X:
+                    ckpt.step()
+            go.set()
+        assert raised.value.discarded == (1,)
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert Folder(tmp_path).steps() == [1]
+
+
+def test_a_loss_from_before_a_load_is_not_one_of_a_batch_discarded_after_it(tmp_path: Path) -> None:
+    with pipeline() as (pipe, opt, go):
+        go.set()
+        pipe.train_step(X, target=X)
+        opt.step()
+        pd2.save(tmp_path, pipe, opt).wait()
+        for _ in range(3):
+            loss = pipe.train_step(X, target=X)
+            opt.step()
+        pd2.load(tmp_path, pipe, opt)
+        discarded = pipe.train_step(X, target=BAD)
+        opt.step()
+        with pytest.raises(pd2.errors.StageError):
+            pipe.flush()
+        assert math.isnan(float(discarded))
+        assert float(loss) > 0

@@ -117,3 +117,24 @@ def test_whatever_fails_in_a_place_is_an_os_error() -> None:
 def test_a_place_that_fsspec_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="nowhere"):
         Folder("nowhere://x")
+
+
+def test_a_removal_that_ends_half_way_is_finished_later(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, 3)
+    put(folder, 5)
+    with monkeypatch.context() as patch:
+
+        def end(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(folder.fs, "rm", end)
+        with pytest.raises(KeyboardInterrupt):
+            folder.remove(3)
+    assert folder.steps() == [5]
+    folder.clean()
+    assert {each.split("/")[-2] for each in folder.fs.find(folder.root)} == {"step-00000005"}
+    folder.remove(3)
+    folder.remove(5)
+    assert folder.fs.find(folder.root) == []

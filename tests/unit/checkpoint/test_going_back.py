@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,48 @@ def test_saves_after_going_back_have_the_weights_of_their_batch(
     assert same(other.state(), states[2])
     pd2.load(tmp_path / "other", other.pipe, other.opt, step=3)
     assert same(other.state(), want)
+
+
+def test_going_back_waits_for_the_saves_of_the_other_branch(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(every=2, keep=9)
+    run.train(4)
+    sync = os.fsync
+
+    def slowly(file: int) -> None:
+        time.sleep(0.05)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    run.train(2)
+    assert run.ckpt.under_way
+    assert run.ckpt.resume(step=2) == 2
+    assert not run.ckpt.under_way
+    assert Folder(tmp_path / "run").steps() == [2]
+    assert (tmp_path / "run" / "step-00000006.abandoned").is_dir()
+
+
+def test_a_signal_after_the_batch_was_saved_saves_it_no_second_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"memory://{uuid.uuid4()}"  # where both would write the same files
+    begun: list[int] = []
+    begin = Folder.begin
+
+    def slowly(self: Folder, step: int, nonce: str) -> str:
+        begun.append(step)
+        time.sleep(0.2)
+        return begin(self, step, nonce)
+
+    monkeypatch.setattr(Folder, "begin", slowly)
+    run = start(path, every=2)
+    run.train(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(pd2.Preempted), torch.no_grad():
+        run.pipe(X)
+    assert begun == [2]
+    assert start(path, seed=3).ckpt.resume() == 2
 
 
 def test_a_run_that_goes_back_leaves_the_other_branch_aside(start: Start, tmp_path: Path) -> None:

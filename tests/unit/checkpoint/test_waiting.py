@@ -27,8 +27,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def gives_up_after(clock: Clock, ended_at: float, written: Callable[[], int]) -> float:
-    waiting = Waiting(60.0, lambda: clock.now >= ended_at, written)
+def gives_up_after(clock: Clock, failed_at: float, written: Callable[[], int]) -> float:
+    waiting = Waiting(60.0, lambda: clock.now >= failed_at, written)
     with pytest.raises(TimeoutError, match="nothing came"):
         while clock.now < 1000:
             waiting.look("nothing came")
@@ -39,7 +39,7 @@ def test_it_waits_for_the_timeout_while_the_pipeline_is_open(clock: Clock) -> No
     assert 60 < gives_up_after(clock, 1000, lambda: 0) < 62
 
 
-def test_it_gives_up_soon_once_the_pipeline_has_ended_and_nobody_writes(clock: Clock) -> None:
+def test_it_gives_up_soon_once_the_pipeline_has_failed_and_nobody_writes(clock: Clock) -> None:
     assert 12 < gives_up_after(clock, 10, lambda: 5) < 15
 
 
