@@ -23,14 +23,14 @@ class SavedFile:
             ``optimizer``, ``rank``.
         rank: the process that wrote it.
         size: in bytes.
-        sum: CRC-32 of all bytes.
+        header_sum: CRC-32 of its header, length included; all other bytes are in a tensor's.
         tensors: CRC-32 of each tensor's bytes.
     """
 
     kind: str
     rank: int
     size: int
-    sum: int
+    header_sum: int
     tensors: Mapping[str, int]
 
 

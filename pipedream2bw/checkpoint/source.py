@@ -25,6 +25,9 @@ _HEADER_BYTES = 2**18
 """What is fetched of a file in an object store to read its header; every rank reads all headers."""
 
 
+_OTHER_SUM = "its sum is another than when it was written"
+
+
 class Source:
     """A checkpoint to read from.
 
@@ -68,16 +71,20 @@ class Source:
                 raise ValueError("other tensors than were written")
             if sums:
                 with self.folder.open(self.name, file_name) as file:
-                    if sum_of(file) != saved.sum:
-                        raise ValueError("its sum is another than when it was written")
+                    for name, entry in entries.items():
+                        if sum_of(file, entry) != saved.tensors[name]:
+                            raise ValueError(f"{name}: {_OTHER_SUM}")
         except (*_MISSING, ValueError) as error:
             raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
 
     def _header(self, file_name: str) -> dict[str, Entry]:
         if file_name not in self._headers:
             with self.folder.open(self.name, file_name, ahead=_HEADER_BYTES) as file:
-                size = self.manifest.files[file_name].size
-                self._headers[file_name] = read_header(file, size)
+                saved = self.manifest.files[file_name]
+                entries, header_sum = read_header(file, saved.size)
+            if header_sum != saved.header_sum:
+                raise ValueError(f"the header: {_OTHER_SUM}")
+            self._headers[file_name] = entries
         return self._headers[file_name]
 
     def places(self, kind: str, ranks: Collection[int] | None = None) -> dict[str, str]:
@@ -114,7 +121,7 @@ class Source:
                         entry = self.entry(name, file_name)
                         tensors[name], crc = read_tensor(file, entry)
                         if crc != self.manifest.files[file_name].tensors[name]:
-                            raise ValueError(f"{name}: its sum is another than when it was written")
+                            raise ValueError(f"{name}: {_OTHER_SUM}")
             except (*_MISSING, ValueError) as error:
                 raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
         return tensors

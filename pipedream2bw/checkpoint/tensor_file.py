@@ -43,10 +43,10 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class Written(NamedTuple):
-    """A written file: its size and sums (CRC-32), of all its bytes and of each tensor's."""
+    """A written file: its size and sums (CRC-32), of its header and of each tensor's bytes."""
 
     size: int
-    sum: int
+    header_sum: int
     tensors: dict[str, int]
 
 
@@ -93,7 +93,6 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
     text += b" " * (-len(text) % 8)  # so that every tensor of 8 bytes is aligned
     start = len(text).to_bytes(8, "little") + text
     file.write(start)
-    all_bytes = zlib.crc32(start)
     sums = {}
     for name, tensor in tensors.items():
         sums[name] = 0
@@ -102,8 +101,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
             chunk = data[first : first + _CHUNK_BYTES]
             file.write(chunk)
             sums[name] = zlib.crc32(chunk, sums[name])
-            all_bytes = zlib.crc32(chunk, all_bytes)
-    return Written(len(start) + place, all_bytes, sums)
+    return Written(len(start) + place, zlib.crc32(start), sums)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,8 +109,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
-    """The tensors in a file of that size.
+def read_header(file: IO[bytes], size: int) -> tuple[dict[str, Entry], int]:
+    """The tensors in a file of that size, and the sum of its header.
 
     Raises:
         ValueError: it is not a safetensors file, or not whole.
@@ -121,8 +119,9 @@ def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
         raise ValueError(f"{size} bytes, a header of {length}: the file is cut or none of tensors")
+    text = file.read(length)
     try:
-        header = parse_json(file.read(length))
+        header = parse_json(text)
     except ValueError as error:
         raise ValueError(f"the header is damaged: {error}") from error
     if not isinstance(header, dict):
@@ -136,7 +135,7 @@ def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
         place = entry.end
     if place != size:
         raise ValueError(f"{size} bytes, the header says {place}: the file is cut or too long")
-    return entries
+    return entries, zlib.crc32(start + text)
 
 
 def _entry(name: str, fields: Any, data: int) -> Entry:
@@ -187,9 +186,11 @@ def read_tensor(file: IO[bytes], entry: Entry) -> tuple[torch.Tensor, int]:
     return tensor, crc
 
 
-def sum_of(file: IO[bytes]) -> int:
-    """The sum of all bytes of a file."""
-    crc = 0
-    while chunk := file.read(_CHUNK_BYTES):
+def sum_of(file: IO[bytes], entry: Entry) -> int:
+    """The sum of a tensor's bytes."""
+    file.seek(entry.begin)
+    crc, left = 0, entry.end - entry.begin
+    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
         crc = zlib.crc32(chunk, crc)
+        left -= len(chunk)
     return crc

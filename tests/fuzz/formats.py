@@ -142,12 +142,12 @@ def _lay_out(header: Any) -> int:
 
 
 def _read_safetensors(data: bytes) -> None:
-    entries = read_header(io.BytesIO(data), len(data))
+    entries, _ = read_header(io.BytesIO(data), len(data))
     tensors = {name: read_tensor(io.BytesIO(data), entry)[0] for name, entry in entries.items()}
     file = io.BytesIO()
     write_tensors(file, tensors)
     written = file.getvalue()
-    again = read_header(io.BytesIO(written), len(written))
+    again, _ = read_header(io.BytesIO(written), len(written))
     shapes = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     assert {name: (entry.dtype, entry.shape) for name, entry in again.items()} == shapes
     for name, entry in again.items():

@@ -23,7 +23,6 @@ from pipedream2bw.checkpoint.folder import MANIFEST, Folder, name_of
 from pipedream2bw.checkpoint.inspecting import damage_of
 from pipedream2bw.checkpoint.manifest import INDEX
 from pipedream2bw.errors import DamagedCheckpoint
-from pipedream2bw.json_document import parse_json
 
 OLDER, NEWEST = 2, 4
 WIDTH = 6
@@ -60,17 +59,8 @@ KINDS = ("momentum", "split masters")
 _INDEX = "the index"
 """Of the weights' files. It is for other programs, and made of what the manifest says."""
 
-_METADATA = "metadata"
-"""A header's "__metadata__" is for other programs."""
-
 _NOT_LOADED = "buffers among the weights"
 """Copies of the first replica's for other programs; each replica's own are in the ranks' files."""
-
-_NOT_COMPARED = "sums of these buffers"
-"""Resuming compares the sum of each file, and the sums of the tensors that it loads."""
-
-_FILE_SUM = "a file's sum"
-"""A load compares the sum of each tensor that it reads."""
 
 _BESIDE = "files beside"
 
@@ -167,7 +157,7 @@ class Victim:
         if load:
             self.check_load(file_name, about, quiet)
         if resume:
-            self.check_resume(NEWEST if quiet in (_INDEX, _NOT_COMPARED) else OLDER)
+            self.check_resume(NEWEST if quiet == _INDEX else OLDER)
 
     def check_load(self, file_name: str, about: str, quiet: str = "") -> None:
         before = self.state()
@@ -253,14 +243,7 @@ class Victim:
             (tensor,) = (k for k, (a, b) in offsets.items() if a <= changed - end < b)
             is_copy = name.startswith("model-") and tensor in self._buffers
             return _NOT_LOADED if is_copy else ""
-        try:
-            other = parse_json(after[8:end])
-        except ValueError:
-            return ""
-        if not isinstance(other, dict) or "__metadata__" not in other:
-            return ""
-        is_same = {**header, "__metadata__": 0} == {**other, "__metadata__": 0}
-        return _METADATA if is_same else ""
+        return ""
 
     def cut(self, every: int) -> None:
         """Cuts each file at all multiples, and by a byte."""
@@ -304,15 +287,16 @@ class Victim:
                 del changed["sum"]
                 where = changed["files"][name]
                 if tensor is None:
-                    where["sum"] ^= 1
+                    where["header_sum"] ^= 1
                 else:
                     where["tensors"][tensor] ^= 1
                 rest = json.dumps(changed)[1:].encode()
                 with self.changed(MANIFEST, b'{"sum": "%08x",' % zlib.crc32(rest) + rest):
-                    quiet = _FILE_SUM if tensor is None else ""
-                    if name.startswith("model-") and tensor in self._buffers:
-                        quiet = _NOT_COMPARED
-                    self.check(name, f"another sum of {tensor or 'it'}", resume=True, quiet=quiet)
+                    is_copy = name.startswith("model-") and tensor in self._buffers
+                    quiet = _NOT_LOADED if is_copy else ""
+                    self.check(
+                        name, f"another sum of {tensor or 'its header'}", resume=True, quiet=quiet
+                    )
 
     def add_foreign_files(self) -> None:
         """What does not belong to a checkpoint makes no difference, and stays."""
