@@ -68,7 +68,9 @@ def main() -> None:
                 )
                 kills[name] += made
                 runs[name] += 1
-                wrong += [f"{name}, run {number}: {each}" for each in found]
+                for each in found:
+                    wrong.append(f"{name}, run {number}: {each}")
+                    print(wrong[-1], flush=True)
                 if sum(kills.values()) >= options.rounds:
                     break
     seconds = time.monotonic() - begin
@@ -76,7 +78,8 @@ def main() -> None:
     for name in settings:
         print(f"{name:28} {runs[name]:5} {kills[name]:6}")
     print(f"{sum(kills.values())} kills in {sum(runs.values())} runs, {seconds:.0f} s")
-    print("\n".join(wrong) or "every run ended with the bits of the undisturbed one")
+    if not wrong:
+        print("every run ended with the bits of the undisturbed one")
     write_json(
         options.json,
         where,

@@ -171,5 +171,5 @@ def test_ranks_train_where_the_plan_has_them_and_refuse_what_does_not_fit(tmp_pa
             assert raised == kind, (name, result.rank, raised, said)
             assert all(text in said for text in texts), (name, result.rank, said)
         raised, said = result.value["missing"]
-        assert raised == ("FileNotFoundError" if result.rank == 3 else "RuntimeError")
+        assert raised == ("FileNotFoundError" if result.rank == 3 else "OSError")
         assert "no.json" in said
