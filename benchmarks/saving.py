@@ -206,12 +206,12 @@ def save_automatically(
                 training.batch()
                 if way == "auto":
                     ckpt.step()
-            training.pipe.flush()  # a save may need it
-            for saving in ckpt.under_way:
-                saving.done.result()
             if number >= 2:  # until it knows how often to save
                 found[way].append((time.perf_counter() - begin) / block)
                 found["batches"].append(ckpt.batches_between or math.nan)
+            training.pipe.flush()  # a save may need it
+            for saving in ckpt.under_way:
+                saving.done.result()
     return found
 
 
