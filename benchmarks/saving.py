@@ -1,7 +1,7 @@
 """What saving a checkpoint costs a run that goes on training meanwhile.
 
 A model of 4.7 million parameters (AdamW, float32; 16 bytes a parameter are saved) in two stages,
-one process each, on 4,096 tokens a batch: a fifth of the tokens a parameter of GPT-2's batches.
+one process each, on 8,192 tokens a batch: two fifths of the tokens a parameter of GPT-2's batches.
 Processes and cores are as many, so that nothing of a save is for free. Blocks of batches take turns
 in one run: without saving; with saves every ten batches into memory (/dev/shm); with
 torch.distributed.checkpoint's async_save of the same newest weights and moments after a drain, as
@@ -37,7 +37,7 @@ from pipedream2bw.checkpoint.folder import Folder
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 4
-WORKLOAD = Workload("transformer", rows=8, hidden=256, layers=3, sequence=128)
+WORKLOAD = Workload("transformer", rows=16, hidden=256, layers=3, sequence=128)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8)
 EVERY = 10
 BLOCK = 30
