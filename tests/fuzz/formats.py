@@ -106,7 +106,7 @@ def _read_state(document: Any) -> None:
     value = decode(document, _TENSORS)
     tensors: dict[str, torch.Tensor] = {}
     again = encode(value, "t", tensors)
-    assert repr(decode(again, tensors)) == repr(value)
+    assert encode(decode(again, tensors), "t", {}) == again
 
 
 def _make_safetensors(random: Random, corpus: list[bytes]) -> bytes:
