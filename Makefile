@@ -3,11 +3,14 @@
 #   make             virtual environment, torch if there is none, extension
 #   make demo        trains a small GPT with two stages under torchrun
 #   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
+#   make test-device  what is tested on a device without hardware that checks the order of all work
 #   make check       in three minutes: lint, and the tests of what changed (SINCE=commit) and the core
 #   make test-tsan   C++ tests that start threads, under the thread sanitizer
 #   make lint        clang-format, ruff, mypy, and what the rooms of the source may use
 #   make fuzz        changed files and texts of every format, FUZZ_INPUTS of each
 #   make nvcc        compiles every .cu, if there is an nvcc
+#   make gpu-check   asks a GPU all that only a GPU can answer, in ten minutes (docs/gpu.md);
+#                    with DEVICE=checked the same on a device of the tests, which needs none
 #   make bench       the benchmarks; bench-smoke only sees whether they run
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
@@ -38,8 +41,8 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build check demo test test-cpp test-python test-tsan fuzz lint nvcc bench bench-smoke study \
-    clean distclean
+.PHONY: build check demo test test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
+    bench bench-smoke study clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -59,7 +62,7 @@ $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
-# What delays messages in tests and benchmarks.
+# What delays messages in tests and benchmarks, and the checked device.
 $(STAMPS)/delays: $(STAMPS)/extension
 	PIPEDREAM2BW_TESTING=1 $(BIN)/python setup.py -q build_ext --inplace
 	touch $@
@@ -80,7 +83,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 demo: $(STAMPS)/demo $(STAMPS)/extension
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo
 
-test: test-cpp test-python
+test: test-cpp test-python test-device
 
 # As in setup.py, which says why.
 CXX_TEST_FLAGS := -ffp-contract=off -Wno-unknown-warning-option -Wno-restrict
@@ -112,6 +115,11 @@ test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
 
+# In one process without others beside it: a process has one accelerator, and here it is the
+# checked device (docs/design/checked-device.md).
+test-device: $(STAMPS)/test $(STAMPS)/delays
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device $(PYTEST_ARGS)
+
 FUZZ_INPUTS ?= 10000000
 fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
 fuzz: $(STAMPS)/test $(STAMPS)/extension
@@ -137,6 +145,10 @@ CUDA_SOURCES := $(filter %.cu,$(CXX_FILES)) $(shell grep -l PD2_WITH_CUDA -r csr
 CUDA_OBJECTS := $(patsubst %,build/nvcc/%.o,$(CUDA_SOURCES))
 NVCC_FLAGS := -std=c++20 -O3 -DPD2_WITH_CUDA -Icsrc -Werror=all-warnings \
     -Xcompiler=-Wall,-Wextra,-Werror
+# As in setup.py: those of them that nvcc knows, and PTX for what comes after the last.
+CUDA_ARCHITECTURES = $(filter 80 86 89 90 100 120,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
+GENCODE = $(foreach a,$(CUDA_ARCHITECTURES),-gencode=arch=compute_$(a),code=sm_$(a)) \
+    $(foreach a,$(lastword $(CUDA_ARCHITECTURES)),-gencode=arch=compute_$(a),code=compute_$(a))
 TORCH_INCLUDES = $(shell $(BIN)/python -c \
     'from torch.utils import cpp_extension as e; print(*("-isystem " + p for p in e.include_paths()))')
 
@@ -150,15 +162,26 @@ endif
 
 build/nvcc/%.cu.o: %.cu $(CXX_FILES)
 	mkdir -p $(@D)
-	$(NVCC) $(NVCC_FLAGS) -c $< -o $@ \
-	    -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_86,code=sm_86 \
-	    -gencode=arch=compute_89,code=sm_89 -gencode=arch=compute_90,code=[sm_90,compute_90]
+	$(NVCC) $(NVCC_FLAGS) -c $< -o $@ $(GENCODE)
 
 # A torch without CUDA ships c10/cuda, but for one generated header of which nothing is needed here.
 build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
 	mkdir -p $(@D) build/nvcc/include/c10/cuda/impl
 	touch build/nvcc/include/c10/cuda/impl/cuda_cmake_macros.h
 	$(NVCC) -x c++ $(NVCC_FLAGS) $(TORCH_INCLUDES) -isystem build/nvcc/include -c $< -o $@
+
+# With PYTHON=... that Python's torch is asked, and nothing is installed: no network is needed. The
+# check builds the extension itself.
+DEVICE ?= cuda
+JSON ?= build/gpu-check.json
+ifeq ($(origin PYTHON),file)
+gpu-check: CHECKING := $(BIN)/python
+gpu-check: $(STAMPS)/$(if $(filter checked,$(DEVICE)),delays,torch)
+else
+gpu-check: CHECKING := $(PYTHON)
+endif
+gpu-check:
+	$(CHECKING) -m tests.gpu_check --device $(DEVICE) --json $(JSON)
 
 bench: $(STAMPS)/test $(STAMPS)/delays
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
@@ -177,7 +200,7 @@ study: $(STAMPS)/test $(STAMPS)/extension
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py
-	rm -f benchmarks/measuring/_delays.*.so
+	rm -f benchmarks/measuring/_delays.*.so tests/device/_checked.*.so
 	rm -f $(STAMPS)/package $(STAMPS)/extension $(STAMPS)/delays
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -5,10 +5,12 @@ Environment:
                          torch has CUDA and a matching nvcc is found; 1 fails where auto would
                          build without.
     PIPEDREAM2BW_WERROR  1 turns on -Wall -Wextra -Werror for the project's own files.
-    PIPEDREAM2BW_TESTING  1 builds, instead of the package's extension, the one that tests and
-                         benchmarks need: benchmarks/measuring/_delays. Only with --inplace.
+    PIPEDREAM2BW_TESTING  1 builds, instead of the package's extension, those that tests and
+                         benchmarks need: benchmarks/measuring/_delays and tests/device/_checked.
+                         Only with --inplace.
     CUDA_HOME            where nvcc is, if not on PATH.
-    TORCH_CUDA_ARCH_LIST defaults to 8.0;8.6;8.9;9.0+PTX.
+    TORCH_CUDA_ARCH_LIST defaults to those of 8.0;8.6;8.9;9.0;10.0;12.0 that nvcc knows, and PTX of
+                         the last.
     MAX_JOBS             how many compilers run at once.
 """
 
@@ -31,7 +33,7 @@ MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expressi
 # Of the folders whose files include libtorch's headers: a compiler takes ten seconds to read them.
 READ_TOGETHER = ("engine", "bindings")
 FILES_OF_A_UNIT = 8
-DEFAULT_CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0+PTX"
+CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 
 def fail(message: str) -> SystemExit:
@@ -92,6 +94,15 @@ def nvcc_version(nvcc: Path) -> str:
         return "unknown"
     found = re.search(r"release (\d+\.\d+)", text)
     return found.group(1) if found else "unknown"
+
+
+def default_architectures(nvcc: Path) -> str:
+    """The value of TORCH_CUDA_ARCH_LIST for what this nvcc can compile."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
+    known = [each for each in CUDA_ARCHITECTURES if f"sm_{each.replace('.', '')}" in listed.split()]
+    if not known:
+        raise fail(f"{nvcc} --list-gpu-code names none of {', '.join(CUDA_ARCHITECTURES)}")
+    return ";".join(known) + "+PTX"
 
 
 def why_no_cuda(torch_cuda: str | None, nvcc: Path | None) -> str | None:
@@ -157,8 +168,19 @@ def sources_of_package(with_cuda: bool) -> list[Path]:
     return sources
 
 
-def sources_of_delays() -> list[Path]:
-    return [CSRC / "core" / "check.cpp", *sorted((CSRC / "testing").glob("*.cpp"))]
+def sources_for_testing() -> dict[str, list[Path]]:
+    """By the extension modules that tests and benchmarks need."""
+    check, testing = CSRC / "core" / "check.cpp", CSRC / "testing"
+    return {
+        "benchmarks.measuring._delays": [check, *sorted(testing.glob("*.cpp"))],
+        "tests.device._checked": [
+            check,
+            CSRC / "engine" / "weights" / "grid_passes.cpp",
+            CSRC / "kernels" / "grid" / "step_table.cpp",
+            CSRC / "transport" / "shared_memory.cpp",
+            *sorted((testing / "device").glob("*.cpp")),
+        ],
+    }
 
 
 def extension(
@@ -221,7 +243,7 @@ def main() -> None:
         assert nvcc is not None
         # torch looked for CUDA when it was imported, by rules of its own: both must take one nvcc.
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(nvcc.parents[1])
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures(nvcc))
 
     class BuildExtension(cpp_extension.BuildExtension):
         """Keeps the object files of every torch apart, and records the torch it built with."""
@@ -245,11 +267,13 @@ def main() -> None:
             info = target / "pipedream2bw" / "_build_info.py"
             info.write_text(build_info(torch, with_cuda), encoding="utf-8")
 
-    name = "benchmarks.measuring._delays" if testing else "pipedream2bw._C"
-    sources = sources_of_delays() if testing else sources_of_package(with_cuda)
+    package = {"pipedream2bw._C": sources_of_package(with_cuda)}
     werror = is_on("PIPEDREAM2BW_WERROR", os.environ)
-    made = extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror)
-    setup(ext_modules=[made], cmdclass={"build_ext": BuildExtension})
+    modules = [
+        extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror)
+        for name, sources in (sources_for_testing() if testing else package).items()
+    ]
+    setup(ext_modules=modules, cmdclass={"build_ext": BuildExtension})
 
 
 if __name__ == "__main__":

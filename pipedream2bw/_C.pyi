@@ -119,6 +119,21 @@ class EdgeCosts:
     bandwidth: float
     message_bytes: float
 
+@dataclass(frozen=True, kw_only=True)
+class LaunchCosts:
+    seconds: float
+    forward: int
+    backward: int
+    update: int
+    reads: int
+    read_seconds: float
+    one_stream: bool
+
+class IdleTime:
+    messages: float
+    updates: float
+    host: float
+
 class SimulatedAction:
     stage: int
     kind: str
@@ -135,12 +150,14 @@ class Simulation:
     bubbles: list[float]
     most_in_flight: list[int]
     peak_bytes: list[float]
+    idle: list[IdleTime]
 
 def simulate(
     schedule: Schedule,
     stages: Sequence[StageCosts],
     edges: Sequence[EdgeCosts],
     num_batches: int,
+    launches: LaunchCosts | None,
 ) -> Simulation: ...
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +348,18 @@ class StageBytes:
     gradients: int
     optimizer_state: int
     padding: int
+    host_copies: int
+    on_host: int
+
+def register_device_passes(device_type: int, what: object) -> None: ...
+
+class StageStreams:
+    def __init__(self, device: torch.device) -> None: ...
+    device: Final[torch.device]
+    inputs: Final[torch.Stream | None]
+    def use(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+def use_here(tensors: Sequence[torch.Tensor]) -> None: ...
 
 class Stage:
     def __init__(
@@ -346,13 +375,15 @@ class Stage:
         dtypes: Sequence[torch.dtype] = (),
         split_master: bool = False,
         has_spare: bool = False,
+        streams: StageStreams | None = None,
+        steps_on_host: bool = False,
     ) -> None: ...
     def weight(self, slot: int, parameter: int) -> torch.Tensor: ...
     def master(self, slot: int, parameter: int) -> torch.Tensor: ...
-    def has_split_master(self, parameter: int) -> bool: ...
+    def hides_master(self, parameter: int) -> bool: ...
     def master_buffers(self) -> list[torch.Tensor]: ...
     def round_masters(self, slot: int) -> None: ...
-    def set_split_master(self, parameter: int, value: torch.Tensor) -> None: ...
+    def set_master(self, parameter: int, value: torch.Tensor) -> None: ...
     def gradient(self, parameter: int) -> torch.Tensor: ...
     def has_gradient(self, parameter: int) -> bool: ...
     def slot_buffers(self, slot: int) -> list[torch.Tensor]: ...
@@ -370,6 +401,8 @@ class Stage:
     def set_step_count(self, parameter: int, count: int) -> None: ...
     def arrange(self, reads_first: bool, waits: bool, fault: Fault) -> None: ...
     def restart_delay(self) -> None: ...
+    def show(self) -> None: ...
+    frees_gradients: Final[bool]
     def keeps_version_of(self, batch: int) -> bool: ...
     def load_versions(self, oldest: int, newest: int) -> None: ...
     def slot_of(self, version: int) -> int: ...
@@ -426,10 +459,11 @@ class Sender:
 
 class Receiver:
     def expect(self, layout: int) -> None: ...
+    def post(self) -> None: ...
     def receive(self) -> list[torch.Tensor]: ...
 
 class LocalChannel(Sender, Receiver):
-    def __init__(self, destination: torch.device) -> None: ...
+    def __init__(self, *, source: torch.device, destination: torch.device) -> None: ...
 
 class SharedRing:
     @staticmethod
@@ -456,9 +490,11 @@ class ProcessGroupSender(Sender):
         peer: int,
         peer_rank: int,
         device: torch.device,
-        max_unawaited: int,
         ring: SharedRing | None,
+        headers: tuple[str, int, int] | None,
+        max_unawaited: int,
     ) -> None: ...
+    def connect(self) -> None: ...
 
 class ProcessGroupReceiver(Receiver):
     def __init__(
@@ -468,9 +504,36 @@ class ProcessGroupReceiver(Receiver):
         peer: int,
         peer_rank: int,
         device: torch.device,
-        posted_ahead: int,
         ring: SharedRing | None,
+        headers: tuple[str, int, int] | None,
+        posted_ahead: int,
+        pins_memory: bool,
     ) -> None: ...
+    def connect(self) -> None: ...
+
+class StagedSender(Sender):
+    def __init__(self, *, hosts: Sender, device: torch.device) -> None: ...
+
+class StagedReceiver(Receiver):
+    def __init__(self, *, hosts: Receiver, device: torch.device) -> None: ...
+
+class DeviceRingSender(Sender):
+    @staticmethod
+    def create(
+        *, device: torch.device, num_slots: int, peer_rank: int, timeout: float
+    ) -> DeviceRingSender | None: ...
+    address: Final[str]
+    is_idle: Final[bool]
+
+class DeviceRingReceiver(Receiver):
+    @staticmethod
+    def open(
+        address: str, *, device: torch.device, peer_rank: int, timeout: float
+    ) -> DeviceRingReceiver | None: ...
+    is_idle: Final[bool]
+
+def register_device_memory_sharing(device_type: int, what: object) -> None: ...
+def abort_on_fault(fault: Fault, group: str) -> None: ...
 
 class Fault:
     def __init__(self, *, rank: int = 0) -> None: ...
@@ -529,12 +592,38 @@ class ForwardCall(NamedTuple):
     inbound: list[Message]
     again: bool
     loss_scale: float
+    given: list[torch.Tensor] | None
+
+class GivenInputs(NamedTuple):
+    tensors: list[torch.Tensor]
+    kind: int
+    refusal: str
 
 class ForwardResult(NamedTuple):
     outbound: Sequence[Message] = ()
     loss: torch.Tensor | None = None
     bytes_kept: int = 0
     metrics: torch.Tensor | None = None
+
+class GraphSetup:
+    def __init__(
+        self,
+        *,
+        always: bool = False,
+        look: Callable[[ForwardCall], GivenInputs] | None = None,
+        most_bytes: int | None = None,
+    ) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    num_graphs: int = 0
+    bytes: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    others: dict[str, int] = ...
+
+def has_device_graphs(device: torch.device) -> bool: ...
+def register_device_graphs(device_type: int, what: object) -> None: ...
 
 class StageSetup:
     def __init__(
@@ -544,13 +633,14 @@ class StageSetup:
         stage: Stage,
         forward: Callable[[ForwardCall], ForwardResult],
         recompute: bool,
+        graphs: GraphSetup = ...,
     ) -> None: ...
 
 class InboundEdge:
-    def __init__(self, *, values: Receiver, gradients: Sender) -> None: ...
+    def __init__(self, *, values: Receiver, gradients: Sender, producer: int) -> None: ...
 
 class OutboundEdge:
-    def __init__(self, *, values: Sender, gradients: Receiver) -> None: ...
+    def __init__(self, *, values: Sender, gradients: Receiver, consumer: int) -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -602,6 +692,8 @@ class Executor:
     def set_verdicts(self, verdicts: BatchVerdicts | None) -> None: ...
     def take_back(self, batch: int, run: int) -> None: ...
     def count_anew(self) -> None: ...
+    def join_here(self) -> None: ...
+    def plan_receives(self, *, wiring: int, edges: Sequence[tuple[int, int]]) -> None: ...
     def drop_connections(self) -> None: ...
     def close(self) -> None: ...
     def submit_run(self, run: Run) -> int: ...
@@ -623,4 +715,5 @@ class Executor:
     def version_of_batch(self, stage: int, batch: int) -> int: ...
     def most_bytes_in_flight(self, stage: int) -> int: ...
     def most_in_flight(self, stage: int) -> int: ...
+    def graph_report(self, stage: int) -> GraphReport: ...
     def message_buffer_bytes(self, stage: int) -> int: ...

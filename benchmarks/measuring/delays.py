@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import itertools
 from collections.abc import Iterator
 from unittest import mock
@@ -12,8 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from pipedream2bw.optimizer import clipping
-from pipedream2bw.ranks import agreement
+from pipedream2bw.ranks import boards, groups
 from pipedream2bw.ranks.channels import Channels
 from pipedream2bw.runtime import local_stages
 
@@ -71,19 +69,16 @@ def delayed_collectives(shortest: float, longest: float, seed: int = 0) -> Itera
 
     backend = f"delayed{next(_numbers)}"
     dist.Backend.register_backend(backend, make, devices=["cpu"])
-    new_group = dist.new_group
+    join_members = groups.join_members
 
-    @functools.wraps(new_group)
-    def new_delayed_group(*args: object, **options: object) -> object:
-        return new_group(*args, **options | {"backend": backend})
-
-    def no_board(*_: object) -> None:
-        return None
+    def join_delayed(
+        members: list[int], name: str, _: str | None, timeout: datetime.timedelta
+    ) -> dist.ProcessGroup:
+        return join_members(members, name, backend, timeout)
 
     with (
-        mock.patch.object(dist, "new_group", new_delayed_group),
-        mock.patch.object(agreement, "make_board", no_board),
-        mock.patch.object(clipping, "make_board", no_board),
+        mock.patch.object(groups, "join_members", join_delayed),
+        mock.patch.object(boards, "machine_id", return_value=f"of rank {dist.get_rank()}"),
     ):
         yield
 

@@ -13,6 +13,7 @@ namespace pd2 {
 struct Failure;
 struct ForwardCall;
 struct ForwardResult;
+struct GivenInputs;
 
 void bind_errors();
 void bind_schedule(py::module_& module);
@@ -34,6 +35,9 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> resolve_group(const std::string& n
 // The forward of a stage that is a Python function, from ForwardCall to ForwardResult of
 // bind_forward(). Any thread may call it.
 std::function<ForwardResult(ForwardCall)> forward_in_python(py::function function);
+
+// GraphSetup's `look` likewise, to GivenInputs.
+std::function<GivenInputs(const ForwardCall&)> look_in_python(py::function function);
 
 // failure_of() for exceptions that may be Python's. `keep` gets such a one and gives the number
 // under which it is kept; negative: it is not.

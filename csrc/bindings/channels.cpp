@@ -1,8 +1,14 @@
 // Channels, messages and memory that processes share, as Python sees them. Stages send and receive
 // in the engine; Python measures links.
 #include "bindings/bindings.h"
+#include "bindings/python_lock.h"
+#include "bindings/structs.h"
+#include "engine/channels/abort_on_fault.h"
+#include "engine/channels/device_memory_sharing.h"
+#include "engine/channels/device_ring.h"
 #include "engine/channels/local_channel.h"
 #include "engine/channels/process_group_channel.h"
+#include "engine/channels/staged_channel.h"
 #include "transport/shared_board.h"
 #include "transport/shared_ring.h"
 
@@ -11,7 +17,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,6 +30,26 @@ namespace {
 template <typename T>
 std::shared_ptr<T> or_none(std::unique_ptr<T> object) {
   return std::shared_ptr<T>(std::move(object));
+}
+
+// Null without a ring. To end it the device must be waited for.
+template <typename End>
+std::shared_ptr<End> end_of_device_ring(std::unique_ptr<DeviceRing> ring, c10::Device device,
+                                        int peer_rank) {
+  return ring ? std::shared_ptr<End>(new End(std::move(ring), device, peer_rank),
+                                     delete_without_gil<End>)
+              : nullptr;
+}
+
+// A group's name, the other end's number in it and a tag.
+using Headers = std::tuple<std::string, int, int>;
+
+std::optional<HeaderPath> header_path(const std::optional<Headers>& headers) {
+  if (!headers) {
+    return std::nullopt;
+  }
+  const auto& [group, peer, tag] = *headers;
+  return HeaderPath{resolve_group(group), peer, tag};
 }
 
 void bind_shared_memory(py::module_& module) {
@@ -79,9 +107,37 @@ void bind_ends(py::module_& module) {
           py::arg("layout"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
   py::class_<Receiver, std::shared_ptr<Receiver>>(module, "Receiver")
       .def("expect", &Receiver::expect, py::arg("layout"), py::call_guard<py::gil_scoped_release>())
+      .def("post", &Receiver::post, py::call_guard<py::gil_scoped_release>())
       .def(
           "receive", [](Receiver& self) { return self.receive().tensors; },
           py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_device_rings(py::module_& module) {
+  bind_registration(module, "register_device_memory_sharing", &register_device_memory_sharing);
+  py::class_<DeviceRingSender, Sender, std::shared_ptr<DeviceRingSender>>(module,
+                                                                          "DeviceRingSender")
+      .def_static(
+          "create",
+          [](c10::Device device, std::uint32_t num_slots, int peer_rank, double timeout) {
+            return end_of_device_ring<DeviceRingSender>(
+                DeviceRing::create(device, num_slots, timeout), device, peer_rank);
+          },
+          py::kw_only(), py::arg("device"), py::arg("num_slots"), py::arg("peer_rank"),
+          py::arg("timeout"))
+      .def_property_readonly("is_idle", &DeviceRingSender::is_idle)
+      .def_property_readonly("address", &DeviceRingSender::address);
+  py::class_<DeviceRingReceiver, Receiver, std::shared_ptr<DeviceRingReceiver>>(
+      module, "DeviceRingReceiver")
+      .def_static(
+          "open",
+          [](const std::string& address, c10::Device device, int peer_rank, double timeout) {
+            return end_of_device_ring<DeviceRingReceiver>(
+                DeviceRing::open(address, device, timeout), device, peer_rank);
+          },
+          py::arg("address"), py::kw_only(), py::arg("device"), py::arg("peer_rank"),
+          py::arg("timeout"))
+      .def_property_readonly("is_idle", &DeviceRingReceiver::is_idle);
 }
 
 }  // namespace
@@ -89,29 +145,53 @@ void bind_ends(py::module_& module) {
 void bind_channels(py::module_& module) {
   bind_shared_memory(module);
   bind_ends(module);
+  bind_device_rings(module);
+  module.def(
+      "abort_on_fault",
+      [](const std::shared_ptr<Fault>& fault, const std::string& group) {
+        abort_on_fault(*fault, resolve_group(group));
+      },
+      py::arg("fault"), py::arg("group"));
   py::class_<LocalChannel, Sender, Receiver, std::shared_ptr<LocalChannel>>(
       module, "LocalChannel", py::multiple_inheritance())
-      .def(py::init<c10::Device>(), py::arg("destination"));
+      .def(py::init<c10::Device, c10::Device>(), py::kw_only(), py::arg("source"),
+           py::arg("destination"));
   py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
                                                                               "ProcessGroupSender")
       .def(py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
-                       std::size_t max_unawaited, std::shared_ptr<SharedRing> ring) {
+                       std::shared_ptr<SharedRing> ring, std::optional<Headers> headers,
+                       std::size_t max_unawaited) {
              return std::make_shared<ProcessGroupSender>(
-                 Peer{resolve_group(group), peer, peer_rank, device, std::move(ring)},
+                 Peer{resolve_group(group), peer, peer_rank, device, std::move(ring),
+                      header_path(headers)},
                  max_unawaited);
            }),
            py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"),
-           py::arg("device"), py::arg("max_unawaited"), py::arg("ring"));
+           py::arg("device"), py::arg("ring"), py::arg("headers"), py::arg("max_unawaited"))
+      .def("connect", &ProcessGroupSender::connect, py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupReceiver, Receiver, std::shared_ptr<ProcessGroupReceiver>>(
       module, "ProcessGroupReceiver")
-      .def(
-          py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
-                      std::size_t posted_ahead, std::shared_ptr<SharedRing> ring) {
-            return std::make_shared<ProcessGroupReceiver>(
-                Peer{resolve_group(group), peer, peer_rank, device, std::move(ring)}, posted_ahead);
-          }),
-          py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"), py::arg("device"),
-          py::arg("posted_ahead"), py::arg("ring"));
+      .def(py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
+                       std::shared_ptr<SharedRing> ring, std::optional<Headers> headers,
+                       std::size_t posted_ahead, bool pins_memory) {
+             return std::make_shared<ProcessGroupReceiver>(
+                 Peer{resolve_group(group), peer, peer_rank, device, std::move(ring),
+                      header_path(headers), pins_memory},
+                 posted_ahead);
+           }),
+           py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"),
+           py::arg("device"), py::arg("ring"), py::arg("headers"), py::arg("posted_ahead"),
+           py::arg("pins_memory"))
+      .def("connect", &ProcessGroupReceiver::connect, py::call_guard<py::gil_scoped_release>());
+  py::class_<StagedSender, Sender, std::shared_ptr<StagedSender>>(module, "StagedSender")
+      .def(py::init([](std::shared_ptr<Sender> hosts, c10::Device device) {
+             return std::shared_ptr<StagedSender>(new StagedSender(std::move(hosts), device),
+                                                  delete_without_gil<StagedSender>);
+           }),
+           py::kw_only(), py::arg("hosts"), py::arg("device"));
+  py::class_<StagedReceiver, Receiver, std::shared_ptr<StagedReceiver>>(module, "StagedReceiver")
+      .def(py::init<std::shared_ptr<Receiver>, c10::Device>(), py::kw_only(), py::arg("hosts"),
+           py::arg("device"));
 }
 
 }  // namespace pd2

@@ -20,25 +20,57 @@ namespace {
 
 using ExecutorClass = py::class_<Executor, std::shared_ptr<Executor>>;
 
+void bind_graphs(py::module_& module) {
+  py::class_<GraphSetup>(module, "GraphSetup")
+      .def(py::init([](bool always, std::optional<py::function> look,
+                       std::optional<std::int64_t> most_bytes) {
+             GraphSetup setup;
+             if (look) {
+               setup.use = always ? UseGraphs::kAlways : UseGraphs::kAuto;
+               setup.look = look_in_python(std::move(*look));
+             }
+             setup.cause_of = [](const std::exception_ptr& error) {
+               return describe_exception(error, 0, [](const py::object&) { return -1; }).cause;
+             };
+             setup.most_bytes = most_bytes.value_or(setup.most_bytes);
+             return setup;
+           }),
+           py::kw_only(), py::arg("always") = false, py::arg("look") = py::none(),
+           py::arg("most_bytes") = py::none());
+  bind_struct(
+      module, "GraphReport", std::pair("num_graphs", &GraphReport::num_graphs),
+      std::pair("bytes", &GraphReport::bytes), std::pair("forwards", &GraphReport::forwards),
+      std::pair("backwards", &GraphReport::backwards), std::pair("others", &GraphReport::others));
+  module.def(
+      "has_device_graphs",
+      [](c10::Device device) { return device_graphs(device.type()) != nullptr; },
+      py::arg("device"));
+  bind_registration(module, "register_device_graphs", &set_device_graphs);
+}
+
 void bind_structs(py::module_& module) {
   py::class_<StageSetup>(module, "StageSetup")
-      .def(py::init(
-               [](int index, std::shared_ptr<Stage> stage, py::function forward, bool recompute) {
-                 return StageSetup{index, std::move(stage), forward_in_python(std::move(forward)),
-                                   recompute};
-               }),
+      .def(py::init([](int index, std::shared_ptr<Stage> stage, py::function forward,
+                       bool recompute, GraphSetup graphs) {
+             return StageSetup{index, std::move(stage), forward_in_python(std::move(forward)),
+                               recompute, std::move(graphs)};
+           }),
            py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
-           py::arg("recompute"));
+           py::arg("recompute"), py::arg("graphs") = GraphSetup());
   py::class_<InboundEdge>(module, "InboundEdge")
-      .def(py::init([](std::shared_ptr<Receiver> values, std::shared_ptr<Sender> gradients) {
-             return InboundEdge{std::move(values), std::move(gradients)};
+      .def(py::init([](std::shared_ptr<Receiver> values, std::shared_ptr<Sender> gradients,
+                       int producer) {
+             return InboundEdge{std::move(values), std::move(gradients), producer};
            }),
-           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false));
+           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false),
+           py::arg("producer"));
   py::class_<OutboundEdge>(module, "OutboundEdge")
-      .def(py::init([](std::shared_ptr<Sender> values, std::shared_ptr<Receiver> gradients) {
-             return OutboundEdge{std::move(values), std::move(gradients)};
+      .def(py::init([](std::shared_ptr<Sender> values, std::shared_ptr<Receiver> gradients,
+                       int consumer) {
+             return OutboundEdge{std::move(values), std::move(gradients), consumer};
            }),
-           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false));
+           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false),
+           py::arg("consumer"));
   bind_struct(module, "Run", std::pair("id", &Run::id), std::pair("wiring", &Run::wiring),
               std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
               std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
@@ -128,10 +160,22 @@ void bind_making(ExecutorClass& executor) {
             self.worker(stage).updates().set_clipping(std::move(clipping));
           },
           py::arg("stage"), py::arg("clipping").none(true))
-      .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true))
+      .def(
+          "plan_receives",
+          [](Executor& self, int wiring, const std::vector<std::pair<int, int>>& edges) {
+            std::vector<StageEdge> stage_edges;
+            for (const auto& [from, to] : edges) {
+              stage_edges.push_back({from, to});
+            }
+            self.plan_receives(wiring, stage_edges);
+          },
+          py::kw_only(), py::arg("wiring"), py::arg("edges"))
+      .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true),
+           py::call_guard<py::gil_scoped_release>())
       .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"),
            py::call_guard<py::gil_scoped_release>())
       .def("count_anew", &Executor::count_anew)
+      .def("join_here", &Executor::join_here)
       .def("drop_connections", &Executor::drop_connections,
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>());
@@ -173,7 +217,7 @@ void bind_reports(ExecutorClass& executor) {
     return [method](const Executor& self, int stage) { return (self.worker(stage).*method)(); };
   };
   executor.def("record", &Executor::record, py::arg("on"), py::call_guard<py::gil_scoped_release>())
-      .def("take_record", &Executor::take_record)
+      .def("take_record", &Executor::take_record, py::call_guard<py::gil_scoped_release>())
       .def(
           "version_of_batch",
           [](const Executor& self, int stage, std::int64_t batch) {
@@ -182,12 +226,14 @@ void bind_reports(ExecutorClass& executor) {
           py::arg("stage"), py::arg("batch"))
       .def("most_bytes_in_flight", of_stage(&StageWorker::most_bytes_in_flight), py::arg("stage"))
       .def("most_in_flight", of_stage(&StageWorker::most_in_flight), py::arg("stage"))
+      .def("graph_report", of_stage(&StageWorker::graph_report), py::arg("stage"))
       .def("message_buffer_bytes", of_stage(&StageWorker::message_buffer_bytes), py::arg("stage"));
 }
 
 }  // namespace
 
 void bind_executor(py::module_& module) {
+  bind_graphs(module);
   bind_structs(module);
   py::class_<BatchVerdicts, std::shared_ptr<BatchVerdicts>>(module, "BatchVerdicts")
       .def(py::init([](int num_stages, std::shared_ptr<Discards> discards, const std::string& group,

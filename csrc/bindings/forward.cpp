@@ -123,21 +123,33 @@ void bind_forward(py::module_& module) {
   bind_random(module);
   message_type =
       named_tuple(module, "Message", py::make_tuple("structure", "tensors"), py::tuple()).release();
-  call_type =
-      named_tuple(module, "ForwardCall",
-                  py::make_tuple("run", "microbatch", "slot", "inbound", "again", "loss_scale"),
-                  py::tuple())
-          .release();
+  call_type = named_tuple(module, "ForwardCall",
+                          py::make_tuple("run", "microbatch", "slot", "inbound", "again",
+                                         "loss_scale", "given"),
+                          py::tuple())
+                  .release();
+  named_tuple(module, "GivenInputs", py::make_tuple("tensors", "kind", "refusal"), py::tuple());
   named_tuple(module, "ForwardResult", py::make_tuple("outbound", "loss", "bytes_kept", "metrics"),
               py::make_tuple(py::tuple(), py::none(), 0, py::none()));
+}
+
+std::function<GivenInputs(const ForwardCall&)> look_in_python(py::function function) {
+  return [held = shared_python(std::move(function))](const ForwardCall& call) {
+    const py::gil_scoped_acquire gil;
+    const py::tuple found =
+        (*held)(make(call_type, py::make_tuple(call.run, call.microbatch, call.slot, py::list(),
+                                               call.again, call.loss_scale, call.given)));
+    return GivenInputs{found[0].cast<std::vector<at::Tensor>>(), found[1].cast<std::int64_t>(),
+                       found[2].cast<std::string>()};
+  };
 }
 
 Forward forward_in_python(py::function function) {
   return [held = shared_python(std::move(function))](ForwardCall call) {
     const py::gil_scoped_acquire gil;
-    const py::tuple result = (*held)(
-        make(call_type, py::make_tuple(call.run, call.microbatch, call.slot,
-                                       to_python(call.inbound), call.again, call.loss_scale)));
+    const py::tuple result = (*held)(make(
+        call_type, py::make_tuple(call.run, call.microbatch, call.slot, to_python(call.inbound),
+                                  call.again, call.loss_scale, std::move(call.given))));
     call.inbound.clear();  // while Python's lock is held, which freeing tensors may need
     return result_of(result);
   };

@@ -10,6 +10,7 @@
 #include <pybind11/operators.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -60,6 +61,16 @@ void bind_simulation(py::module_& module) {
   bind_struct(module, "EdgeCosts", std::pair("latency", &EdgeCosts::latency),
               std::pair("bandwidth", &EdgeCosts::bandwidth),
               std::pair("message_bytes", &EdgeCosts::message_bytes));
+  bind_struct(module, "LaunchCosts", std::pair("seconds", &LaunchCosts::seconds),
+              std::pair("forward", &LaunchCosts::forward),
+              std::pair("backward", &LaunchCosts::backward),
+              std::pair("update", &LaunchCosts::update), std::pair("reads", &LaunchCosts::reads),
+              std::pair("read_seconds", &LaunchCosts::read_seconds),
+              std::pair("one_stream", &LaunchCosts::one_stream));
+  py::class_<IdleTime>(module, "IdleTime")
+      .def_readonly("messages", &IdleTime::messages)
+      .def_readonly("updates", &IdleTime::updates)
+      .def_readonly("host", &IdleTime::host);
   py::class_<SimulatedAction>(module, "SimulatedAction")
       .def_readonly("stage", &SimulatedAction::stage)
       .def_property_readonly(
@@ -76,16 +87,18 @@ void bind_simulation(py::module_& module) {
       .def_readonly("period", &Simulation::period)
       .def_readonly("bubbles", &Simulation::bubbles)
       .def_readonly("most_in_flight", &Simulation::most_in_flight)
-      .def_readonly("peak_bytes", &Simulation::peak_bytes);
+      .def_readonly("peak_bytes", &Simulation::peak_bytes)
+      .def_readonly("idle", &Simulation::idle);
   module.def(
       "simulate",
       [](const Schedule& schedule, std::vector<StageCosts> stages, std::vector<EdgeCosts> edges,
-         int num_batches) {
+         int num_batches, const std::optional<LaunchCosts>& launches) {
         const Costs costs = {.stages = std::move(stages), .edges = std::move(edges), .skips = {}};
         const py::gil_scoped_release no_gil;
-        return simulate(schedule, costs, num_batches);
+        return simulate(schedule, costs, num_batches, launches);
       },
-      py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"));
+      py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"),
+      py::arg("launches"));
 }
 
 }  // namespace

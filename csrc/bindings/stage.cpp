@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/structs.h"
 #include "engine/fault.h"
+#include "engine/weights/device_passes.h"
 #include "engine/weights/fused_optimizer.h"
 
 #include <ATen/core/Tensor.h>
@@ -26,17 +27,20 @@ void bind_making(StageClass& stage) {
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
                        std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
-                       std::vector<at::ScalarType> dtypes, bool split_master, bool has_spare) {
-             return std::make_shared<Stage>(
-                 parameters, std::move(names), num_versions, resolve_group(replica_group),
-                 bucket_bytes, CopySumEnd{std::move(copy_sum), copy},
-                 StagePrecision{std::move(dtypes), split_master}, has_spare);
+                       std::vector<at::ScalarType> dtypes, bool split_master, bool has_spare,
+                       std::shared_ptr<StageStreams> streams, bool steps_on_host) {
+             return std::make_shared<Stage>(parameters, std::move(names), num_versions,
+                                            resolve_group(replica_group), bucket_bytes,
+                                            CopySumEnd{std::move(copy_sum), copy},
+                                            StagePrecision{std::move(dtypes), split_master},
+                                            has_spare, std::move(streams), steps_on_host);
            }),
            py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
            py::arg("replica_group") = "", py::arg("bucket_bytes") = 0,
            py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
            py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false,
-           py::arg("has_spare") = false)
+           py::arg("has_spare") = false, py::arg("streams") = py::none(),
+           py::arg("steps_on_host") = false)
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
       .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
       .def(
@@ -61,15 +65,17 @@ void bind_weights(StageClass& stage) {
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)
+      .def("show", &Stage::show)
+      .def_property_readonly("frees_gradients", &Stage::frees_gradients)
       .def("load_versions", &Stage::load_versions, py::arg("oldest"), py::arg("newest"))
       .def(
           "slot_of", [](const Stage& self, std::int64_t v) { return self.versions().slot(v); },
           py::arg("version"))
       .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
-      .def("has_split_master", &Stage::has_split_master, py::arg("parameter"))
+      .def("hides_master", &Stage::hides_master, py::arg("parameter"))
       .def("master_buffers", &Stage::master_buffers)
       .def("round_masters", &Stage::round_masters, py::arg("slot"))
-      .def("set_split_master", &Stage::set_split_master, py::arg("parameter"), py::arg("value"))
+      .def("set_master", &Stage::set_master, py::arg("parameter"), py::arg("value"))
       .def("gradient", &Stage::gradient, py::arg("parameter"))
       .def("has_gradient", &Stage::has_gradient, py::arg("parameter"));
 }
@@ -158,6 +164,19 @@ void bind_fused_optimizer(py::module_& module) {
 }  // namespace
 
 void bind_stage(py::module_& module) {
+  bind_registration(module, "register_device_passes", &register_device_passes);
+  py::class_<StageStreams, std::shared_ptr<StageStreams>>(module, "StageStreams")
+      .def(py::init<c10::Device>(), py::arg("device"))
+      .def_readonly("device", &StageStreams::device)
+      .def_readonly("inputs", &StageStreams::inputs)
+      .def(
+          "use",
+          [](const StageStreams& self, const std::vector<at::Tensor>& tensors) {
+            for (const at::Tensor& tensor : tensors) {
+              use_on(tensor, self.compute);
+            }
+          },
+          py::arg("tensors"));
   bind_fused_optimizer(module);
   py::class_<CopySum, std::shared_ptr<CopySum>>(module, "CopySum").def(py::init<>());
   py::class_<TiedSum, std::shared_ptr<TiedSum>>(module, "TiedSum")
@@ -169,12 +188,22 @@ void bind_stage(py::module_& module) {
               std::pair("masters", &StageBytes::masters),
               std::pair("gradients", &StageBytes::gradients),
               std::pair("optimizer_state", &StageBytes::optimizer_state),
-              std::pair("padding", &StageBytes::padding));
+              std::pair("padding", &StageBytes::padding),
+              std::pair("host_copies", &StageBytes::host_copies),
+              std::pair("on_host", &StageBytes::on_host));
   StageClass stage(module, "Stage");
   bind_making(stage);
   bind_weights(stage);
   bind_optimizer_state(stage);
   stage.def("bytes", &Stage::bytes);
+  module.def(
+      "use_here",
+      [](const std::vector<at::Tensor>& tensors) {
+        for (const at::Tensor& tensor : tensors) {
+          use_on(tensor, stream_here(tensor.device()));
+        }
+      },
+      py::arg("tensors"));
 }
 
 }  // namespace pd2

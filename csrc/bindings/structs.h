@@ -25,6 +25,19 @@ void bind_struct(py::module_& module, const char* name,
   (bound.def_readonly(fields.first, fields.second), ...);
 }
 
+// Binds a function by which another extension, built from the same headers, gives what it does for
+// a type of device of its own.
+template <typename What>
+void bind_registration(py::module_& module, const char* name,
+                       void (*set)(c10::DeviceType type, const What& what)) {
+  module.def(
+      name,
+      [set](int device_type, const py::capsule& what) {
+        set(static_cast<c10::DeviceType>(device_type), *what.get_pointer<const What>());
+      },
+      py::arg("device_type"), py::arg("what"));
+}
+
 // bind_struct() with the fields of a table, and further ones.
 template <typename Struct, typename Type, std::size_t N, typename... Fields>
 void bind_struct(py::module_& module, const char* name,

@@ -7,9 +7,11 @@
 //  - `w_out` may be `w` (in place) or, of PlainWeights, `g` (the new weights replace the gradient).
 //    Apart from that the arrays must not overlap.
 //  - Results are bitwise the same for every instruction set, alignment, and division of an array
-//    into calls (on CUDA, apart from the bits of NaN).
+//    into calls.
 //  - Calls on disjoint arrays may run at the same time.
 #pragma once
+
+#include "kernels/host_device.h"
 
 #include <cstdint>
 
@@ -51,7 +53,7 @@ struct PlainWeights {
   using Out = T;
   const T* w;
   T* w_out;
-  PlainWeights at(std::int64_t i) const { return {w + i, w_out + i}; }
+  PD2_HOST_DEVICE PlainWeights at(std::int64_t i) const { return {w + i, w_out + i}; }
 };
 
 enum class HalfFormat { kBfloat16, kFloat16 };
@@ -63,7 +65,7 @@ struct MasterWeights {
   using Out = std::uint16_t;
   float* master;
   std::uint16_t* w_out;
-  MasterWeights at(std::int64_t i) const { return {master + i, w_out + i}; }
+  PD2_HOST_DEVICE MasterWeights at(std::int64_t i) const { return {master + i, w_out + i}; }
 };
 
 // Float32 weights in two parts (see half.h): a bfloat16 each and what its rounding took off.
@@ -73,7 +75,9 @@ struct SplitWeights {
   const std::uint16_t* w;
   std::int16_t* remainder;
   std::uint16_t* w_out;
-  SplitWeights at(std::int64_t i) const { return {w + i, remainder + i, w_out + i}; }
+  PD2_HOST_DEVICE SplitWeights at(std::int64_t i) const {
+    return {w + i, remainder + i, w_out + i};
+  }
 };
 
 // `momentum_buffer` is read and written if momentum != 0, else it may be null.
@@ -85,17 +89,5 @@ void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_
 template <typename Weights, typename T = typename Weights::Scalar>
 void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
               std::int64_t n, const AdamOptions& options);
-
-// The same on the current CUDA device, enqueued on `stream` (a cudaStream_t). They throw
-// std::runtime_error if the launch fails.
-template <typename Weights, typename T = typename Weights::Scalar>
-void sgd_cuda(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-              const SgdOptions& options, void* stream);
-
-template <typename Weights, typename T = typename Weights::Scalar>
-void adam_cuda(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamOptions& options, void* stream);
-
-void copy_cuda(const void* from, void* to, std::int64_t bytes, void* stream);
 
 }  // namespace pd2::kernels

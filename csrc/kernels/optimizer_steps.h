@@ -27,6 +27,8 @@ V rounded(double coefficient) {
 template <typename V>
 class SgdStep {
  public:
+  static constexpr int kFewestStates = 0;  // or one more, with momentum
+
   explicit SgdStep(const SgdOptions& options)
       : negative_lr_(rounded<V>(-options.lr)),
         momentum_(rounded<V>(options.momentum)),
@@ -58,6 +60,8 @@ class SgdStep {
 template <typename V>
 class AdamStep {
  public:
+  static constexpr int kFewestStates = 2;  // or one more, with amsgrad
+
   explicit AdamStep(const AdamOptions& options)
       : weight_factor_(rounded<V>(1.0 - options.lr * options.weight_decay)),
         weight_decay_(rounded<V>(options.weight_decay)),

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.fx.proxy import ParameterProxy
 from torch.utils import _pytree as pytree
 
+from ..accelerator import device_types
 from ..model.hooks import has_hooks
 from ..model.surroundings import (
     random_state_kept,
@@ -178,7 +179,7 @@ def _ambient_modes() -> dict[str, Any]:
         "gradient recording (no_grad, inference_mode)": torch.is_grad_enabled(),
         "autocast": [
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
+            for kind in device_types()
         ],
     }
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

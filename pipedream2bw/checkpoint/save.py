@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..accelerator import module_in_use, module_of
 from ..optimizer.cut import OptimizerCut
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
@@ -269,8 +270,10 @@ def settings_of(session: Session) -> SavedSettings:
 def generator_states() -> dict[str, Any]:
     """The states of the generators that programs draw from by default."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
+    in_use = module_in_use()
+    if in_use is not None:
+        device_type, module = in_use
+        states[device_type] = module.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = numpy.random.get_state()
@@ -281,8 +284,9 @@ def set_generators(states: Mapping[str, Any]) -> None:
     """Sets the generators to what :func:`generator_states` gave."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in states:
+        module_of(accelerator.type).set_rng_state(states[accelerator.type])
     numpy = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
         numpy.random.set_state(states["numpy"])

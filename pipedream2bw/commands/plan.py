@@ -28,6 +28,7 @@ _SEARCH = Options(
         "width": "number of replicas; default: the best",
         "num-stages": "number of stages; default: the best",
         "optimizer": "sgd, momentum or adamw",
+        "optimizer-device": "cpu: the optimizer's state is in the host's memory",
         "precision": "bf16 or fp16, if the pipeline will have it; needs a profile in that dtype",
         "objective": "throughput, memory, or cost, which needs --price",
         "slack": "with --objective memory: the share of the least time that a plan may add to it",

@@ -48,8 +48,16 @@ class LossWeight:
         return seed if self.scale == 1.0 else seed * self.scale
 
 
+@dataclasses.dataclass
+class Weighed:
+    """A part of a forward with the weight of its losses."""
+
+    weight: LossWeight | None
+    has_added: bool = False  # a loss
+
+
 class _Surroundings(threading.local):
-    weight: LossWeight | None = None  # in a training forward of a pipeline
+    weighed: Weighed | None = None  # in a forward of a pipeline
     collected: list[torch.Tensor] | None = None
 
 
@@ -108,9 +116,10 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
                 "is lost: set use_reentrant=False"
             )
         return x
-    weight = _surroundings.weight
-    if weight is not None:
-        return _AddLoss.apply(x, value, weight)  # type: ignore[no-any-return,no-untyped-call]
+    weighed = _surroundings.weighed
+    if weighed is not None and weighed.weight is not None:
+        weighed.has_added = True
+        return _AddLoss.apply(x, value, weighed.weight)  # type: ignore[no-any-return,no-untyped-call]
     if _surroundings.collected is not None:
         _surroundings.collected.append(value)
     return x
@@ -148,14 +157,14 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def weighing(weight: LossWeight | None) -> Iterator[None]:
+def weighing(weight: LossWeight | None) -> Iterator[Weighed]:
     """Sets the weight of losses in a microbatch's forward, in this thread; None in evaluation."""
-    before = _surroundings.weight
-    _surroundings.weight = weight
+    before = _surroundings.weighed
+    _surroundings.weighed = weighed = Weighed(weight)
     try:
-        yield
+        yield weighed
     finally:
-        _surroundings.weight = before
+        _surroundings.weighed = before
 
 
 class _AddLoss(torch.autograd.Function):

@@ -55,7 +55,8 @@ def measure(
                 )
             values.append(value.detach().to(device, torch.double).reshape(()))
         elif isinstance(value, numbers.Real):
-            values.append(torch.tensor(float(value), dtype=torch.double, device=device))
+            # Filled there: a copy from the host would wait for all that the device has to do.
+            values.append(torch.full((), float(value), dtype=torch.double, device=device))
         else:
             raise WrongLossTypeError(
                 f"metrics[{name!r}] returned {type(value).__name__}, it must return a number or a "

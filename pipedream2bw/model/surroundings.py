@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..accelerator import device_types
+
 
 class RandomnessError(Exception):
     """The forward draws random numbers that every run of the captured program would repeat."""
@@ -52,7 +54,7 @@ def plain_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for kind in ("cpu", "cuda"):
+        for kind in device_types():
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -28,6 +28,7 @@ def agreed_session_of(
         session = _session_of(optimizers)
         _check_parameters(session, optimizers)
         _check_masters(session, optimizers)
+        _check_on_host(session, optimizers, remedies)
         clipping.check(session)
         remedies.check(session, optimizers, scales_loss=clipping.loss_scale is not None)
     except (ValueError, TypeError) as raised:
@@ -158,6 +159,35 @@ def _check_masters(session: Session, optimizers: Sequence[torch.optim.Optimizer]
                 "whole masters: it must be SGD, Adam or AdamW, neither capturable nor "
                 "differentiable, with betas and eps that are numbers"
             )
+
+
+def _check_on_host(
+    session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
+) -> None:
+    """On every device alike, so that what a CPU accepts works elsewhere."""
+    if not session.stages.options.optimizer_on_host:
+        return
+    dtypes = {
+        id(original): dtype
+        for stage in session.stages
+        for original, dtype in zip(
+            stage.weights.originals, stage.weights.stepped_dtypes(), strict=True
+        )
+    }
+    for optimizer in optimizers:
+        mine = {dtypes[id(p)] for p in parameters_of(optimizer) if id(p) in dtypes}
+        if fused_kind(optimizer, mine) is None:
+            raise ValueError(
+                f'optimizer_device: "cpu", optimizer: {type(optimizer).__name__} of '
+                f"{', '.join(map(str, mine))}: on the host one fused pass steps: it must be SGD, "
+                "Adam or AdamW of float32 or float64, neither capturable nor differentiable, with "
+                "betas and eps that are numbers"
+            )
+    if remedies.correction is not None:
+        raise ValueError(
+            f'optimizer_device: "cpu", staleness: {remedies.correction}: steps are corrected where '
+            "the stage is: it must be a LearningRateDiscount, or optimizer_device None"
+        )
 
 
 def _called(number: int, optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from .. import _C
 from ..checks import check_number
-from ..ranks.agreement import make_board
+from ..ranks.boards import make_board
 from ..runtime.lazy_numbers import LazyNumber
 from ..runtime.session import Session
 from .loss_scale import LossScale

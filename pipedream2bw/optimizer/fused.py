@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,6 +99,37 @@ def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> Non
         for parameter in group["params"] if kind is not None else ():
             if kind is not None and id(parameter) in where:
                 optimizer.state[parameter] = read_state(kind, *where[id(parameter)], group)
+
+
+def load_states(
+    optimizers: Sequence[torch.optim.Optimizer],
+    state_dicts: Sequence[dict[str, Any]],
+    stages: Sequence[StageWeights],
+    *,
+    on_host: bool,
+) -> None:
+    """Loads what the optimizers' ``state_dict`` gave.
+
+    Args:
+        on_host: state stays as it is: torch would bring it to the parameters' device.
+    """
+    if on_host:
+        for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
+            optimizer.load_state_dict({**theirs, "state": {}})
+            numbers = itertools.chain(*(group["params"] for group in theirs["param_groups"]))
+            for number, parameter in zip(numbers, _parameters_of(optimizer), strict=True):
+                if number in theirs["state"]:
+                    optimizer.state[parameter] = theirs["state"][number]
+        return
+    with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
+        for weights in stages:
+            shown.enter_context(weights.masters_shown())
+        for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
+            optimizer.load_state_dict(theirs)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def take_states(holders: Mapping[int, Holder], stages: Sequence[StageWeights]) -> None:

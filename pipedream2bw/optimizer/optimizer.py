@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults, parameters_of
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
-from .fused import Holder, fused_kind, fused_options, show_states, take_states
+from .fused import Holder, fused_kind, fused_options, load_states, show_states, take_states
 from .loss_scale import LossScale, NewestScale
 from .names import state_of_all, states_of_each
 from .own_step import (
@@ -393,11 +392,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         known = self._session.local_model.persistent_names()
         states = states_of_each(state_dict, self._wrapped, self._names(), known)
         self._first_step, self._room = -1, []
-        with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
-            for weights in self._weights:
-                shown.enter_context(weights.masters_shown())
-            for optimizer, theirs in zip(self._wrapped, states, strict=True):
-                optimizer.load_state_dict(theirs)
+        on_host = self._session.stages.options.optimizer_on_host
+        load_states(self._wrapped, states, self._weights, on_host=on_host)
         if self._scale is not None and "loss_scale" in state_dict:
             version, scale = self._session.accumulation.num_updates, state_dict["loss_scale"]
             self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))

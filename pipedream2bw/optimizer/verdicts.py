@@ -24,6 +24,7 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         or has_spare
         or all(
             engine.num_versions == 1
+            or engine.frees_gradients
             or (None not in kinds and engine.num_slots > engine.num_versions)
             for engine in engines
         )

@@ -120,7 +120,10 @@ def _checked(
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    names = ("num_microbatches", "width", "stages_per_rank", "precision", "split_master")
+    names = (
+        *("num_microbatches", "width", "stages_per_rank", "precision", "split_master"),
+        "optimizer_device",
+    )
     return {
         "num_stages": "auto",
         "rows of example_target": _rows(options.example_target),
@@ -283,6 +286,7 @@ def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> P
     # Ranks on a CPU share its memory.
     on_cpu = found.device.type == "cpu"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", devices)) if on_cpu else 1
+    on_host = options.optimizer_device
     return plan(
         found,
         devices=devices,
@@ -295,6 +299,7 @@ def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> P
         num_stages=num_stages,
         precision=options.precision,
         split_master=options.split_master,
+        optimizer_device=None if on_host is None else str(on_host),
     )
 
 

@@ -144,6 +144,12 @@ class PipelineModule(SessionModule):
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
             is the same to the bit. ``parameters()`` are the bfloat16 weights then, and optimizers
             must be SGD, Adam or AdamW.
+        optimizer_device: ``"cpu"``: the optimizer steps in the host's memory, which has its state
+            and the masters; bucket by bucket gradients go down in the last microbatch's backward,
+            weights up beside the next batch. The device keeps versions and gradients: with Adam,
+            ``"2bw"`` and ``"bf16"`` 8 bytes per parameter in place of 20. The bits are the CPU
+            optimizer's. For SGD, Adam and AdamW; ``parameters()`` are the stages' weights, as with
+            ``split_master``. Stages on the CPU do so anyway. None: state is where its stage is.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
             ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
             of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
@@ -161,6 +167,8 @@ class PipelineModule(SessionModule):
             in it. The planner does not count it. False: after some failures (in a backward before
             the last stage, or with replicas) the delay begins anew, as after ``load_state_dict``,
             and the error's ``restarts_delay`` says so.
+        graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
+            without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:
@@ -199,9 +207,11 @@ class PipelineModule(SessionModule):
         bucket_cap_mb: float = 25.0,
         precision: str | None = None,
         split_master: bool = False,
+        optimizer_device: str | torch.device | None = None,
         autocast: torch.dtype | None = None,
         random: str = "keyed",
         spare_buffer: bool = False,
+        graphs: bool | str = False,
         timeout: float = 1800.0,
     ) -> None:
         given = locals()

@@ -20,8 +20,10 @@ from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
 from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
 from ..ranks.agreement import ControlPlane, join
+from ..ranks.devices import agree_on_devices, check_sums, facts_of
 from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
+from ..runtime.graphs import check_graphs
 from ..runtime.local_stages import LocalStages
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
@@ -72,9 +74,12 @@ def open_session(
         checked = control.together(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
+        why_no_device_groups = agree_on_devices(
+            control, checked.stage_options.devices, summed=_what_is_summed(checked)
+        )
         # What waits for other ranks comes after this: it relies on equal settings.
         with control.errors_told():
-            grid = place(checked, control)
+            grid = place(checked, control, why_no_device_groups)
         opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
@@ -152,6 +157,8 @@ def check(
         autocast=options.autocast,
         device_type=home.type,
     )
+    devices = stage_devices(options.devices, schedule.depth, num_processes, home)
+    check_graphs(options.graphs, devices, recomputes=recomputes, random=options.random)
     replicated = tuple(options.replicated)
     if arrangement.plan is not None:
         check_model(arrangement.plan, root, example, replicated, precision)
@@ -174,18 +181,28 @@ def check(
         stage_options=StageOptions(
             loss_fn=loss_fn,
             precision=precision,
-            devices=stage_devices(options.devices, schedule.depth, num_processes, home),
+            devices=devices,
             recompute=recompute,
             metrics=metrics,
             compile_options=compiling,
             bucket_cap_mb=options.bucket_cap_mb,
             warmup_batches=options.warmup_batches,
             spare_buffer=options.spare_buffer,
+            optimizer_on_host=options.optimizer_device is not None,
+            graphs=options.graphs,
         ),
     )
 
 
-def place(checked: Checked, control: ControlPlane) -> RankGrid:
+def _what_is_summed(checked: Checked) -> str | None:
+    """What makes several processes hold one stage; None if nothing does."""
+    if checked.arrangement.width > 1:
+        return f"width: {checked.arrangement.width}"
+    pipelines = checked.schedule.num_pipelines
+    return f"pipelines of the schedule: {pipelines}" if pipelines > 1 else None
+
+
+def place(checked: Checked, control: ControlPlane, why_no_device_groups: str | None) -> RankGrid:
     """Gives each process its stages, and joins those that hold the same ones."""
     arrangement, schedule = checked.arrangement, checked.schedule
     grid = RankGrid(
@@ -194,6 +211,7 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
         width=arrangement.width,
         world=control.size,
         deadline=control.deadline,
+        why_no_device_groups=why_no_device_groups,
         mesh=arrangement.mesh,
         order=arrangement.order,
     )
@@ -212,6 +230,13 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     """
     root = checked.root
     mode = checked.modes.capture(root.training)
-    check_ties(checked.schedule, find_ties(mode.programs), root)
+    ties = find_ties(mode.programs)
+    check_ties(checked.schedule, ties, root)
+    for device in {*checked.stage_options.devices} if ties and grid.in_processes else ():
+        if device.type != "cpu":
+            check_sums(
+                facts_of(device),
+                "tied parameters: " + ", ".join(name for tie in ties for name in tie.names),
+            )
     names = checked.modes.names_in(grid.stages_of_model)
     return materialize(root, names)

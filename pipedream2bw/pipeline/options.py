@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._C import Schedule
 from ..checks import check_number, check_whole_number
 from ..model.metrics import Metric
+from ..planning.arguments import check_optimizer_device
 from ..planning.plan import Plan
 from ..profiling.profile import Profile
 
@@ -46,9 +47,11 @@ class Options:
     bucket_cap_mb: float
     precision: str | None
     split_master: bool
+    optimizer_device: str | torch.device | None
     autocast: torch.dtype | None
     random: str
     spare_buffer: bool
+    graphs: bool | str
     timeout: float
 
     def settings(self) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class Options:
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
             *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
-            "timeout",
+            *("graphs", "timeout", "optimizer_device"),
         )
         return {
             **comparable(self, names),
@@ -86,6 +89,8 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     if isinstance(options.replicated, str):
         raise TypeError(f"replicated: {options.replicated!r} given, it must be a sequence of names")
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
+    if options.optimizer_device is not None:
+        check_optimizer_device(options.optimizer_device)
     if options.spare_buffer not in (True, False):
         raise ValueError(f"spare_buffer: {options.spare_buffer!r}, known: True, False")
 

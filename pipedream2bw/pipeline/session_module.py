@@ -11,6 +11,7 @@ from torch import nn
 
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..ranks.agreement import Operation
+from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
 
 _PLACEHOLDER = "_placeholder"
@@ -34,6 +35,17 @@ class SessionModule(nn.Module):
         super().__init__()
         self.session = session
         self.training = session.root.training
+
+    # ------------------------------------------------------------------ reports
+
+    def graph_report(self) -> dict[int, StageGraphs]:
+        """What became of ``graphs=`` on each stage of this process.
+
+        Of a device's memory they take a microbatch's activations for each that is in flight, times
+        the stage's weight versions.
+        """
+        stages = self.session.stages
+        return {each.index: graphs_of(each.executor.graph_report(each.index)) for each in stages}
 
     # ------------------------------------------------------------------ modules
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from .. import _C
 from ..checks import check_number, check_whole_number
 from ..profiling.profile import Profile
@@ -93,6 +95,16 @@ def check_precision(profile: Profile, precision: str | None) -> None:
             f"precision: {precision!r}, trained parameters of the profiled model: "
             f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
             f"model.{convert}()"
+        )
+
+
+def check_optimizer_device(device: object) -> None:
+    """Raises ValueError or TypeError unless optimizers may work there."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"optimizer_device: {device!r} given, it must be a device or None")
+    if str(device) != "cpu":
+        raise ValueError(
+            f"optimizer_device: {str(device)!r}, known: 'cpu', and None for each stage's own"
         )
 
 

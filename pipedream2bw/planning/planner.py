@@ -16,6 +16,7 @@ from ..profiling.profile import Profile
 from .arguments import (
     check_grid,
     check_objective,
+    check_optimizer_device,
     check_precision,
     check_update_time,
     checked_names,
@@ -50,6 +51,7 @@ def plan(
     optimizer: str = "adamw",
     precision: str | None = None,
     split_master: bool = False,
+    optimizer_device: str | None = None,
     width: int | None = None,
     num_stages: int | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
@@ -88,7 +90,8 @@ def plan(
             profile must have; in another one that lacks it an update takes no time.
         precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
             in that dtype (``model.bfloat16()``): those of float32 do not show its times and bytes.
-        split_master: as in :class:`PipelineModule`.
+        split_master, optimizer_device: as in :class:`PipelineModule`. With ``"cpu"`` state takes
+            none of the devices' memory, and an update the time that was measured there.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
@@ -113,6 +116,9 @@ def plan(
         profile = calibration.applied_to(profile)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
     check_precision(profile, precision)
+    if optimizer_device is not None:
+        check_optimizer_device(optimizer_device)
+        optimizer, state = f"{optimizer} on host", 0.0
     check_update_time(profile, optimizer)
     cluster = as_cluster(devices, profile.links)
     if objective == "cost" and not any(

@@ -35,8 +35,22 @@ TRAFFIC = {"sgd": 3, "momentum": 5, "adamw": 7}
 def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
     """How long the engine's fused passes take for each byte of float32 weights.
 
-    They are called as a stage calls them, on a buffer of 16 MiB.
+    They are called as a stage calls them, on a buffer of 16 MiB. Those "on host" have the longest
+    of the pass there, of the gradients' way down and of the weights' way up, which overlap.
     """
+    here = _passes(device)
+    host = torch.device("cpu")
+    if device == host:
+        return here | {f"{name} on host": seconds for name, seconds in here.items()}
+    there, memory = torch.ones(_ELEMENTS, device=device), torch.ones(_ELEMENTS).pin_memory()
+    down = median_seconds(lambda: memory.copy_(there), device, times=5, warmup=1)
+    up = median_seconds(lambda: there.copy_(memory), device, times=5, warmup=1)
+    slower = max(down, up) / memory.nbytes
+    on_host = {name: max(seconds, slower) for name, seconds in _passes(host).items()}
+    return here | {f"{name} on host": seconds for name, seconds in on_host.items()}
+
+
+def _passes(device: torch.device) -> dict[str, float]:
     weights, gradient, written = (torch.ones(_ELEMENTS, device=device) for _ in range(3))
 
     def seconds_of(kind: str, options: _C.GroupOptions) -> float:

@@ -10,9 +10,12 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from .. import _C
 from ..ranks.channels import end_of_channel, make_ring
 from ..ranks.deadline import Deadline
-from ..ranks.grid import new_group
+from ..ranks.device_groups import go_over_hosts
+from ..ranks.device_rings import make_device_ring
+from ..ranks.groups import new_group
 from .profile import Profile
 from .records import ProfiledLinks
 from .timing import median_seconds
@@ -66,7 +69,7 @@ def _measured_links(
         for pair in pairs:  # every rank makes all groups, in one order
             made = new_group([pair], deadline)
             if made is not None:
-                mine[pair] = _measured_pair(made, pair, device, message_bytes, deadline)
+                mine[pair] = _measured_pair(made, group, pair, device, message_bytes, deadline)
                 dist.destroy_process_group(made)
         deadline.wait("measuring links", lambda: dist.barrier(group=group))
     everyone: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in range(world)]
@@ -83,6 +86,7 @@ def _measured_links(
 
 def _measured_pair(
     group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup,
     pair: tuple[int, int],
     device: torch.device,
     message_bytes: int,
@@ -93,12 +97,27 @@ def _measured_pair(
     The channels end with the call, and so before the group that they send over.
     """
     leads = dist.get_rank() == pair[0]
-    ends = []
+    ends: list[tuple[_C.Sender | None, _C.Receiver | None]] = []
     for source, destination in (pair, pair[::-1]):
-        ring = None
-        if device.type == "cpu":
+        shared = None
+        if device.type != "cpu":
+            shared = make_device_ring(hosts, (source, destination), device, _UNDER_WAY, deadline)
+        if shared is not None:
+            if isinstance(shared.end, _C.DeviceRingSender):
+                ends.append((shared.end, None))
+            else:
+                ends.append((None, shared.end))
+            continue
+        ring, headers = None, None
+        if go_over_hosts({device.type}):
             ring = make_ring(group, source, destination, _UNDER_WAY, deadline)
-        ends.append(end_of_channel(group, source, destination, device, _UNDER_WAY, ring))
+        else:
+            headers = (hosts.group_name, pair[1] if leads else pair[0], source)
+        ends.append(
+            end_of_channel(
+                group, source, destination, device, _UNDER_WAY, ring=ring, headers=headers
+            )
+        )
     (sender, _), (_, receiver) = ends if leads else ends[::-1]
     assert sender is not None
     assert receiver is not None

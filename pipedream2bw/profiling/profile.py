@@ -40,7 +40,8 @@ class Profile(Document):
             and every stage that has one of these layers has a copy.
         microbatches: costs of microbatches, with increasing numbers of rows.
         seconds_per_update_byte: seconds of a step of each optimizer ("sgd", "momentum", "adamw"),
-            for each byte of the trained parameters.
+            for each byte of the trained parameters; "adamw on host", too, and the others: with the
+            copies of gradients and weights, of which the longest part counts.
         seconds_per_action: what the engine adds to every forward and to every backward of a stage.
         links: None in one process, where stages hand values over without a copy.
         all_reduce: (ranks, bytes, seconds) of sums over the first so many ranks.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..accelerator import module_of
 from ..capture.chain import device_type_of
 from ..capture.device_figures import DeviceFigures
 from ..checks import check_number, check_whole_number
@@ -194,9 +195,10 @@ def _measured_profile(
 
 
 def _this_device(device: torch.device) -> ProfiledDevice:
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return ProfiledDevice(properties.name, "cuda", properties.total_memory, measured=True)
+    module: Any = None if device.type == "cpu" else module_of(device.type)
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        return ProfiledDevice(properties.name, device.type, properties.total_memory, measured=True)
     names = Path("/proc/cpuinfo")
     lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import torch
 
+from ..accelerator import module_of
+
 
 def time_on(device: torch.device) -> float:
     """Reads the clock once the device has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        module_of(device.type).synchronize(device)
     return time.perf_counter()
 
 

@@ -8,7 +8,6 @@ different operations, so that every rank raises and none hangs.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import enum
 import itertools
 import math
@@ -18,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from .. import _C, errors
@@ -31,10 +29,12 @@ from ..errors import (
     reworded,
     to_document,
 )
+from .boards import make_board
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .grid import new_group, number_groups_alike
+from .groups import new_group, number_groups_alike
 from .joining import join_world
+from .row_exchange import RowExchange
 
 
 class Operation(enum.IntEnum):
@@ -73,16 +73,14 @@ class Announcement(NamedTuple):
     wish: int = 0  # the greatest is what all do after the batch
 
 
-_WAIT_SLICE_SECONDS = 0.1
-
 _Made = TypeVar("_Made")
 
 
 class ControlPlane:
     """Agreement among all ranks of the pipeline; with one rank, agreement with itself.
 
-    The ranks exchange what they know through ``board``, memory that all of them share, or over
-    ``group`` where they cannot share any.
+    The ranks exchange what they know through memory where they share it, and between machines by
+    one rank of each, see :class:`RowExchange`.
 
     A rank that fails tells the process group's store its failure, and all ranks look there: so a
     failure ends every rank's waiting, whatever it waits for.
@@ -96,7 +94,7 @@ class ControlPlane:
         deadline: as given.
         fault, timeout: its own.
         group: all ranks' processes; None with one rank, and once the agreement has ended.
-        board: the memory that they share.
+        board: the memory that all of them share, None with several machines.
         discards: the first batch that is discarded.
         verdict_group, verdict_board: over which stages agree on a batch; None with one rank.
         place: this rank, in messages.
@@ -112,12 +110,14 @@ class ControlPlane:
         self.verdict_board: _C.SharedBoard | None = None
         self.place = "here"
         self._first_failure: FirstFailure | None = None
+        self._rows: RowExchange | None = None
         if world > 1:
             store = dist.distributed_c10d._get_default_store()
             deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
             self.group = new_group([range(world)], deadline, "gloo")
             assert self.group is not None
-            self.board = make_board(self.group, 4 + len(Announcement._fields), deadline)
+            self._rows = RowExchange(self.group, 4 + len(Announcement._fields), deadline)
+            self.board = self._rows.board
             self.verdict_group = self.group
             self.verdict_board = make_board(self.group, 1, deadline)
             if self.verdict_board is None:  # collectives of two threads need two groups
@@ -291,24 +291,11 @@ class ControlPlane:
 
     def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
         """Every rank's row, on every rank."""
-        if self.board is not None:
-            board, size = self.board, len(row)
-            board.begin_exchange(row)
-            rows = self._wait(lambda: board.finish_exchange(_WAIT_SLICE_SECONDS), operation, number)
-            return [rows[start : start + size] for start in range(0, len(rows), size)]
-        # Gathered and sent back by one rank: with P ranks 2(P - 1) messages, where an all-gather's
-        # ring takes P(P - 1). The group's own methods: torch.distributed's functions around them
-        # take longer than the work.
-        assert self.group is not None
-        mine = torch.tensor(row, dtype=torch.int64)
-        table = torch.empty(self.size, len(row), dtype=torch.int64)
-        parts = list(table.unbind()) if self.group.rank() == 0 else []
-        gathering = self.group.gather(parts, mine, 0)
-        self._wait(lambda: _finish(gathering), operation, number)
-        spreading = self.group.broadcast(table, 0)
-        self._wait(lambda: _finish(spreading), operation, number)
-        found: list[list[int]] = table.tolist()
-        return found
+        assert self._rows is not None
+        failure = self.fault.error
+        if failure is not None and self._rows.is_under_way:
+            raise failure
+        return self._rows.run(row, lambda look: self._wait(look, operation, number))
 
     def _wait(self, look: Callable[[], _Made | None], operation: Operation, number: int) -> _Made:
         """Calls ``look``, which waits for a slice of time, until it finds something.
@@ -359,9 +346,9 @@ class ControlPlane:
         if self._first_failure is not None:
             self._first_failure.close()
             self._first_failure = None
-        if self.board is not None:
-            self.board.leave()
-            self.board = None
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = self.board = None
         if self.verdict_board is not None:
             self.verdict_board.leave()
             self.verdict_board = None
@@ -381,47 +368,8 @@ def join(name: str, device_type: str, timeout: object) -> ControlPlane:
     return ControlPlane(world, Deadline(seconds, fault), name)
 
 
-def make_board(
-    group: dist.ProcessGroup, row_size: int, deadline: Deadline
-) -> _C.SharedBoard | None:
-    """This rank's part of memory shared by a group's ranks, None if one of them cannot reach it.
-
-    Every rank of the group calls it.
-    """
-    board: _C.SharedBoard | None = None
-    if group.rank() == 0:
-        board = _C.SharedBoard.create(group.size(), row_size, deadline.seconds)
-    told: list[Any] = [board.address if board else ""]
-    deadline.wait(
-        "sharing memory", lambda: dist.broadcast_object_list(told, group=group, group_src=0)
-    )
-    if group.rank() != 0:
-        board = _C.SharedBoard.open(told[0], group.rank(), deadline.seconds)
-    everyone: list[Any] = [None] * group.size()
-    deadline.wait(
-        "sharing memory", lambda: dist.all_gather_object(everyone, board is not None, group=group)
-    )
-    return board if all(everyone) else None
-
-
 def _first_discarded(table: list[list[int]]) -> int | None:
     return min((row[3] for row in table if row[3] >= 0), default=None)
-
-
-def _finish(work: dist.Work) -> bool | None:
-    """True if ``work`` is done within a slice of waiting; raises if it has failed."""
-    # No callback of the work's future: the group's thread would run it and need the interpreter
-    # while whoever frees the group holds it and waits for that thread.
-    #
-    # Asked before: work that completes between a slice's end and the question has not failed.
-    was_completed = work.is_completed()
-    try:
-        work.wait(datetime.timedelta(seconds=_WAIT_SLICE_SECONDS))
-    except RuntimeError:
-        if was_completed:
-            raise
-        return None
-    return True
 
 
 def _where_they_differ(values: list[Any]) -> list[Any]:

@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from .. import _C
 from .deadline import Deadline
-from .grid import RankGrid, destroy_groups, new_group
+from .device_groups import TIMEOUT, backends_of, go_over_hosts
+from .device_rings import DeviceRing, agreed_by_all, make_device_ring
+from .grid import RankGrid
+from .groups import destroy_groups, new_group
+from .peer_watch import PeerWatch
 
 
 class Channels:
@@ -20,6 +24,19 @@ class Channels:
     In processes each direction of an edge has a two-rank group of its own, so that neither ever
     waits behind the other.
 
+    A device's group knows the device's tensors alone, so headers go over the control group. Its
+    connections are made here, in one order on all ranks: made by the first messages, two ranks that
+    both send first would wait for each other.
+
+    Messages between devices go through memory of the devices that both processes share, where all
+    replicas' processes of the edge can do that; else over a group of the devices; and where there
+    is none, over the hosts' memory.
+
+    Args:
+        devices: of each stage.
+        in_flight: most microbatches in flight on each stage.
+        control: the group of all ranks' hosts, None in one process.
+
     Attributes:
         senders, receivers: this process's ends, by source and destination.
     """
@@ -27,54 +44,136 @@ class Channels:
     def __init__(
         self,
         grid: RankGrid,
+        *,
         devices: Sequence[torch.device],
         in_flight: Sequence[int],
+        control: dist.ProcessGroup | None,
         deadline: Deadline,
     ) -> None:
         self._grid = grid
         self._devices = devices
         self._in_flight = in_flight
+        self._control = control
         self._deadline = deadline
         self._groups: list[dist.ProcessGroup] = []
+        self._watches: list[PeerWatch] = []
         self._made: set[tuple[int, int]] = set()
+        self._unconnected: list[_C.ProcessGroupSender | _C.ProcessGroupReceiver] = []
         self.senders: dict[tuple[int, int], _C.Sender] = {}
         self.receivers: dict[tuple[int, int], _C.Receiver] = {}
 
     def make(self, edges: Sequence[tuple[int, int]]) -> None:
         """Makes what is missing between producers and consumers. Every rank calls it alike."""
-        for producer, consumer in sorted(edges):
-            for source, destination in ((producer, consumer), (consumer, producer)):
-                if (source, destination) not in self._made:
-                    self._make(source, destination)
-                    self._made.add((source, destination))
+        missing = [
+            edge
+            for producer, consumer in sorted(edges)
+            for edge in ((producer, consumer), (consumer, producer))
+            if edge not in self._made
+        ]
+        with_rings = self._make_rings(missing)
+        for edge in missing:
+            if edge not in with_rings:
+                self._make(*edge)
+        self._made.update(missing)
+        for end in self._unconnected:
+            self._deadline.wait("connecting stages", end.connect)
+        self._unconnected.clear()
+
+    def _make_rings(self, edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Joins devices by memory that they share; gives the edges where all ranks could."""
+        grid, control = self._grid, self._control
+        between_devices = [
+            (source, destination)
+            for source, destination in edges
+            if grid.in_processes
+            and not grid.share_a_rank(source, destination)
+            and self._devices[source].type == self._devices[destination].type != "cpu"
+        ]
+        if control is None or not between_devices:
+            return set()
+        made: dict[tuple[int, int], DeviceRing | None] = {}
+        for edge in between_devices:
+            peers = (grid.process_of(edge[0]), grid.process_of(edge[1]))
+            if dist.get_rank() in peers:
+                device = self._devices[edge[peers.index(dist.get_rank())]]
+                made[edge] = make_device_ring(
+                    control, peers, device, self._most_under_way, self._deadline
+                )
+        can = [edge not in made or made[edge] is not None for edge in between_devices]
+        agreed = agreed_by_all(can, control, self._deadline)
+        with_rings = {edge for edge, is_so in zip(between_devices, agreed, strict=True) if is_so}
+        watch = PeerWatch(self._deadline.fault)
+        for edge in with_rings & made.keys():
+            ring = made[edge]
+            assert ring is not None
+            watch.add(ring)
+            if isinstance(ring.end, _C.DeviceRingSender):
+                self.senders[edge] = ring.end
+            else:
+                self.receivers[edge] = ring.end
+        watch.start()
+        self._watches.append(watch)
+        return with_rings
+
+    @property
+    def _most_under_way(self) -> int:
+        """As many messages as can be sent before the receiver has to take one."""
+        return max(self._in_flight) + 1
 
     def _make(self, source: int, destination: int) -> None:
         grid = self._grid
         edge = (source, destination)
         if not grid.in_processes or grid.share_a_rank(source, destination):
-            channel = _C.LocalChannel(self._devices[destination])
+            channel = _C.LocalChannel(
+                source=self._devices[source], destination=self._devices[destination]
+            )
             self.senders[edge], self.receivers[edge] = channel, channel
             return
-        group = new_group(grid.teams_of(edge), self._deadline)
+        ends = (self._devices[source], self._devices[destination])
+        on_hosts = go_over_hosts({device.type for device in ends})
+        if not on_hosts:
+            grid.check_device_groups(f"stages {source} and {destination}, which share no memory")
+        backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
+        group = new_group(
+            grid.teams_of(edge), self._deadline, backend, None if on_hosts else TIMEOUT
+        )
         if group is None:
             return
         self._groups.append(group)
         peers = (grid.process_of(source), grid.process_of(destination))
-        # As many messages as can be under way before the receiver has to take one.
-        most_under_way = max(self._in_flight) + 1
-        devices = {self._devices[source].type, self._devices[destination].type}
-        ring = None
-        if devices == {"cpu"}:
-            ring = make_ring(group, *peers, most_under_way, self._deadline)
-        own = self._devices[source if source in grid.stages else destination]
-        sender, receiver = end_of_channel(group, *peers, own, most_under_way, ring)
+        ring, headers = None, None
+        if on_hosts:
+            ring = make_ring(group, *peers, self._most_under_way, self._deadline)
+        else:
+            assert self._control is not None
+            peer = peers[1] if dist.get_rank() == peers[0] else peers[0]
+            headers = (self._control.group_name, peer, source * grid.num_stages + destination)
+        is_source = dist.get_rank() == peers[0]
+        sender, receiver = end_of_channel(
+            group,
+            *peers,
+            ends[0 if is_source else 1],
+            self._most_under_way,
+            ring=ring,
+            headers=headers,
+        )
         if sender is not None:
             self.senders[edge] = sender
         if receiver is not None:
             self.receivers[edge] = receiver
+        if not on_hosts:
+            ends_here = (sender, receiver)
+            self._unconnected += [
+                end
+                for end in ends_here
+                if isinstance(end, (_C.ProcessGroupSender, _C.ProcessGroupReceiver))
+            ]
 
     def close(self) -> None:
         """Drops the channels and their connections; peers that wait get an error."""
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
         self.senders.clear()
         self.receivers.clear()
         destroy_groups(self._groups)
@@ -87,21 +186,37 @@ def end_of_channel(
     destination: int,
     device: torch.device,
     most_under_way: int,
-    ring: _C.SharedRing | None,
+    *,
+    ring: _C.SharedRing | None = None,
+    headers: tuple[str, int, int] | None = None,
 ) -> tuple[_C.Sender | None, _C.Receiver | None]:
-    """This process's end of a channel from one rank of a group to another: one of the two."""
+    """This process's end of a channel from one rank of a group to another: one of the two.
+
+    Args:
+        device: of this end's tensors.
+        ring: memory that both ranks share.
+        headers: for a group of devices: a group of hosts, the peer in it and a tag of this
+            channel's own there. None: the group is one of hosts.
+    """
     is_source = dist.get_rank() == source
     peer = destination if is_source else source
+    on_hosts = headers is None
+    is_staged = on_hosts and device.type != "cpu"
     options: dict[str, Any] = {
         "group": group.group_name,
         "peer": dist.get_group_rank(group, peer),
         "peer_rank": peer,
-        "device": device,
+        "device": torch.device("cpu") if on_hosts else device,
         "ring": ring,
+        "headers": headers,
     }
     if is_source:
-        return _C.ProcessGroupSender(**options, max_unawaited=most_under_way), None
-    return None, _C.ProcessGroupReceiver(**options, posted_ahead=2)
+        sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)
+        return _C.StagedSender(hosts=sender, device=device) if is_staged else sender, None
+    # What a device waits for holds up all that it is given later, so the engine says when.
+    posted_ahead = 2 if on_hosts else 0
+    receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)
+    return None, _C.StagedReceiver(hosts=receiver, device=device) if is_staged else receiver
 
 
 def make_ring(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
+from .groups import destroy_groups, new_group
 from .mesh import Places, places_in
 
 
@@ -35,6 +31,7 @@ class RankGrid:
         width: number of replicas.
         world: number of processes.
         deadline: ends waiting for other processes.
+        why_no_device_groups: for an error where groups of devices cannot be; None: they can.
         mesh: of all processes, see :func:`check_mesh`.
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
@@ -51,6 +48,7 @@ class RankGrid:
         width: int,
         world: int,
         deadline: Deadline,
+        why_no_device_groups: str | None = None,
         mesh: DeviceMesh | None = None,
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -66,6 +64,7 @@ class RankGrid:
         self._own_rank = 0
         self.places: Places = [[[0] * p]]
         self.deadline = deadline
+        self._why_no_device_groups = why_no_device_groups
         # By what the processes share: a stage of the model, several stages, or (None) a replica.
         self._groups: dict[int | tuple[int, ...] | None, dist.ProcessGroup] = {}
         self.mesh = mesh
@@ -152,7 +151,7 @@ class RankGrid:
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
         if self.in_processes and None not in self._groups:
-            replicas = [ranks for replicas in self.places for ranks in replicas]
+            replicas = [ranks for replicas in self.places for ranks in replicas if len(ranks) > 1]
             self._join(None, replicas, backend="gloo")
         return self._groups.get(None)
 
@@ -164,8 +163,24 @@ class RankGrid:
         ]
 
     def make_group(self, stages: tuple[int, ...]) -> None:
-        """Joins the processes of each replica that run these stages. Every process calls it."""
-        self._join(stages, [team for team in self.teams_of(stages) if len(team) > 1])
+        """Joins the processes of each replica that run these stages. Every process calls it.
+
+        Raises:
+            ValueError: they would be joined to others, and devices cannot be.
+        """
+        teams = [team for team in self.teams_of(stages) if len(team) > 1]
+        if teams:
+            self.check_device_groups(f"tied parameters of stages {stages}")
+        self._join(stages, teams)
+
+    def check_device_groups(self, what: str) -> None:
+        """Raises ValueError, on all ranks, where groups of devices cannot be.
+
+        Args:
+            what: needs one.
+        """
+        if self._why_no_device_groups is not None:
+            raise ValueError(f"{what}: {self._why_no_device_groups}")
 
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group that :meth:`make_group` made; None unless it joins this process to others."""
@@ -185,52 +200,3 @@ class RankGrid:
         """Drops the groups."""
         destroy_groups(self._groups.values())
         self._groups.clear()
-
-
-def number_groups_alike(store: Store, name: str) -> None:
-    """Sets torch's number of the next group to the highest of all ranks. Every process calls it.
-
-    A pipeline that failed while it made groups may have made more of them on some ranks.
-
-    Args:
-        name: of the pipeline, the same on every rank.
-    """
-    world = dist.distributed_c10d._world
-    keys = [f"pipedream2bw/{name}/groups/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], str(world.group_count))
-    world.group_count = max(map(int, store.multi_get(keys)))
-
-
-def new_group(
-    teams: Iterable[Collection[int]], deadline: Deadline, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Makes a group of each team's processes; gives the one that this process is in.
-
-    torch numbers groups by how many a process has made, so every process calls it, in one order.
-    """
-    timeout = datetime.timedelta(seconds=deadline.seconds)
-    make = functools.partial(dist.new_group, timeout=timeout, backend=backend)
-    own = None
-    for team in teams:
-        made = deadline.wait("making a group", functools.partial(make, sorted(team)))
-        if isinstance(made, dist.ProcessGroup):  # else this process is in another team
-            own = made
-    return own
-
-
-def broadcast(
-    tensor: torch.Tensor, group: dist.ProcessGroup, source: int, deadline: Deadline
-) -> None:
-    """Gives all processes of a group the tensor of one, by its number in the group."""
-    send = functools.partial(dist.broadcast, tensor, group=group, group_src=source)
-    if tensor.device.type == "cpu":
-        deadline.wait("broadcasting", send)
-    else:
-        send()  # only enqueues it, in this thread's stream
-
-
-def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Ends the groups, as far as they still exist."""
-    for group in groups:
-        with contextlib.suppress(Exception):  # the default group may be gone, and they with it
-            dist.destroy_process_group(group)

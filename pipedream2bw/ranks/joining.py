@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .deadline import Deadline
+from .device_groups import check_built
 
 _LOOK_SECONDS = 0.01
 _MOST_LOOK_SECONDS = 0.2
@@ -20,6 +21,7 @@ _MOST_LOOK_SECONDS = 0.2
 def join_world(device_type: str, deadline: Deadline) -> int:
     """The number of processes; makes the process group where torchrun's environment is alone."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        check_built(device_type, dist.is_nccl_available())
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         deadline.wait("joining all ranks", lambda: _join(backend, deadline.seconds))
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -154,7 +154,7 @@ class Intake:
         self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
     ) -> RunInputs:
         """The stage's share of what was given."""
-        grid, device = self._grid, stage.weights.device
+        grid, streams = self._grid, stage.weights.streams
         sizes, layouts = microbatches
         mine = slice(None)
         if given.training:  # a pipeline's part of the microbatches
@@ -181,10 +181,10 @@ class Intake:
                 for microbatch in range(len(sizes))[mine]
             ]
         if grid.is_first(stage.index):
-            inputs.values = split_values(given.values, given.whole, sizes, device)[mine]
+            inputs.values = split_values(given.values, given.whole, sizes, streams)[mine]
         if grid.is_last(stage.index) and given.training:
             assert given.target is not None
-            inputs.targets = given.target.split(sizes, device)[mine]
+            inputs.targets = given.target.split(sizes, streams)[mine]
         return inputs
 
     def _check_same_batch(

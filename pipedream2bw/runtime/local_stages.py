@@ -22,8 +22,9 @@ from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
 from ..stages.program import StageProgram
+from .graphs import graph_setup
 from .interrupts import interrupts_later
-from .runner import BoundProgram, StageOptions, StageRunner
+from .runner import BoundProgram, StageOptions, StageRunner, while_alive
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
@@ -57,6 +58,11 @@ def _keeping(errors: weakref.ref[_KeptErrors]) -> Callable[[BaseException], int]
         return len(kept) - 1
 
     return keep
+
+
+def is_apart_from_host(device: torch.device) -> bool:
+    """Whether a stage there can leave its optimizer to the host; on the CPU it has it there."""
+    return device.type != "cpu"
 
 
 class LocalStages:
@@ -97,7 +103,13 @@ class LocalStages:
         self._errors = _KeptErrors()
         devices = _device_of_each(schedule, options.devices)
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
-        self._channels = Channels(grid, devices, in_flight, control.deadline)
+        self._channels = Channels(
+            grid,
+            devices=devices,
+            in_flight=in_flight,
+            control=control.group,
+            deadline=control.deadline,
+        )
         self.losses = _C.LossBoard(
             fault=control.fault,
             group="" if control.group is None else control.group.group_name,
@@ -156,12 +168,17 @@ class LocalStages:
         owners = collections.Counter(
             owner for program in mode.programs for owner in _owners_in(program)
         )
+        ranks = {stage: rank for rank in grid.local_ranks for stage in grid.stages_of(rank)}
+        streams = {
+            place: _C.StageStreams(place[1])
+            for place in {(ranks[stage], devices[stage]) for stage in grid.stages}
+        }
         return [
             StageSpec(
                 index=stage,
                 pipeline=grid.pipeline(stage),
                 program=mode.programs[stage % d],
-                device=devices[stage],
+                streams=streams[ranks[stage], devices[stage]],
                 num_versions=schedule.num_versions[stage],
                 group=grid.replica_group(stage),
                 bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
@@ -171,6 +188,7 @@ class LocalStages:
                 tied=tied,
                 precision=self.options.precision,
                 has_spare=self.options.spare_buffer,
+                steps_on_host=self.options.optimizer_on_host and is_apart_from_host(devices[stage]),
                 shared_owners=frozenset(owner for owner, count in owners.items() if count > 1),
             )
             for stage in grid.stages
@@ -197,8 +215,14 @@ class LocalStages:
                     _C.StageSetup(
                         index=i,
                         stage=weights_of[i].engine,
-                        forward=runners[i].forward_while_alive(),
+                        forward=while_alive(runners[i].forward),
                         recompute=options.recompute[i % d],
+                        graphs=graph_setup(
+                            options.graphs,
+                            while_alive(runners[i].look),
+                            weights_of[i].device,
+                            len(grid.stages),
+                        ),
                     )
                     for i in here
                 ],
@@ -227,6 +251,9 @@ class LocalStages:
         d = self.grid.depth
         firsts = range(0, self.grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
+        if self.grid.in_processes and any(device.type != "cpu" for device in self.options.devices):
+            for executor in self._executors:
+                executor.plan_receives(wiring=mode.wiring, edges=mode.edges())
         clones = {id(clone): clone for stage in self._stages for clone in stage.weights.clones}
         options = self.options.compile_options
         self._late_hooks[mode.wiring] = LateHooks(
@@ -249,6 +276,7 @@ class LocalStages:
                     _C.InboundEdge(
                         values=channels.receivers[producer, here],
                         gradients=channels.senders[here, producer],
+                        producer=producer,
                     )
                     for producer in producers
                 ],
@@ -256,6 +284,7 @@ class LocalStages:
                     _C.OutboundEdge(
                         values=channels.senders[here, consumer],
                         gradients=channels.receivers[consumer, here],
+                        consumer=consumer,
                     )
                     for consumer in consumers
                 ],
@@ -359,6 +388,8 @@ class LocalStages:
     def finish_submitted(self) -> None:
         """Waits until everything submitted so far has been executed."""
         self._wait_for([executor.last_ticket for executor in self._executors])
+        for executor in self._executors:
+            executor.join_here()
 
     def _wait_for(self, tickets: Sequence[int]) -> None:
         for executor, ticket in zip(self._executors, tickets, strict=True):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import _C
+
 
 def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
     """Rows of each microbatch, as torch.tensor_split gives them: the first ones get one more."""
@@ -68,24 +70,42 @@ class SplitTree:
         ]
         return cls(leaves, spec, whole, common_rows(named))
 
-    def split(self, sizes: Sequence[int], device: torch.device) -> list[Any]:
-        """One tree for each microbatch, its tensors views of the batch's on ``device``."""
+    def split(self, sizes: Sequence[int], streams: _C.StageStreams) -> list[Any]:
+        """One tree for each microbatch, its tensors views of the batch's on the stage's device."""
         return [
             pytree.tree_unflatten(list(leaves), self.spec)
-            for leaves in split_values(self.leaves, self.whole, sizes, device)
+            for leaves in split_values(self.leaves, self.whole, sizes, streams)
         ]
 
 
 def split_values(
-    values: Sequence[Any], whole: Sequence[bool], sizes: Sequence[int], device: torch.device
+    values: Sequence[Any], whole: Sequence[bool], sizes: Sequence[int], streams: _C.StageStreams
 ) -> list[list[Any]]:
-    """``values`` for each microbatch: split along dimension 0 unless ``whole``."""
+    """``values`` for each microbatch, on the device: split along dimension 0 unless ``whole``."""
     parts: list[Sequence[Any]] = []
     for value, keep in zip(values, whole, strict=True):
         if isinstance(value, torch.Tensor):
-            value = value.detach().to(device)
+            value = _moved(value.detach(), streams)
         parts.append([value] * len(sizes) if keep else value.split(list(sizes)))
     return [list(microbatch) for microbatch in zip(*parts, strict=True)] or [[] for _ in sizes]
+
+
+def _moved(tensor: torch.Tensor, streams: _C.StageStreams) -> torch.Tensor:
+    """The tensor on the stage's device.
+
+    The caller may write to its own tensor as soon as the call has returned. It waits for no work
+    that the stages have been given: inputs are copied on a stream of their own.
+    """
+    if tensor.device.type != "cpu" or streams.inputs is None:
+        moved = tensor.to(streams.device)
+    else:
+        with streams.inputs:
+            if tensor.is_pinned():
+                moved = tensor.to(streams.device)
+            else:
+                moved = tensor.pin_memory().to(streams.device, non_blocking=True)
+    streams.use([moved])
+    return moved
 
 
 def hash_of_shapes(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int:

@@ -9,7 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ from ..model.storages import storage_of
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
+from .microbatch_kinds import MicrobatchKinds, refusal
 from .stage_weights import StageWeights
 from .written_buffers import Holder, WrittenBuffers
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class StageOptions:
         bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
         warmup_batches: how many batches are trained without a delay.
         spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
+        optimizer_on_host: whether the stages' optimizers work in the host's memory.
+        graphs: whether forwards and backwards are recorded as the device's graphs.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -53,6 +58,8 @@ class StageOptions:
     bucket_cap_mb: float = math.inf
     warmup_batches: int = 0
     spare_buffer: bool = False
+    optimizer_on_host: bool = False
+    graphs: bool | str = False
 
 
 @dataclasses.dataclass
@@ -129,6 +136,15 @@ class _Given:
         return _Given(values, target, self.loss_weight, self.bytes_kept)
 
 
+class _Taken(NamedTuple):
+    """What has been taken out of a run's inputs for a forward that comes next, or never."""
+
+    run: int
+    microbatch: int
+    inputs: RunInputs
+    given: _Given
+
+
 class StageRunner:
     """Runs one stage's forwards; called by the stage's executor thread.
 
@@ -163,7 +179,10 @@ class StageRunner:
         self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
         self._runs: dict[int, RunInputs] = {}
         self._before: list[tuple[int, Callable[[], None]]] = []  # and the run
+        self._taken: _Taken | None = None
+        self._kinds = MicrobatchKinds(self._buffer_places)
         self.thread: list[int] = []  # the executor's, once it is known
+        self._default_device = torch.get_default_device()  # the caller's: threads have their own
 
     def begin(self, run: int, inputs: RunInputs) -> None:
         """Takes what a run needs, before it is submitted to the engine."""
@@ -185,25 +204,58 @@ class StageRunner:
 
     def outputs_of(self, run: int) -> list[Any]:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
-        return self._runs.pop(run).outputs
+        outputs = self._runs.pop(run).outputs
+        leaves = pytree.tree_leaves(outputs)
+        _C.use_here([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return outputs
+
+    def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
+        """Takes what a microbatch of a train_step is given, before :meth:`forward` or instead."""
+        inputs, given = self._take(call)
+        self._taken = _Taken(call.run, call.microbatch, inputs, given)
+        if call.microbatch == 0:
+            self._kinds.look_at_buffers()
+        share = inputs.sizes[call.microbatch] / inputs.total_rows if self._metrics else None
+        leaves, structure = pytree.tree_flatten((given.values, given.target))
+        kind = self._kinds.number(leaves, structure, given.loss_weight, share)
+        return _C.GivenInputs(given.tensors(), kind, self._kinds.refusal or refusal(leaves))
 
     def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
         """Runs one microbatch."""
-        if not self.thread:
-            self.thread.append(threading.get_ident())
         if call.again:
             return self._forward_again(call)
+        if call.given is not None:
+            assert self._taken is not None, "look() comes before a recording"
+            given = self._taken.given.with_tensors(call.given)
+            with self._kinds.recording():
+                return self._train(self._taken.inputs, given, call)
+        taken, self._taken = self._taken, None
+        if taken is not None and (taken.run, taken.microbatch) == (call.run, call.microbatch):
+            return self._train(taken.inputs, taken.given, call)
+        inputs = self._runs[call.run]
+        if inputs.training:
+            return self._train(*self._take(call), call)
+        self._prepare(call)
+        given = _Given.of(inputs, call.microbatch)
+        with self._precision.computing(self._device.type):
+            outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
+        if self._is_last:
+            inputs.outputs.append(outputs[0])
+            return _C.ForwardResult()
+        return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
+
+    def _prepare(self, call: _C.ForwardCall) -> None:
+        if not self.thread:
+            self.thread.append(threading.get_ident())
+            if self._default_device.type != "cpu":
+                torch.set_default_device(self._default_device)
         if self._before:
             self.make_calls(call.run)
+
+    def _take(self, call: _C.ForwardCall) -> tuple[RunInputs, _Given]:
+        """What a microbatch of a train_step is given, out of the run's inputs."""
+        self._prepare(call)
         inputs = self._runs[call.run]
-        if not inputs.training:
-            given = _Given.of(inputs, call.microbatch)
-            with self._precision.computing(self._device.type):
-                outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
-            if self._is_last:
-                inputs.outputs.append(outputs[0])
-                return _C.ForwardResult()
-            return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
         if call.microbatch == 0 and inputs.begins is not None:
             self._begin_batch(inputs.begins, call.run)
         if call.microbatch == len(inputs.sizes) - 1:
@@ -212,7 +264,7 @@ class StageRunner:
         if call.loss_scale != weight.scale:
             weight = dataclasses.replace(weight, scale=call.loss_scale)
             inputs.loss_weights[call.microbatch] = weight
-        return self._train(inputs, call)
+        return inputs, _Given.of(inputs, call.microbatch)
 
     def _begin_batch(self, batch: int, run: int) -> None:
         newest = self._engine.newest_version
@@ -237,8 +289,7 @@ class StageRunner:
         self._begun.clear()
         self._buffers.forget_all()
 
-    def _train(self, inputs: RunInputs, call: _C.ForwardCall) -> _C.ForwardResult:
-        given = _Given.of(inputs, call.microbatch)
+    def _train(self, inputs: RunInputs, given: _Given, call: _C.ForwardCall) -> _C.ForwardResult:
         layout = inputs.layouts[call.microbatch]
         inbound = call.inbound
         owes_gradients = _is_differentiable(inbound)
@@ -304,10 +355,13 @@ class StageRunner:
         self, bound: BoundProgram, slot: int, given: _Given, inbound: list[_C.Message]
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
-        with weighing(given.loss_weight), self._precision.computing(self._device.type):
+        with weighing(given.loss_weight) as weighed, self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
             if self._is_last:
-                return [], check_loss(self.loss_fn(outputs[0], given.target)), outputs[0]
+                loss = check_loss(self.loss_fn(outputs[0], given.target))
+        self._kinds.adds_losses |= weighed.has_added
+        if self._is_last:
+            return [], loss, outputs[0]
         return bound.messages(outputs), None, None
 
     def _values(self, given: _Given, inbound: list[_C.Message]) -> list[Any]:
@@ -320,21 +374,24 @@ class StageRunner:
             values.extend(unpack(structure, tensors) if structure else tensors)
         return values
 
-    def forward_while_alive(self) -> Callable[[_C.ForwardCall], _C.ForwardResult]:
-        """:meth:`forward` for the engine, which Python's garbage collector cannot look into.
 
-        If the engine held this object, a ``loss_fn`` or a model that knows the pipeline would keep
-        it alive.
-        """
-        method = weakref.WeakMethod(self.forward)
+def while_alive(
+    bound_method: Callable[[_C.ForwardCall], _Result],
+) -> Callable[[_C.ForwardCall], _Result]:
+    """A runner's method for the engine, which Python's garbage collector cannot look into.
 
-        def forward(call: _C.ForwardCall) -> _C.ForwardResult:
-            alive = method()
-            if alive is None:
-                raise RuntimeError("the pipeline is gone")
-            return alive(call)
+    If the engine held the runner, a ``loss_fn`` or a model that knows the pipeline would keep it
+    alive.
+    """
+    method = weakref.WeakMethod(bound_method)
 
-        return forward
+    def call_it(call: _C.ForwardCall) -> _Result:
+        alive = method()
+        if alive is None:
+            raise RuntimeError("the pipeline is gone")
+        return alive(call)
+
+    return call_it
 
 
 def pack(values: list[Any]) -> _C.Message:

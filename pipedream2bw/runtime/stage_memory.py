@@ -21,31 +21,45 @@ class StageMemory:
             the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
-        padding: what aligning every parameter to 64 bytes adds to the first four.
-        activations: the most bytes that microbatches in flight held for their backward at once.
-        message_buffers: what messages to and from other processes take up now.
+        host_copies: with ``optimizer_device="cpu"``, newest weights and gradients of one batch in
+            the host's memory, through which they go down and up.
+        padding: what aligning every parameter to 64 bytes (512 on a device) adds to these.
+        activations: the most bytes that microbatches in flight held for their backward at once,
+            outside of graphs.
+        graphs: what the device's graphs take up now (``graphs=``).
+        message_buffers: what messages to and from other processes take up now, kept ones included.
         most_in_flight: the most microbatches that were between forward and backward at once.
         most_live_versions: the most weight versions that were alive (newest, still read, or being
             written).
+        on_host: of all these bytes, those that ``optimizer_device="cpu"`` puts into the host's
+            memory instead of the stage's device: masters, optimizer state and copies.
     """
 
     weights: int
     masters: int
     gradients: int
     optimizer_state: int
+    host_copies: int
     frozen_weights: int
     buffers: int
     padding: int
     activations: int
+    graphs: int = 0
     message_buffers: int
     most_in_flight: int
     most_live_versions: int
+    on_host: int
 
     @property
     def total(self) -> int:
         """All bytes."""
         total: int = sum(dataclasses.astuple(self))
-        return total - self.most_in_flight - self.most_live_versions
+        return total - self.most_in_flight - self.most_live_versions - self.on_host
+
+    @property
+    def on_device(self) -> int:
+        """Bytes where the stage works."""
+        return self.total - self.on_host
 
 
 def memory_of(stage: LocalStage) -> StageMemory:
@@ -57,11 +71,14 @@ def memory_of(stage: LocalStage) -> StageMemory:
         masters=engine.masters,
         gradients=engine.gradients,
         optimizer_state=engine.optimizer_state + weights.correction_bytes(),
+        host_copies=engine.host_copies,
         frozen_weights=weights.frozen_bytes,
         buffers=sum(buffer.nbytes for buffer in weights.buffers),
         padding=engine.padding,
         activations=executor.most_bytes_in_flight(stage.index),
+        graphs=executor.graph_report(stage.index).bytes,
         message_buffers=executor.message_buffer_bytes(stage.index),
         most_in_flight=executor.most_in_flight(stage.index),
         most_live_versions=weights.engine.most_live_versions,
+        on_host=engine.on_host,
     )

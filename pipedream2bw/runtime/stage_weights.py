@@ -17,11 +17,14 @@ from ..model.clone import copies_of_buffers, copy_training_flags, structural_clo
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..ranks.deadline import Deadline
-from ..ranks.grid import broadcast
+from ..ranks.groups import broadcast
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
 from .written_buffers import Holder
+
+_PIECE = 2**26
+"""Elements of what is in the host's memory and goes through a stage's device at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class StageSpec:
     index: int  # the schedule's: with two pipelines every stage of the model has two
     pipeline: int
     program: StageProgram
-    device: torch.device
+    streams: _C.StageStreams  # of the stage's rank
     num_versions: int
     group: dist.ProcessGroup | None  # the processes that hold the stage
     bucket_bytes: int  # of gradients that they add up at once
@@ -41,6 +44,7 @@ class StageSpec:
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
     has_spare: bool  # a buffer of weights
+    steps_on_host: bool  # its optimizer
     shared_owners: frozenset[str]  # modules whose own tensors are not all of one stage
 
 
@@ -62,10 +66,11 @@ class StageWeights:
     def __init__(
         self, model: nn.Module, root: nn.Module, spec: StageSpec, taken: frozenset[str]
     ) -> None:
-        program, device = spec.program, spec.device
+        program, device = spec.program, spec.streams.device
         self.index = spec.index
         self.index_in_model = program.index
         self.pipeline = spec.pipeline
+        self.streams = spec.streams
         self.device = device
         self._model = model
         self._root = root
@@ -106,6 +111,8 @@ class StageWeights:
             dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
             split_master=spec.precision.split_master,
             has_spare=spec.has_spare,
+            streams=spec.streams,
+            steps_on_host=spec.steps_on_host,
         )
         self.slot_parameters: list[list[nn.Parameter]] = []
         for slot in range(self.engine.num_slots):
@@ -220,41 +227,42 @@ class StageWeights:
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained.
 
-        With float32 masters to these; with split ones, of which there is no whole tensor, to the
-        bfloat16 weights.
+        With float32 masters to these; with split ones, of which there is no whole tensor, and with
+        those in the host's memory to the 16-bit weights.
         """
+        self.engine.show()
         slot = self.engine.newest_slot
         for i, (name, handle) in enumerate(self.trainable.items()):
-            split = self.engine.has_split_master(i)
-            handle.data = self.engine.weight(slot, i) if split else self.engine.master(slot, i)
+            hidden = self.engine.hides_master(i)
+            handle.data = self.engine.weight(slot, i) if hidden else self.engine.master(slot, i)
             if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
                 handle.grad = EngineGradient(name, handle)
 
     def stepped_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which an optimizer steps the trainable parameters."""
         return [
-            torch.float32 if self.engine.has_split_master(i) else handle.dtype
+            torch.float32 if self.engine.hides_master(i) else handle.dtype
             for i, handle in enumerate(self.handles)
         ]
 
     @contextlib.contextmanager
     def masters_shown(self, *, change: bool = False) -> Iterator[None]:
-        """Meanwhile the handles are float32 where there is a master, split ones too.
+        """Meanwhile the handles are float32 where there is a master, hidden ones too.
 
         Args:
             change: what is written to the handles meanwhile becomes the newest weights.
         """
         slot = self.engine.newest_slot
-        split = [i for i in range(len(self.handles)) if self.engine.has_split_master(i)]
-        for i in split:
-            self.handles[i].data = self.engine.master(slot, i)
+        hidden = [i for i in range(len(self.handles)) if self.engine.hides_master(i)]
+        for i in hidden:
+            self.handles[i].data = self.engine.master(slot, i).to(self.device)
         try:
             yield
         finally:
             if change:
                 self.engine.round_masters(slot)
-                for i in split:
-                    self.engine.set_split_master(i, self.handles[i].detach())
+                for i in hidden:
+                    self.engine.set_master(i, self.handles[i].detach())
             self.show_newest()
 
     def load(self, versions: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
@@ -296,7 +304,8 @@ class StageWeights:
         """Gives the handles memory of their own, with the newest weights."""
         for i, handle in enumerate(self.handles):
             if handle is self.originals[i]:
-                handle.data = self.engine.master(self.engine.newest_slot, i).clone()
+                newest = self.engine.master(self.engine.newest_slot, i)
+                handle.data = newest.to(self.device, copy=True)
 
     def storage_pointers(self) -> set[int]:
         """The storages of weights and buffers."""
@@ -330,7 +339,13 @@ class StageWeights:
         elif group is not None:
             source = dist.get_group_rank(group, self._first)
             for tensor in self.held_tensors():
-                broadcast(tensor, group, source, self._deadline)
+                if tensor.device == self.device:
+                    broadcast(tensor, group, source, self._deadline)
+                    continue
+                for piece in torch.split(tensor, _PIECE):  # the device may have no room
+                    there = piece.to(self.device)
+                    broadcast(there, group, source, self._deadline)
+                    piece.copy_(there)
         self.engine.restart_delay()
 
 

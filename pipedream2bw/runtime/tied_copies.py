@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..ranks.grid import RankGrid, broadcast
+from ..ranks.grid import RankGrid
+from ..ranks.groups import broadcast
 from ..stages.program import StageProgram
 from .stage_weights import StageWeights
 

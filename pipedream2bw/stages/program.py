@@ -96,4 +96,5 @@ def _moved(value: Any, home: torch.device, device: torch.device) -> Any:
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index or 0) == (other.index or 0)
+    """Without an index a device is the current one of its type, where the model was captured."""
+    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)

@@ -21,7 +21,7 @@ from pipedream2bw.ranks.deadline import Deadline
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.trajectory import sgd
-from tests.runs.transports import GLOO, SHARED_MEMORY, TRANSPORTS, over
+from tests.runs.transports import GLOO, SHARED_MEMORY, TRANSPORTS, TWO_MACHINES, over
 from tests.samples.models import TASKS
 
 SOON = 5.0
@@ -54,7 +54,9 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
     control = make("agreement")
-    seen["transport"] = GLOO if control.board is None else SHARED_MEMORY
+    assert control._rows is not None
+    seen["machines"] = control._rows.machines
+    seen["has a board of all"] = control.board is not None
 
     def announce(number: int) -> list[Announcement]:
         if number % 50 == rank:
@@ -193,7 +195,10 @@ Results = tuple[str, list[RankResult]]
 @on_linux
 def test_memory_is_shared_where_it_can_be(results: Results) -> None:
     transport, ranks = results
-    assert [result.value["transport"] for result in ranks] == [transport] * 3
+    machines = {SHARED_MEMORY: [[0, 1, 2]], GLOO: [[0], [1], [2]], TWO_MACHINES: [[0, 2], [1]]}
+    for result in ranks:
+        assert result.value["machines"] == machines[transport]
+        assert result.value["has a board of all"] == (transport == SHARED_MEMORY)
 
 
 @pytest.mark.slow

@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delayed_collectives
+from pipedream2bw import _C
+from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.groups import new_group
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import make_pipeline
 from tests.samples.models import TASKS
@@ -20,7 +23,7 @@ DELAY = 0.3
 
 def nothing_is_read_or_written_before_it_begins(rank: int, world: int) -> None:
     with delayed_collectives(DELAY, DELAY):
-        group = dist.new_group()
+        group = new_group([range(world)], Deadline(60.0, _C.Fault()))
     tensor = torch.full([3], 1.0 + rank)
     work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None

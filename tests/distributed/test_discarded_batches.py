@@ -14,7 +14,7 @@ import pipedream2bw as pd2
 from tests.runs.discarding import Failure, Layer, Outcome, batches, by_oracle, make_model, train
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_same_state
-from tests.runs.transports import SHARED_MEMORY, TRANSPORTS, over
+from tests.runs.transports import OF_TWO_RANKS, SHARED_MEMORY, over
 
 M, ROWS, COUNT = 4, 8, 8
 CASES = [
@@ -148,7 +148,7 @@ def test_copies_of_a_stage_end_without_the_step_of_a_discarded_batch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", OF_TWO_RANKS)
 def test_a_batch_that_fails_is_as_if_it_had_not_been(transport: str) -> None:
     given = batches(COUNT, ROWS)
     results = run_ranks(over, 2, args=(transport, two_ranks, transport), timeout=150)

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.runs.launch import RankResult, run_ranks
-from tests.runs.transports import TRANSPORTS, over
+from tests.runs.transports import OF_TWO_RANKS, TRANSPORTS, over
 
 X = torch.arange(24.0).reshape(6, 4).sin()
 Y = torch.arange(24.0).reshape(6, 4).cos()
@@ -214,7 +214,7 @@ def assert_discarded(seen: dict[str, Any], *words: str, first: int) -> None:
     assert seen["seconds"] < SOON, seen
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=OF_TWO_RANKS)
 def of_two_stages(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     results = run_ranks(over, 2, args=(request.param, two_stages), timeout=150)
     return [result.value for result in results]

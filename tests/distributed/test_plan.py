@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw import _C
-from pipedream2bw.ranks import agreement
+from pipedream2bw.ranks import boards, row_exchange
 from pipedream2bw.ranks.deadline import Deadline
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
@@ -110,13 +109,13 @@ def refusals(rank: int, folder: str) -> dict[str, tuple[str, str]]:
 def finds_one_plan(folder: str) -> None:
     """All four ranks are used, in whatever replicas are fastest, or in those asked for."""
     made: list[int] = []
-    make_board = agreement.make_board
+    make_boards = boards.make_boards
 
-    def counted(group: Any, row_size: int, deadline: Deadline) -> _C.SharedBoard | None:
-        made.append(row_size)
-        return make_board(group, row_size, deadline)
+    def counted(group: Any, machines: Any, row_sizes: list[int], deadline: Deadline) -> Any:
+        made.extend(row_sizes)
+        return make_boards(group, machines, row_sizes, deadline)
 
-    agreement.make_board = counted
+    boards.make_boards = row_exchange.make_boards = counted
     batch = TASK.batches([8])[0]
     options = {"num_stages": "auto", "example_target": batch.target}
     options["profile"] = Path(folder, "profile.json")

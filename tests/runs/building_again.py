@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.ranks import groups
 from tests.runs.resources import Resources, resources
 
 X = torch.arange(32.0).reshape(8, 4).sin()
@@ -186,17 +187,17 @@ def making_a_group_fails(rank: int) -> None:
 
     That one is left with a call that waits until the timeout, and keeps others from the store.
     """
-    new_group, made = dist.new_group, 0
+    join_members, made = groups.join_members, 0
 
     def fail_at_the_third(*args: Any, **options: Any) -> Any:
         nonlocal made
         made += 1
         if made == 3 and rank == 0:
             raise OnPurposeError
-        return new_group(*args, **options)
+        return join_members(*args, **options)
 
     with (
-        mock.patch.object(dist, "new_group", fail_at_the_third),
+        mock.patch.object(groups, "join_members", fail_at_the_third),
         contextlib.suppress(pd2.errors.StageError, OnPurposeError),
     ):
         Pipeline(rank, timeout=3.0)

@@ -70,9 +70,11 @@ def by_pipeline(
     between: Between = do_nothing,
     *,
     staleness: Any = (),
+    example: Batch | None = None,
     **options: Any,
 ) -> Trajectory:
-    pipe = make_pipeline(task, num_stages, num_microbatches, batches[0], **options)
+    example = batches[0] if example is None else example
+    pipe = make_pipeline(task, num_stages, num_microbatches, example, **options)
     with pipe:
         optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
         losses = []

@@ -5,6 +5,7 @@
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
 #include "core/simulate/channels.h"
+#include "core/simulate/launches.h"
 
 #include <algorithm>
 #include <cmath>
@@ -52,6 +53,16 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
     PD2_CHECK(pairs.emplace(from, to).second, "skips[", i, "]: from stage ", from, " to ", to,
               ": two stages have one skip at most");
     check_edge("skips' ", i, edge);
+  }
+}
+
+void check_launches(const LaunchCosts& launches) {
+  check_amount(launches.seconds, "launches' seconds");
+  check_amount(launches.read_seconds, "launches' read_seconds");
+  for (const auto& [name, count] :
+       {std::pair("forward", launches.forward), std::pair("backward", launches.backward),
+        std::pair("update", launches.update), std::pair("reads", launches.reads)}) {
+    PD2_CHECK(count >= 0, "launches' ", name, ": ", count, ": must be >= 0");
   }
 }
 
@@ -303,12 +314,15 @@ int least_batches_to_measure(const Schedule& schedule, int batches_behind) {
   return 2 * window + batches_behind;
 }
 
-double measure_period(const Timeline& timeline, Window window) {
+// `updates_count`: an update may be a batch's last action. Launched by hosts, one may be later at
+// the end of a run than in the middle.
+double measure_period(const Timeline& timeline, Window window, bool updates_count = true) {
   double slowest = 0;
   for (const std::vector<SimulatedAction>& actions : timeline) {
     double first_end = 0;
     double last_end = 0;
     for (const SimulatedAction& action : actions) {
+      if (action.kind == kUpdate && !updates_count) continue;
       if (action.batch == window.first) first_end = action.end;
       if (action.batch == window.last) last_end = action.end;
     }
@@ -375,24 +389,38 @@ double second_batch(const Schedule& schedule, const Costs& costs) {
   return measure_period(Execution(schedule, costs, 2).run(), {.first = 0, .last = 1});
 }
 
-Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches,
+                    const std::optional<LaunchCosts>& launches) {
   check_form(schedule);
   check_costs(schedule, costs);
   PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
+  if (launches) check_launches(*launches);
 
   Simulation result;
+  // Also with launches: it knows deadlocks.
   result.timeline = Execution(schedule, costs, num_batches).run();
+  const int behind = most_batches_behind(schedule);
+  const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
+  const Window window = steady_window(enough, behind);
+  if (launches) {
+    const auto run = [&](int batches) {
+      return run_launched(schedule, costs, *launches, batches, window.first, window.last);
+    };
+    LaunchedRun measured = run(enough);
+    result.period = measure_period(measured.timeline, window, /*updates_count=*/false);
+    result.idle = std::move(measured.idle);
+    result.timeline =
+        enough == num_batches ? std::move(measured.timeline) : run(num_batches).timeline;
+  } else {
+    result.period = enough == num_batches
+                        ? measure_period(result.timeline, window)
+                        : measure_period(Execution(schedule, costs, enough).run(), window);
+  }
   for (const std::vector<SimulatedAction>& actions : result.timeline) {
     for (const SimulatedAction& action : actions) {
       result.makespan = std::max(result.makespan, action.end);
     }
   }
-  const int behind = most_batches_behind(schedule);
-  const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
-  const Window window = steady_window(enough, behind);
-  result.period = enough == num_batches
-                      ? measure_period(result.timeline, window)
-                      : measure_period(Execution(schedule, costs, enough).run(), window);
   for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
     const double work = busy_seconds_of_batch(schedule, costs, rank);
     result.bubbles.push_back(result.period > 0 ? 1 - work / result.period : 0);

@@ -1,6 +1,8 @@
 // Messages, and how they travel along one direction of an edge between two stages.
 #pragma once
 
+#include "engine/streams.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -22,6 +24,8 @@ struct Message {
   // It stands for a message of a discarded batch and has no content. What it would have been is not
   // known to the receiver, or is in the process.
   bool is_void = false;
+  // The tensors are there after it. A receiver's stream has to wait for it.
+  Fence ready{};
 
   bool differentiable() const {
     return std::ranges::find(requires_grad, true) != requires_grad.end();
@@ -55,6 +59,9 @@ class Sender {
   // none: the receiver gets one of meaningless content then, or one that is void.
   // Throws ValueError, before anything is sent, for a message that is not of its layout.
   virtual void send(LayoutId layout, Message message) = 0;
+  // Sends the header of a message that send() gets next, if its layout is new: the receiver may
+  // have to wait for it before it can send something itself. send() does it otherwise.
+  virtual void announce(LayoutId, const Message&) {}
   // Ends all waiting, now and later, with ChannelAborted.
   virtual void abort() = 0;
   // Bytes of buffers for messages under way.
@@ -67,6 +74,12 @@ class Receiver {
   virtual ~Receiver() = default;
   // Announces the next message, in order; its transfer may begin at once.
   virtual void expect(LayoutId layout) = 0;
+  // Begins the transfer of the oldest expected message that has not begun. For channels that begin
+  // none by themselves before receive(); others do nothing. May wait for the message's header. The
+  // thread that receives calls it.
+  virtual void post() {}
+  // The same for the oldest expected message, if it has not begun.
+  virtual void prepare() {}
   // The oldest expected message, waiting for it if need be.
   virtual Message receive() = 0;
   virtual void abort() = 0;

@@ -8,14 +8,21 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <functional>
 #include <optional>
+#include <thread>
 
 namespace pd2 {
 namespace {
 
+using Work = c10::intrusive_ptr<c10d::Work>;
+
 // A stream of messages shares one group: the running tag matches the n-th send to the n-th receive.
 constexpr int kTags = 1 << 15;
+// Headers, where they share it.
+constexpr int kHeaderTag = kTags;
 
 // In place of a header's length: no header and no tensors follow.
 constexpr std::int64_t kIsVoid = -1;
@@ -26,173 +33,162 @@ std::size_t bytes_through(const SharedRing* ring, const Message& header) {
   return bytes <= SharedRing::kMaxMessageBytes ? bytes : 0;
 }
 
-// The message's form: its tensors without memory, on the meta device. Those that are dense keep
-// their strides: they travel in storage order.
-Message header_of(const Message& message) {
-  Message header = message;
-  for (at::Tensor& tensor : header.tensors) {
-    if (tensor.defined()) {
-      const auto options = tensor.options().device(at::kMeta);
-      tensor = tensor.is_non_overlapping_and_dense()
-                   ? at::empty_strided(tensor.sizes(), tensor.strides(), options)
-                   : at::empty(tensor.sizes(), options);
-    }
-  }
-  return header;
+HeaderPath header_path(const Peer& peer) {
+  return peer.headers.value_or(HeaderPath{peer.group, peer.number, kHeaderTag});
 }
 
-// A header as int64 numbers.
-at::Tensor pack(const Message& header) {
-  std::vector<std::int64_t> words{static_cast<std::int64_t>(header.structure.size())};
-  words.insert(words.end(), header.structure.begin(), header.structure.end());
-  words.push_back(static_cast<std::int64_t>(header.tensors.size()));
-  for (std::size_t i = 0; i < header.tensors.size(); ++i) {
-    const at::Tensor& tensor = header.tensors[i];
-    words.push_back(tensor.defined());
-    if (tensor.defined()) {
-      words.push_back(header.requires_grad[i]);
-      words.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
-      words.push_back(tensor.dim());
-      words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
-      words.insert(words.end(), tensor.strides().begin(), tensor.strides().end());
+// The bytes of those tensors that have any, as vectors: transports know few dtypes.
+std::vector<at::Tensor> bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> bytes;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.numel() > 0) {
+      bytes.push_back(storage_order(tensor).view(at::kByte));
     }
   }
-  return at::tensor(words, at::kLong);
+  return bytes;
 }
 
-Message unpack(const at::Tensor& packed) {
-  const std::int64_t* word = packed.const_data_ptr<std::int64_t>();
-  const auto list = [&word](std::int64_t count) {
-    const at::IntArrayRef values(word, count);
-    word += count;
-    return values;
-  };
-  Message header;
-  const at::IntArrayRef structure = list(*word++);
-  header.structure.assign(structure.begin(), structure.end());
-  header.tensors.resize(*word++);
-  header.requires_grad.resize(header.tensors.size());
-  for (std::size_t i = 0; i < header.tensors.size(); ++i) {
-    if (*word++ != 0) {
-      header.requires_grad[i] = *word++ != 0;
-      const auto dtype = static_cast<at::ScalarType>(*word++);
-      const std::int64_t dim = *word++;
-      const at::IntArrayRef sizes = list(dim), strides = list(dim);
-      header.tensors[i] =
-          at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(at::kMeta));
+// Begins the transfer of a message by `begin`, a tensor at a time. A device's transports can make
+// one of it: of transfers begun singly each would wait for the one before to come to its end.
+template <typename Begin>
+std::vector<Work> begin_all(const Peer& peer, std::vector<at::Tensor> bytes, Begin begin) {
+  std::vector<Work> works;
+  const c10::DeviceType type = peer.device.type();
+  const bool as_one =
+      type != at::kCPU && !bytes.empty() && peer.group->getBackend(type)->supportsCoalescing();
+  if (as_one) {
+    peer.group->startCoalescing(type);
+  }
+  for (at::Tensor& tensor : bytes) {
+    std::vector<at::Tensor> one{tensor};
+    const Work work = begin(one);
+    if (!as_one) {
+      works.push_back(work);
     }
   }
-  return header;
+  if (as_one) {
+    works.push_back(peer.group->endCoalescing(type));
+  }
+  return works;
 }
 
-std::string shape_of(const at::Tensor& tensor) {
-  return tensor.defined() ? c10::str(tensor.sizes()) : "none (no gradient)";
+// Waits on the host until a byte has been sent or received by `begin`.
+template <typename Begin>
+void transfer_byte(const Peer& peer, double timeout, Begin begin,
+                   const std::function<bool()>& is_aborted) {
+  const at::Tensor byte = at::zeros({1}, at::TensorOptions(at::kByte).device(peer.device));
+  with_peer(timeout, peer.rank, [&] {
+    for (const Work& work : begin_all(peer, {byte}, begin)) {
+      work->wait();
+      while (!work->isCompleted() && !is_aborted()) {  // a device's stream waits, no thread does
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  });
+  if (is_aborted()) {
+    throw ChannelAborted();
+  }
 }
 
 }  // namespace
 
-void ProcessGroupSender::post(std::vector<Work>& works, at::Tensor flat) {
-  if (flat.numel() == 0) {
-    return;
-  }
-  std::vector<at::Tensor> tensors{std::move(flat)};
-  works.push_back(with_peer(timeout_, peer_.rank,
-                            [&] { return peer_.group->send(tensors, peer_.number, tag_); }));
-  tag_ = (tag_ + 1) % kTags;
+ProcessGroupSender::ProcessGroupSender(Peer peer, std::size_t max_unawaited)
+    : peer_(std::move(peer)), headers_(header_path(peer_)), max_unawaited_(max_unawaited) {}
+
+void ProcessGroupSender::connect() {
+  const auto send = [this](auto& bytes) {
+    return peer_.group->send(bytes, peer_.number, kTags + 1);
+  };
+  transfer_byte(peer_, timeout_, send, [this] {
+    const std::lock_guard lock(mutex_);
+    return aborted_;
+  });
 }
 
-at::Tensor ProcessGroupSender::laid_out(const Message& message, std::size_t i,
-                                        const Message& header) const {
-  const at::Tensor& form = header.tensors[i];
-  at::Tensor tensor = message.tensors[i];
-  if (!tensor.defined() && form.defined()) {
-    tensor = at::zeros(form.sizes(), form.options().device(peer_.device));
+void ProcessGroupSender::send_header(const std::vector<at::Tensor>& words) {
+  Unawaited sent;
+  for (const at::Tensor& tensor : words) {
+    std::vector<at::Tensor> one{tensor};
+    sent.works.push_back(with_peer(timeout_, peer_.rank, [&] {
+      return headers_.group->send(one, headers_.number, headers_.tag);
+    }));
+    sent.tensors.push_back(tensor);
   }
-  PD2_CHECK(tensor.defined() == form.defined() &&
-                (!form.defined() ||
-                 (tensor.scalar_type() == form.scalar_type() && tensor.sizes() == form.sizes())),
-            "values between stages must follow from the shapes of the model's inputs: tensor ", i,
-            " has shape ", shape_of(tensor), ", for the same input shapes it had ", shape_of(form));
-  if (!form.defined()) {
-    return tensor;
+  keep(sent_headers_, std::move(sent));
+}
+
+void ProcessGroupSender::announce(LayoutId layout, const Message& message) {
+  if (is_announced_) {
+    return;
   }
-  PD2_CHECK(header.requires_grad[i] == message.requires_grad[i],
-            "values between stages must follow from the shapes of the model's inputs: tensor ", i,
-            message.requires_grad[i] ? " requires" : " does not require",
-            " a gradient, for the same input shapes it did", header.requires_grad[i] ? "" : " not");
-  tensor = tensor.resolve_conj().resolve_neg();  // bits that only this process would know of
-  if (tensor.strides() != form.strides()) {
-    tensor = at::empty_strided(form.sizes(), form.strides(), tensor.options()).copy_(tensor);
+  is_announced_ = true;
+  const bool is_first = !layouts_.knows(layout);
+  const Message* header = layouts_.header_of(layout, message);
+  if (header == nullptr) {
+    send_header({at::tensor({kIsVoid}, at::kLong)});
+  } else if (is_first) {
+    const at::Tensor packed = pack(*header);
+    send_header({at::tensor({packed.numel()}, at::kLong), packed});
   }
-  return tensor;
 }
 
 void ProcessGroupSender::send(LayoutId layout, Message message) {
-  std::vector<Work> works;
-  auto known = headers_.find(layout);
-  if (message.is_void && known == headers_.end()) {
-    post(works, at::tensor({kIsVoid}, at::kLong));
-    await_oldest(std::move(works));
+  announce(layout, message);
+  is_announced_ = false;
+  const Message* header = layouts_.header_of(layout, message);
+  if (header == nullptr) {
     return;
   }
-  if (message.is_void) {  // zeros will do
-    message = known->second;
-    std::ranges::fill(message.tensors, at::Tensor());
-  }
-  if (known == headers_.end()) {
-    known = headers_.emplace(layout, header_of(message)).first;
-    const at::Tensor packed = pack(known->second);
-    post(works, at::tensor({packed.numel()}, at::kLong));
-    post(works, packed);
-  }
-  const Message& header = known->second;
-  PD2_CHECK(
-      header.structure == message.structure && header.tensors.size() == message.tensors.size(),
-      "values between stages must follow from the shapes of the model's inputs: a message of ",
-      message.tensors.size(), " tensors, where one of ", header.tensors.size(),
-      " tensors with other constants was sent for the same input shapes");
-  std::vector<at::Tensor> tensors;
-  for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-    tensors.push_back(laid_out(message, i, header));
-  }
-  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), header);
-  std::byte* to = nullptr;
+  message = layouts_.laid_out(std::move(message), *header);
+  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), *header);
   if (ring_bytes > 0) {
-    to = with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_write(ring_bytes); });
-    if (to == nullptr) {
-      throw ChannelAborted();
-    }
+    send_through_ring(message.tensors, ring_bytes);
+    return;
   }
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined()) {
-      continue;
-    }
-    if (to != nullptr) {
-      std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
-      to += tensor.nbytes();
-    } else {
-      post(works, storage_order(tensor));
-    }
-  }
-  if (to != nullptr) {
-    peer_.ring->end_write();
-  }
-  if (!works.empty()) {
-    await_oldest(std::move(works));
+  drop_completed();
+  Unawaited sent;
+  sent.bytes = message.bytes();
+  sent.tensors = bytes_of(message.tensors);
+  const auto begin = [this](auto& bytes) {
+    const Work work = peer_.group->send(bytes, peer_.number, tag_);
+    tag_ = (tag_ + 1) % kTags;
+    return work;
+  };
+  sent.works =
+      with_peer(timeout_, peer_.rank, [&] { return begin_all(peer_, sent.tensors, begin); });
+  if (!sent.works.empty()) {
+    keep(sent_, std::move(sent));
   }
 }
 
-void ProcessGroupSender::await_oldest(std::vector<Work> newest) {
+void ProcessGroupSender::send_through_ring(const std::vector<at::Tensor>& tensors,
+                                           std::size_t bytes) {
+  std::byte* to = with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_write(bytes); });
+  if (to == nullptr) {
+    throw ChannelAborted();
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) {
+      std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+      to += tensor.nbytes();
+    }
+  }
+  peer_.ring->end_write();
+}
+
+void ProcessGroupSender::keep(std::deque<Unawaited>& sent, Unawaited newest) {
   std::vector<Work> oldest;
   {
     const std::lock_guard lock(mutex_);
     if (aborted_) {
       throw ChannelAborted();
     }
-    unawaited_.push_back(std::move(newest));
-    if (unawaited_.size() > max_unawaited_) {
-      oldest = unawaited_.front();  // stays listed, so that abort() can end the wait
+    sent.push_back(std::move(newest));
+    const bool on_host = &sent == &sent_headers_ || peer_.device.is_cpu();
+    if (!on_host || sent.size() <= max_unawaited_) {
+      return;
     }
+    oldest = sent.front().works;  // stays listed, so that abort() can end the wait
   }
   for (const Work& work : oldest) {
     with_peer(timeout_, peer_.rank, [&] { work->wait(); });
@@ -201,13 +197,25 @@ void ProcessGroupSender::await_oldest(std::vector<Work> newest) {
   if (aborted_) {
     throw ChannelAborted();
   }
-  if (unawaited_.size() > max_unawaited_) {
-    unawaited_.pop_front();
+  sent.pop_front();
+}
+
+void ProcessGroupSender::drop_completed() {
+  const std::lock_guard lock(mutex_);
+  const auto is_complete = [](const Work& work) { return work->isCompleted(); };
+  while (!peer_.device.is_cpu() && !sent_.empty() &&
+         std::ranges::all_of(sent_.front().works, is_complete)) {
+    sent_.pop_front();
   }
 }
 
 std::int64_t ProcessGroupSender::buffer_bytes() const {
-  return peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
+  const std::lock_guard lock(mutex_);
+  std::int64_t sum = peer_.ring ? static_cast<std::int64_t>(peer_.ring->used_bytes()) : 0;
+  for (const Unawaited& sent : sent_) {
+    sum += sent.bytes;
+  }
+  return sum;
 }
 
 void ProcessGroupSender::abort() {
@@ -216,51 +224,120 @@ void ProcessGroupSender::abort() {
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (auto& works : unawaited_) {
-    for (Work& work : works) {
-      work->abort();
+  for (const auto* list : {&sent_headers_, &sent_}) {
+    for (const Unawaited& sent : *list) {
+      for (const Work& work : sent.works) {
+        work->abort();
+      }
     }
   }
 }
 
-ProcessGroupReceiver::Work ProcessGroupReceiver::post(at::Tensor flat) {
-  std::vector<at::Tensor> tensors{std::move(flat)};
-  Work work = with_peer(timeout_, peer_.rank,
-                        [&] { return peer_.group->recv(tensors, peer_.number, tag_); });
-  tag_ = (tag_ + 1) % kTags;
-  return work;
+ProcessGroupReceiver::ProcessGroupReceiver(Peer peer, std::size_t posted_ahead)
+    : peer_(std::move(peer)), headers_(header_path(peer_)), posted_ahead_(posted_ahead) {}
+
+void ProcessGroupReceiver::connect() {
+  const auto receive = [this](auto& bytes) {
+    return peer_.group->recv(bytes, peer_.number, kTags + 1);
+  };
+  transfer_byte(peer_, timeout_, receive, [this] {
+    const std::lock_guard lock(mutex_);
+    return aborted_;
+  });
 }
 
 void ProcessGroupReceiver::expect(LayoutId layout) {
   const std::lock_guard lock(mutex_);
   expected_.push_back(layout);
-  post_known_layouts();
+  post_ahead();
 }
 
-void ProcessGroupReceiver::post_known_layouts() {
-  while (!aborted_ && !expected_.empty() && posted_.size() < posted_ahead_) {
-    const auto known = headers_.find(expected_.front());
-    if (known == headers_.end()) {
-      return;  // its header comes first
-    }
-    Posted posted;
-    posted.message.structure = known->second.structure;
-    posted.message.requires_grad = known->second.requires_grad;
-    posted.ring_bytes = bytes_through(peer_.ring.get(), known->second);
-    for (const at::Tensor& form : known->second.tensors) {
-      at::Tensor tensor;
-      if (form.defined()) {
-        tensor =
-            at::empty_strided(form.sizes(), form.strides(), form.options().device(peer_.device));
-        if (tensor.numel() > 0 && posted.ring_bytes == 0) {
-          posted.works.push_back(post(storage_order(tensor)));
-        }
-      }
-      posted.message.tensors.push_back(std::move(tensor));
-    }
-    posted_.push_back(std::move(posted));
-    expected_.pop_front();
+void ProcessGroupReceiver::post() {
+  if (posted_ahead_ == 0) {
+    begin_next();
   }
+}
+
+void ProcessGroupReceiver::prepare() {
+  if (posted_ahead_ == 0 && is_idle()) {
+    begin_next();
+  }
+}
+
+bool ProcessGroupReceiver::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) {
+    throw ChannelAborted();
+  }
+  return posted_.empty();
+}
+
+void ProcessGroupReceiver::begin_next() {
+  std::optional<LayoutId> unknown;
+  {
+    const std::lock_guard lock(mutex_);
+    PD2_ASSERT(!expected_.empty(), "no message was announced");
+    if (!known_.contains(expected_.front())) {
+      unknown = expected_.front();
+    }
+  }
+  if (unknown) {
+    std::optional<Message> header = receive_header();
+    const std::lock_guard lock(mutex_);
+    if (!header) {
+      expected_.pop_front();
+      Posted none;
+      none.message.is_void = true;
+      posted_.push_back(std::move(none));
+      return;
+    }
+    known_.emplace(*unknown, *std::move(header));
+  }
+  const std::lock_guard lock(mutex_);
+  if (!post_next()) {
+    throw ChannelAborted();
+  }
+}
+
+void ProcessGroupReceiver::post_ahead() {
+  while (posted_.size() < posted_ahead_ && post_next()) {
+  }
+}
+
+bool ProcessGroupReceiver::post_next() {
+  if (aborted_ || expected_.empty()) {
+    return false;
+  }
+  const auto known = known_.find(expected_.front());
+  if (known == known_.end()) {
+    return false;  // its header comes first
+  }
+  const Message& header = known->second;
+  Posted posted;
+  posted.message.structure = header.structure;
+  posted.message.requires_grad = header.requires_grad;
+  posted.ring_bytes = bytes_through(peer_.ring.get(), header);
+  for (const at::Tensor& form : header.tensors) {
+    at::Tensor tensor;
+    if (form.defined()) {
+      const auto options = form.options().device(peer_.device).pinned_memory(peer_.pins_memory);
+      tensor = at::empty_strided(form.sizes(), form.strides(), options);
+    }
+    posted.message.tensors.push_back(std::move(tensor));
+  }
+  if (posted.ring_bytes == 0) {
+    const auto begin = [this](auto& bytes) {
+      const Work work = peer_.group->recv(bytes, peer_.number, tag_);
+      tag_ = (tag_ + 1) % kTags;
+      return work;
+    };
+    posted.works = with_peer(timeout_, peer_.rank, [&] {
+      return begin_all(peer_, bytes_of(posted.message.tensors), begin);
+    });
+  }
+  posted_.push_back(std::move(posted));
+  expected_.pop_front();
+  return true;
 }
 
 void ProcessGroupReceiver::wait(const Work& work) {
@@ -282,12 +359,9 @@ void ProcessGroupReceiver::wait(const Work& work) {
 std::optional<Message> ProcessGroupReceiver::receive_header() {
   const auto receive_words = [this](std::int64_t count) {
     at::Tensor words = at::empty({count}, at::kLong);
-    Work work;
-    {
-      const std::lock_guard lock(mutex_);
-      work = post(words);
-    }
-    wait(work);
+    std::vector<at::Tensor> one{words};
+    wait(with_peer(timeout_, peer_.rank,
+                   [&] { return headers_.group->recv(one, headers_.number, headers_.tag); }));
     return words;
   };
   const std::int64_t length = receive_words(1).item<std::int64_t>();
@@ -295,56 +369,39 @@ std::optional<Message> ProcessGroupReceiver::receive_header() {
 }
 
 Message ProcessGroupReceiver::receive() {
-  std::optional<LayoutId> unknown;
-  {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) {
-      throw ChannelAborted();
-    }
-    PD2_ASSERT(!posted_.empty() || !expected_.empty(), "no message was announced");
-    if (posted_.empty()) {
-      unknown = expected_.front();
-    }
-  }
-  if (unknown) {
-    std::optional<Message> header = receive_header();
-    const std::lock_guard lock(mutex_);
-    if (!header) {
-      expected_.pop_front();
-      post_known_layouts();
-      Message none;
-      none.is_void = true;
-      return none;
-    }
-    headers_.emplace(*unknown, *std::move(header));
-    post_known_layouts();
+  if (is_idle()) {
+    begin_next();
   }
   Posted next;
   {
     const std::lock_guard lock(mutex_);
-    PD2_ASSERT(!posted_.empty(), "no receive was posted");
     next = std::move(posted_.front());
     posted_.pop_front();
-    post_known_layouts();
+    post_ahead();
   }
   for (const Work& work : next.works) {
     wait(work);
   }
-  if (next.ring_bytes > 0) {
-    const std::byte* from =
-        with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_read(next.ring_bytes); });
-    if (from == nullptr) {
-      throw ChannelAborted();
-    }
-    for (const at::Tensor& tensor : next.message.tensors) {
-      if (tensor.defined()) {
-        std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
-        from += tensor.nbytes();
-      }
-    }
-    peer_.ring->end_read();
-  }
+  receive_through_ring(next);
   return std::move(next.message);
+}
+
+void ProcessGroupReceiver::receive_through_ring(const Posted& next) {
+  if (next.ring_bytes == 0) {
+    return;
+  }
+  const std::byte* from =
+      with_peer(timeout_, peer_.rank, [&] { return peer_.ring->begin_read(next.ring_bytes); });
+  if (from == nullptr) {
+    throw ChannelAborted();
+  }
+  for (const at::Tensor& tensor : next.message.tensors) {
+    if (tensor.defined()) {
+      std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
+      from += tensor.nbytes();
+    }
+  }
+  peer_.ring->end_read();
 }
 
 void ProcessGroupReceiver::abort() {
@@ -353,12 +410,12 @@ void ProcessGroupReceiver::abort() {
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (Posted& posted : posted_) {
-    for (Work& work : posted.works) {
+  for (const Posted& posted : posted_) {
+    for (const Work& work : posted.works) {
       work->abort();
     }
   }
-  for (Work& work : waiting_) {
+  for (const Work& work : waiting_) {
     work->abort();
   }
 }

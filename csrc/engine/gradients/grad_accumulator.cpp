@@ -2,9 +2,14 @@
 
 #include "core/check.h"
 
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
 
 namespace pd2 {
 
@@ -30,6 +35,7 @@ GradAccumulator::GradAccumulator(const FlatPacking& packing, std::vector<std::st
   const std::size_t count = packing.views().size();
   PD2_ASSERT(names_.size() == count, names_.size(), " names for ", count, " parameters");
   PD2_ASSERT(!buffers.empty(), "no buffer for gradients");
+  group_bytes_ = buffers.front().is_cpu() ? 0 : kGroupBytes;
   for (at::Tensor& flat : buffers) {
     append(std::move(flat));
   }
@@ -62,6 +68,10 @@ void GradAccumulator::begin_batch(std::size_t buffer) {
   current_ = buffer;
   std::vector<bool>& has_gradient = buffers_.at(buffer).has_gradient;
   has_gradient.assign(has_gradient.size(), false);
+  // What a backward that failed has left.
+  kept_.clear();
+  kept_bytes_ = 0;
+  awaits_end_ = false;
 }
 
 void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {
@@ -70,6 +80,8 @@ void GradAccumulator::take(std::size_t parameter, const at::Tensor& variable) {
             ": gradients must be dense, got a sparse one (use sparse=False)");
   if (held_) {
     held_->push_back({this, parameter, gradient});
+  } else if (group_bytes_ > 0) {
+    keep(parameter, gradient);
   } else {
     add(parameter, gradient);
   }
@@ -86,6 +98,45 @@ void GradAccumulator::add(std::size_t parameter, const at::Tensor& gradient) {
   }
   if (on_added_) {
     on_added_(parameter);
+  }
+}
+
+void GradAccumulator::keep(std::size_t parameter, const at::Tensor& gradient) {
+  if (std::ranges::any_of(kept_, [&](const Kept& kept) { return kept.parameter == parameter; })) {
+    add_kept();  // which comes first
+  }
+  kept_.push_back({parameter, gradient});
+  kept_bytes_ += gradient.nbytes();
+  if (kept_bytes_ >= group_bytes_) {
+    add_kept();
+  } else if (!std::exchange(awaits_end_, true)) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] {
+      awaits_end_ = false;
+      add_kept();
+    });
+  }
+}
+
+void GradAccumulator::add_kept() {
+  Buffer& buffer = buffers_[current_];
+  std::vector<at::Tensor> sums, added, empty, written;
+  for (const Kept& kept : kept_) {
+    const bool is_first = !buffer.has_gradient[kept.parameter];
+    (is_first ? empty : sums).push_back(buffer.views[kept.parameter]);
+    (is_first ? written : added).push_back(kept.gradient);
+    buffer.has_gradient[kept.parameter] = true;
+  }
+  if (!sums.empty()) {
+    at::_foreach_add_(sums, added);
+  }
+  if (!empty.empty()) {
+    at::_foreach_copy_(empty, written);
+  }
+  kept_bytes_ = 0;
+  for (const Kept& kept : std::exchange(kept_, {})) {
+    if (on_added_) {
+      on_added_(kept.parameter);
+    }
   }
 }
 

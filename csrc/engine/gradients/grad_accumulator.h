@@ -32,6 +32,9 @@ struct HeldGradient {
 // Batches may take turns between several buffers: one batch's gradients are complete and being used
 // while the next one's come.
 //
+// On a device every addition is a launch, and most gradients are small. There they are kept until
+// they are many bytes or the backward ends, and then added in one launch (see add_in_groups()).
+//
 // Hooks sit on the parameters of every weight slot and point to this object, which must outlive
 // them; they run on the thread that runs the backward, one backward at a time.
 class GradAccumulator {
@@ -56,6 +59,10 @@ class GradAccumulator {
   // From now on gradients are put there instead of being added; null: they are added again.
   void hold(std::vector<HeldGradient>* where) { held_ = where; }
   void add(std::size_t parameter, const at::Tensor& gradient);
+  // Gradients of so many bytes are added together, in the order in which they came; 0: each at
+  // once, as on the CPU. Elsewhere kGroupBytes to begin with.
+  void add_in_groups(std::size_t bytes) { group_bytes_ = bytes; }
+  static constexpr std::size_t kGroupBytes = std::size_t{32} << 20;
 
   const FlatPacking& packing() const { return packing_; }
   // Called with the parameter whenever a gradient has been added.
@@ -63,6 +70,17 @@ class GradAccumulator {
 
   // From now on gradients go to this buffer.
   void begin_batch(std::size_t buffer);
+
+  // The buffer to which gradients go, and which parameters have received one there: what adding
+  // depends on, and changes.
+  std::pair<const void*, std::vector<bool>> state() const {
+    const Buffer& buffer = buffers_[current_];
+    return {buffer.flat.const_data_ptr(), buffer.has_gradient};
+  }
+  // As if these had been added by a device that did so by itself.
+  void set_added(const std::vector<bool>& has_gradient) {
+    buffers_[current_].has_gradient = has_gradient;
+  }
 
   // The following concern one buffer. They may be called while gradients go to another one.
 
@@ -100,6 +118,8 @@ class GradAccumulator {
   };
   void append(at::Tensor flat);
   void take(std::size_t parameter, const at::Tensor& variable);
+  void keep(std::size_t parameter, const at::Tensor& gradient);
+  void add_kept();
   at::Tensor flags(std::size_t buffer) const;
 
   const FlatPacking& packing_;
@@ -108,6 +128,15 @@ class GradAccumulator {
   std::size_t current_ = 0;
   std::vector<HeldGradient>* held_ = nullptr;
   std::function<void(std::size_t parameter)> on_added_;
+
+  struct Kept {
+    std::size_t parameter;
+    at::Tensor gradient;
+  };
+  std::size_t group_bytes_ = 0;
+  std::vector<Kept> kept_;
+  std::size_t kept_bytes_ = 0;
+  bool awaits_end_ = false;  // of the backward, which adds what is kept
 };
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/gradients/grad_accumulator.h"
+#include "engine/gradients/gradient_buckets.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,11 +14,7 @@
 
 namespace pd2 {
 
-// Cuts the gradients into buckets, from the last parameter to the first, which is about the order
-// in which a backward gives them. The sum of a bucket begins when the batch's last microbatch has
-// given all of its gradients, and those before it have begun, so that all replicas begin them in
-// one order (Li et al., arXiv 2006.15704, section 3.2.3). With one bucket there is nothing to gain
-// and it is summed with the flags, at the end.
+// Sums bucket by bucket (see GradientBuckets), so that all replicas begin them in one order.
 //
 // Used by the stage's executor thread alone: sums of two batches must not begin in two orders.
 class ReplicaSum {
@@ -33,7 +30,12 @@ class ReplicaSum {
              const std::vector<std::unique_ptr<GradAccumulator>>& gradients);
 
   // Announces gradients of the batch's next microbatch, which will go to this buffer.
-  void begin_microbatch(std::size_t buffer, bool is_last);
+  void begin_microbatch(std::size_t buffer, bool is_last) {
+    buffer_ = buffer;
+    buckets_.begin_microbatch(buffer, is_last);
+  }
+  // Those of UnderWay::works.
+  const std::vector<GradientBuckets::Bucket>& buckets() const { return buckets_.buckets(); }
   // All gradients of the batch are in this buffer: begins the sums that have not begun.
   UnderWay end_batch(std::size_t buffer);
   // If a batch is complete but for end_batch(): waits for its sum, after which it may be moved.
@@ -44,29 +46,13 @@ class ReplicaSum {
   void drop_connections() { group_.reset(); }
 
  private:
-  struct Bucket {
-    std::size_t dtype;
-    std::size_t first, last;  // parameters
-    std::int64_t begin, end;  // elements, the flags' too where they are summed with it
-    bool is_early;
-  };
-  // How often one parameter's gradient came: more than once in a microbatch if a part of it was
-  // recomputed by another backward.
-  struct Times {
-    std::int64_t in_this_microbatch = 0, at_most = 0;
-  };
-  void add_buckets(std::size_t dtype, std::int64_t bucket_bytes);
-  void came(std::size_t dtype, std::size_t parameter);
-  bool is_complete(const Bucket& bucket) const;
-  void finish(UnderWay& sum, std::size_t buffer) const;
-  c10::intrusive_ptr<c10d::Work> begin(const Bucket& bucket, std::size_t buffer) const;
+  void finish(std::size_t buffer);
+  c10::intrusive_ptr<c10d::Work> begin(std::size_t bucket, std::size_t buffer) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const double timeout_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;
-  std::vector<Bucket> buckets_;
-  std::vector<std::vector<Times>> times_;  // by dtype and parameter; none without early buckets
-  bool is_last_ = false;
+  GradientBuckets buckets_;
   std::size_t buffer_ = 0;
   UnderWay under_way_;
 };

@@ -44,7 +44,15 @@ TiedSum::TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGro
 void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> gradients,
                   const std::function<bool()>& is_stopped) {
   PD2_ASSERT(!gradients.empty(), "no gradients");
-  const std::vector<at::Tensor> rows = exchange(batch, copy, pack(gradients), is_stopped);
+  const Batch all = exchange(batch, copy, pack(gradients), is_stopped);
+  const std::vector<at::Tensor>& rows = all.rows;
+  for (const at::Tensor& row : rows) {  // which may be another device's
+    const MaybeStream here = stream_here(row.device());
+    for (const Fence& ready : all.ready) {
+      ready.hold_back(here);
+    }
+    use_on(row, here);
+  }
   const auto num_flags = static_cast<std::int64_t>(gradients.size());
   std::vector<at::Tensor> flags;
   for (const at::Tensor& row : rows) {
@@ -78,16 +86,20 @@ void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> 
   }
 }
 
-std::vector<at::Tensor> TiedSum::exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
-                                          const std::function<bool()>& is_stopped) {
+TiedSum::Batch TiedSum::exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
+                                 const std::function<bool()>& is_stopped) {
+  const c10::Device device = row.device();
   std::unique_lock lock(mutex_);
   Batch& mine = batches_[batch];  // stays where it is
   mine.rows.resize(processes_.size());
+  mine.ready.resize(processes_.size() + 1);
   PD2_ASSERT(!mine.rows.at(copy).defined(), "copy ", copy, " came twice to batch ", batch);
   mine.rows[copy] = std::move(row);
+  mine.ready[copy] = Fence::here(device);
   if (++mine.copies_given == num_here_) {  // the others only look whether it is complete
     lock.unlock();
-    gather(mine.rows, is_stopped);
+    gather(mine, is_stopped);
+    mine.ready.back() = Fence::here(device);
     lock.lock();
     mine.complete = true;
     changed_.notify_all();
@@ -99,16 +111,22 @@ std::vector<at::Tensor> TiedSum::exchange(std::int64_t batch, std::size_t copy, 
     }
     lock.lock();
   }
-  std::vector<at::Tensor> rows = mine.rows;
+  Batch all = mine;
   if (++mine.times_read == num_here_) {
     batches_.erase(batch);
   }
-  return rows;
+  return all;
 }
 
-void TiedSum::gather(std::vector<at::Tensor>& rows, const std::function<bool()>& is_stopped) const {
+void TiedSum::gather(Batch& batch, const std::function<bool()>& is_stopped) const {
   if (!group_) {
     return;
+  }
+  std::vector<at::Tensor>& rows = batch.rows;
+  for (std::size_t copy = 0; copy < rows.size(); ++copy) {
+    if (rows[copy].defined()) {
+      batch.ready[copy].hold_back(stream_here(rows[copy].device()));
+    }
   }
   // As many rows of each process: what is missing is padding.
   std::vector<at::Tensor> here;
@@ -124,7 +142,7 @@ void TiedSum::gather(std::vector<at::Tensor>& rows, const std::function<bool()>&
     gathered.front().push_back(at::empty_like(given.front()));
   }
   const auto work = group_->allgather(gathered, given);
-  wait_for_work(*work, timeout_of(group_.get()), !given.front().is_cuda(), is_stopped);
+  wait_for_work(*work, timeout_of(group_.get()), !has_streams(given.front().device()), is_stopped);
   const std::int64_t size = here.front().numel();
   for (std::size_t copy = 0; copy < rows.size(); ++copy) {
     if (processes_[copy] != rank()) {

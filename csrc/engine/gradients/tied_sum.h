@@ -1,6 +1,8 @@
 // The sum of the gradients of parameters that several stages hold (tied weights).
 #pragma once
 
+#include "engine/streams.h"
+
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -45,15 +47,16 @@ class TiedSum {
  private:
   struct Batch {
     std::vector<at::Tensor> rows;  // by copy
+    std::vector<Fence> ready;      // of the rows of this process, by copy; of what was gathered
     int copies_given = 0;
     bool complete = false;
     int times_read = 0;
   };
   // The rows of all copies, once all have come.
-  std::vector<at::Tensor> exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
-                                   const std::function<bool()>& is_stopped);
+  Batch exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
+                 const std::function<bool()>& is_stopped);
   // Fills in the rows of the other processes.
-  void gather(std::vector<at::Tensor>& rows, const std::function<bool()>& is_stopped) const;
+  void gather(Batch& batch, const std::function<bool()>& is_stopped) const;
   int rank() const { return group_ ? group_->getRank() : 0; }
 
   const std::vector<int> processes_;

@@ -28,8 +28,9 @@ at::Tensor no_loss(int num_numbers) {
   return at::full({num_numbers}, std::bit_cast<double>(kNoLoss), at::kDouble);
 }
 
-at::Tensor numbers_of(const RunLoss& loss, int num_numbers, const at::Tensor& before = {}) {
+at::Tensor numbers_of(RunLoss& loss, int num_numbers, const at::Tensor& before = {}) {
   const bool is_discarded = loss.is_discarded || (before.defined() && !is_loss(before));
+  loss.take_to_host();
   return is_discarded ? no_loss(num_numbers) : loss.numbers(before);
 }
 
@@ -145,7 +146,7 @@ void LossBoard::receive_losses() {
     const int sender = last_stages_.back();
     const at::Tensor value = at::empty({options_.num_numbers}, at::kDouble);
     try {
-      for (const std::optional<RunLoss>& part : next->parts) {
+      for (std::optional<RunLoss>& part : next->parts) {
         if (part) {
           send(numbers_of(*part, options_.num_numbers), {sender});
         }

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
 
 #include <numeric>
 #include <utility>
@@ -17,6 +18,24 @@ at::Tensor RunLoss::weighted(const at::Tensor& value, std::size_t microbatch) co
   }
   const auto all = std::accumulate(rows.begin(), rows.end(), 0.0);
   return value * (static_cast<double>(rows.at(first + microbatch)) / all);
+}
+
+void RunLoss::take_to_host() {
+  if (!stream) {
+    return;
+  }
+  const OnStream guard(stream);
+  ready.hold_back(stream);
+  for (const at::Tensor& loss : losses) {
+    use_on(loss, stream);
+  }
+  if (!losses.empty()) {
+    losses = at::stack(losses).to(at::kCPU).unbind();
+  }
+  if (metrics.defined()) {
+    use_on(metrics, stream);
+    metrics = metrics.to(at::kCPU);
+  }
 }
 
 at::Tensor RunLoss::sum(at::Tensor before) const {

@@ -1,6 +1,8 @@
 // A run's loss from its microbatches' losses.
 #pragma once
 
+#include "engine/streams.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -18,12 +20,17 @@ struct RunLoss {
   // The metrics, already weighted and added up over these microbatches; undefined: none.
   at::Tensor metrics{};
   bool is_discarded = false;  // the run has no loss
+  // Losses and metrics are there after it; on this stream they are copied to the host.
+  Fence ready{};
+  MaybeStream stream{};
 
   // `value` with the weight of the `microbatch`-th of them, computed as autograd would, forwards
   // and backwards.
   at::Tensor weighted(const at::Tensor& value, std::size_t microbatch) const;
   // Added in microbatch order to `before`, the sum of the microbatches before the first.
   at::Tensor sum(at::Tensor before = {}) const;
+  // Makes them tensors of the CPU, by one copy. Waits for the device.
+  void take_to_host();
   // On the CPU in double precision: the loss, then the metrics. `before`: the same of the
   // microbatches before the first.
   at::Tensor numbers(const at::Tensor& before = {}) const;

@@ -40,15 +40,21 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     };
     updates.discards = setup_.discards;
     WorkerCallbacks callbacks{
+        [this] { return recording_.load(std::memory_order_relaxed); },
         [this](const ExecutedAction& action) { log(action); },
-        [this](std::int64_t batch, bool has_sent) { return discard(batch, has_sent); }};
+        [this](std::int64_t batch, bool has_sent) { return discard(batch, has_sent); },
+        [this] { post_receives(); }};
     workers_.push_back(
         std::make_unique<StageWorker>(setup_, each, std::move(callbacks), std::move(updates)));
+    const StageStreams* streams = &workers_.back()->streams();
+    if (streams->compute && std::ranges::find(streams_, streams) == streams_.end()) {
+      streams_.push_back(streams);
+    }
   }
   for (const auto* list : {&actions().prologue, &actions().steady, &actions().epilogue}) {
     for (const Action& action : *list) {
       worker(action.stage);
-      most_runs_before_ = std::max(most_runs_before_, runs_before(action));
+      most_runs_before_ = std::max(most_runs_before_, runs_before(action.microbatch));
     }
   }
   fault_->on_raise(this, [this] {
@@ -93,10 +99,14 @@ void Executor::drop_connections() {
 
 Executor::Ticket Executor::submit(std::function<void()> command) {
   fault_->rethrow_if_raised();
+  auto after_caller = [this, given = given_here(), command = std::move(command)] {
+    follow(given);
+    command();
+  };
   Ticket ticket;
   {
     const std::lock_guard lock(mutex_);
-    commands_.push_back(std::move(command));
+    commands_.push_back(std::move(after_caller));
     ticket = ++last_ticket_;
   }
   submitted_.notify_one();
@@ -116,6 +126,7 @@ Executor::Ticket Executor::submit_run(Run run) {
 Executor::Ticket Executor::submit_update(int stage, std::int64_t run,
                                          std::function<void(Stage&)> apply) {
   return submit([this, &worker = worker(stage), run, apply = std::move(apply)] {
+    const OnStream guard(worker.streams().compute);
     doing_ = {worker.stage(), ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1,
               false};
     worker.updates().submit(run, apply);
@@ -169,6 +180,7 @@ void Executor::close() {
   abort_channels();
   if (thread_.joinable()) {
     thread_.join();
+    join_here();
   }
 }
 
@@ -251,6 +263,7 @@ Failure Executor::describe(const Doing& doing) const {
 void Executor::loop() {
   name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));
   begin_thread();
+  const OnStream guard(workers_.front()->streams().compute);
   doing_.stage = workers_.front()->stage();
   {
     const std::lock_guard lock(mutex_);
@@ -300,10 +313,10 @@ std::string Executor::where(const Doing& doing) const {
                                name_of(doing.kind));
 }
 
-int Executor::runs_before(const Action& action) const {
+int Executor::runs_before(int microbatch) const {
   // Microbatch numbers count from this run's first; negative ones are the previous runs'.
   const int m = setup_.schedule.num_microbatches;
-  return action.microbatch < 0 ? (m - 1 - action.microbatch) / m : 0;
+  return microbatch < 0 ? (m - 1 - microbatch) / m : 0;
 }
 
 void Executor::begin_run(const Run& run) {
@@ -317,41 +330,64 @@ void Executor::begin_run(const Run& run) {
   }
   runs_.emplace(run.id, run);
   runs_.erase(runs_.begin(), runs_.lower_bound(run.id - most_runs_before_));
-  run_actions(continues ? actions().steady : actions().prologue, run.id);
+  wait_for_device(1);
+  run_actions(continues ? ListKind::kSteady : ListKind::kPrologue, run.id);
+  std::vector<Fence> ends;
+  for (const StageStreams* each : streams_) {
+    ends.push_back(Fence::of(each->compute));
+  }
+  ends_of_runs_.push_back(std::move(ends));
 }
 
-void Executor::run_actions(const std::vector<Action>& actions, std::int64_t last) {
-  for (const Action& action : actions) {
-    const int before = runs_before(action);
+void Executor::run_actions(ListKind list, std::int64_t last) {
+  const auto find = [&](int& microbatch) -> const Run* {
+    const int before = runs_before(microbatch);
+    microbatch += before * setup_.schedule.num_microbatches;
     const auto place = runs_.find(last - before);
-    if (place == runs_.end()) {
-      continue;
+    return place == runs_.end() ? nullptr : &place->second;
+  };
+  const auto plan = receives_.find(runs_.rbegin()->second.wiring);
+  posting_ = {plan == receives_.end() ? nullptr : &plan->second.of(setup_.rank, list), find};
+  const std::vector<Action>& actions = pd2::actions(this->actions(), list);
+  for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
+    int microbatch = actions[i].microbatch;
+    const Run* run = find(microbatch);
+    const OnStream guard(worker(actions[i].stage).streams().compute);
+    begin_action(i);
+    if (run) {
+      doing_ = {actions[i].stage, actions[i].kind, run->id, microbatch, false};
+      worker(actions[i].stage).prepare(actions[i].kind, *run, microbatch);
+      execute(actions[i], *run, microbatch);
     }
-    const Run& run = place->second;
-    const int microbatch = action.microbatch + before * setup_.schedule.num_microbatches;
-    doing_ = {action.stage, action.kind, run.id, microbatch, false};
-    StageWorker& worker = this->worker(action.stage);
-    switch (action.kind) {
-      case ActionKind::kForward:
-        worker.forward(run, microbatch);
-        break;
-      case ActionKind::kBackward:
-        worker.backward(run, microbatch);
-        break;
-      case ActionKind::kUpdate:
-        if (run.ends_batch) {
-          worker.updates().reach(run.id, run.batch);
-        }
-        break;
-      case ActionKind::kInputGrad:
-        worker.input_grad(run, microbatch);
-        break;
-      case ActionKind::kWeightGrad:
-        worker.weight_grad(run, microbatch);
-        break;
-      case ActionKind::kRecompute:
-        PD2_ASSERT(false, "no schedule has ", to_string(action));
-    }
+    post_receives();
+  }
+  if (actions.empty()) {
+    begin_action(0);
+  }
+}
+
+void Executor::execute(const Action& action, const Run& run, int microbatch) {
+  StageWorker& worker = this->worker(action.stage);
+  switch (action.kind) {
+    case ActionKind::kForward:
+      worker.forward(run, microbatch);
+      break;
+    case ActionKind::kBackward:
+      worker.backward(run, microbatch);
+      break;
+    case ActionKind::kUpdate:
+      if (run.ends_batch) {
+        worker.updates().reach(run.id, run.batch);
+      }
+      break;
+    case ActionKind::kInputGrad:
+      worker.input_grad(run, microbatch);
+      break;
+    case ActionKind::kWeightGrad:
+      worker.weight_grad(run, microbatch);
+      break;
+    case ActionKind::kRecompute:
+      PD2_ASSERT(false, "no schedule has ", to_string(action));
   }
 }
 
@@ -359,7 +395,7 @@ void Executor::drain() {
   if (runs_.empty()) {
     return;
   }
-  run_actions(actions().epilogue, runs_.rbegin()->first);
+  run_actions(ListKind::kEpilogue, runs_.rbegin()->first);
   PD2_ASSERT(is_empty(), "the epilogue left microbatches in flight");
   finish_updates();
   runs_.clear();
@@ -373,11 +409,22 @@ void Executor::finish_updates() {
 
 void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
+  const auto plan = receives_.find(run.wiring);
+  const auto* early = plan == receives_.end() ? nullptr : &plan->second.evaluation.at(setup_.rank);
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
-  for (int microbatch = 0; microbatch < static_cast<int>(run.layouts.size()); ++microbatch) {
+  for (int number = 0; number < static_cast<int>(run.layouts.size()); ++number) {
+    posting_ = {early, [&](int& microbatch) {
+                  microbatch = number;
+                  return &run;
+                }};
+    int action = 0;
     for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
-      doing_ = {worker->stage(), ActionKind::kForward, run.id, microbatch, true};
-      worker->evaluate(run, microbatch);
+      const OnStream guard(worker->streams().compute);
+      doing_ = {worker->stage(), ActionKind::kForward, run.id, number, true};
+      begin_action(action++);
+      worker->prepare(ActionKind::kForward, run, number);
+      worker->evaluate(run, number);
+      post_receives();
     }
   }
 }
@@ -387,13 +434,6 @@ void Executor::log(const ExecutedAction& action) {
     const std::lock_guard lock(mutex_);
     record_.push_back(action);
   }
-}
-
-void Executor::record(bool on) { recording_ = on; }
-
-std::vector<ExecutedAction> Executor::take_record() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(record_, {});
 }
 
 }  // namespace pd2

@@ -1,11 +1,15 @@
 // The loop of a rank: a thread that walks the schedule's lists.
 #pragma once
 
+#include "core/schedule/receives.h"
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
+#include "engine/run/device_clock.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
+#include "engine/streams.h"
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -17,6 +21,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace pd2 {
@@ -30,6 +35,9 @@ namespace pd2 {
 // What a forward or a backward raises is no failure in that sense where all stages can do without
 // its batch: they then go on through the lists without computing for it, each with every message
 // that the schedule has, until a drain; and take_back() makes as if the batch had never been.
+//
+// On a device an action has been executed when all its work has been given to the stages' streams.
+// What is submitted is done there after what the submitting thread's streams had been given before.
 //
 // A batch of the schedule is a run here. The U of a run that does not end its batch is skipped. The
 // U of a run that does executes the update if it has been submitted by then; otherwise the update
@@ -46,6 +54,11 @@ class Executor {
 
   // Throws ValueError if the executor does not run the stage.
   StageWorker& worker(int stage) const;
+
+  // Receives of runs with this wiring are posted by a plan, for channels that post none by
+  // themselves: see plan_receives(), which may throw ValueError. `edges` as there. From the
+  // submitting thread, before the first run that uses it.
+  void plan_receives(int wiring, const std::vector<StageEdge>& edges);
 
   using Ticket = std::int64_t;
   Ticket submit_run(Run run);
@@ -72,11 +85,16 @@ class Executor {
   // The ticket of the last submission, 0 before the first.
   Ticket last_ticket() const;
 
+  // The calling thread's streams do what the stages' streams have been given until now first: their
+  // tensors may be used, or freed.
+  void join_here() const;
+
   // Ends the thread; what has not been executed is dropped.
   void close();
   // After close().
   void drop_connections();
 
+  // Waits for the devices.
   void record(bool on);
   std::vector<ExecutedAction> take_record();
 
@@ -89,13 +107,28 @@ class Executor {
     bool evaluating = false;
   };
 
+  // What the submitting thread's streams of one device, and the streams of its inputs, had been
+  // given.
+  using Given = std::vector<std::array<Fence, 2>>;
   const RankActions& actions() const { return setup_.schedule.ranks.at(setup_.rank); }
+  Given given_here() const;
+  void follow(const Given& given) const;
   Ticket submit(std::function<void()> command);
   void loop();
-  // How many runs before the current one the action's microbatch is.
-  int runs_before(const Action& action) const;
+  // How many runs before the current one the microbatch is.
+  int runs_before(int microbatch) const;
   void begin_run(const Run& run);
-  void run_actions(const std::vector<Action>& actions, std::int64_t last);
+  // Lets the device be behind by so many runs at most: the memory of more would be needed at once.
+  void wait_for_device(std::size_t most_runs_behind);
+  void run_actions(ListKind list, std::int64_t last);
+  void execute(const Action& action, const Run& run, int microbatch);
+  // Gives the run of a microbatch of a list, and its number there; or null.
+  using FindRun = std::function<const Run*(int& microbatch)>;
+  // Posts the receives of the plan that belong before the action.
+  void begin_action(int action);
+  // Posts those that belong after it, once.
+  void post_receives();
+  void post(int action, bool before);
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
@@ -115,6 +148,8 @@ class Executor {
   const ExecutorSetup setup_;
   const std::shared_ptr<Fault> fault_;
   std::vector<std::unique_ptr<StageWorker>> workers_;
+  std::unordered_map<c10::Device, DeviceClock> clocks_;  // since record(true)
+  std::vector<const StageStreams*> streams_;  // of the workers that have a device's, each once
 
   // Used by the executor's thread alone.
   // The runs since the pipeline was empty, as far as `steady` and `epilogue` go back; runs missing
@@ -124,6 +159,17 @@ class Executor {
   int most_runs_before_ = 0;
   bool has_verdicts_ = false;
   Doing doing_;
+  std::map<int, ReceivePlan> receives_;  // by wiring
+  // Of the list, or evaluation, that is being executed: its part of the plan, the action, and
+  // whether the receives that belong after that have been posted.
+  struct Posting {
+    const std::vector<EarlyReceive>* early = nullptr;
+    FindRun find;
+    int action = 0;
+    bool is_done = true;
+  };
+  Posting posting_;
+  std::deque<std::vector<Fence>> ends_of_runs_;  // that the devices may not have reached
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_, executed_;

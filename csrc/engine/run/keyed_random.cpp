@@ -1,6 +1,7 @@
 #include "engine/run/keyed_random.h"
 
 #include "core/check.h"
+#include "engine/streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -30,12 +31,13 @@ struct ThisThread {
   bool in_draw = false;               // inside an operator that draws: what it calls is part of it
   std::optional<std::uint64_t> seed;  // of the draw, until a generator has it
   at::Generator generator;            // for the CPU's operators; made at the first draw
+  std::int64_t num_draws = 0;
 };
 thread_local ThisThread this_thread;
 
 bool is_default(const at::Generator& generator) {
   return generator == at::detail::getDefaultCPUGenerator() ||
-         (generator.device().is_cuda() &&
+         (has_streams(generator.device()) &&
           generator == at::globalContext().defaultGenerator(generator.device()));
 }
 
@@ -46,15 +48,12 @@ class SeededDevice {
   SeededDevice(c10::Device device, std::uint64_t seed)
       : turn_(mutex()), generator_(at::globalContext().defaultGenerator(device)) {
     const std::lock_guard lock(generator_.mutex());
-    seed_ = generator_.current_seed();
-    offset_ = generator_.get_offset();
+    state_ = generator_.get_state();
     generator_.set_current_seed(seed);
-    generator_.set_offset(0);
   }
   ~SeededDevice() {
     const std::lock_guard lock(generator_.mutex());
-    generator_.set_current_seed(seed_);
-    generator_.set_offset(offset_);
+    generator_.set_state(state_);
   }
   SeededDevice(const SeededDevice&) = delete;
   SeededDevice& operator=(const SeededDevice&) = delete;
@@ -67,8 +66,7 @@ class SeededDevice {
 
   const std::lock_guard<std::mutex> turn_;
   at::Generator generator_;
-  std::uint64_t seed_;
-  std::uint64_t offset_;
+  at::Tensor state_;
 };
 
 // An operator that draws random numbers.
@@ -128,6 +126,7 @@ class DrawingOperator : public c10::OperatorKernel {
     Draw(ThisThread& here, bool begins) : here_(here), begins_(begins) {
       if (begins_) {
         here_.in_draw = true;
+        ++here_.num_draws;
         here_.seed = here_.place->take();
       }
     }
@@ -187,7 +186,7 @@ class DrawingOperator : public c10::OperatorKernel {
     if (!keys.has(c10::DispatchKey::CPU)) {
       for (std::size_t i = 0; here.seed && i < num_arguments_; ++i) {
         const c10::IValue& value = argument(stack, i);
-        if (value.isTensor() && value.toTensor().is_cuda()) {
+        if (value.isTensor() && has_streams(value.toTensor().device())) {
           return value.toTensor().device();
         }
       }
@@ -274,6 +273,8 @@ KeyedRandom::~KeyedRandom() {
 bool is_keyed() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
 std::optional<RandomPlace> random_place() { return this_thread.place; }
+
+std::int64_t num_draws() { return this_thread.num_draws; }
 
 void set_random_place(const std::optional<RandomPlace>& place) {
   PD2_CHECK(is_keyed(), "set_random_place: the thread draws from torch's default generator");

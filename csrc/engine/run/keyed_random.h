@@ -56,6 +56,8 @@ class KeyedRandom {
 bool is_keyed();
 // The thread's place, if it is known.
 std::optional<RandomPlace> random_place();
+// How many draws this thread has made in places.
+std::int64_t num_draws();
 // Sets the place until the innermost KeyedRandom ends. The thread must be keyed.
 void set_random_place(const std::optional<RandomPlace>& place);
 // The next `count` draws have the numbers from `number` on. Does nothing where no place is known.

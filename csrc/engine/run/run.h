@@ -7,14 +7,17 @@
 #include "engine/fault.h"
 #include "engine/loss/run_loss.h"
 #include "engine/stage/stage.h"
+#include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace pd2 {
@@ -43,6 +46,16 @@ struct ForwardCall {
   float loss_scale = 1;
   std::vector<Message> inbound;  // by edge of the wiring
   bool again = false;            // a training forward that has been called before: see recompute
+  // In place of the tensors that the microbatch is given beside the messages, while the forward is
+  // recorded; none: it takes those.
+  std::optional<std::vector<at::Tensor>> given = std::nullopt;
+};
+
+// What a forward is given beside the messages.
+struct GivenInputs {
+  std::vector<at::Tensor> tensors;
+  std::int64_t kind = 0;  // of all else that it depends on; equal numbers, equal values
+  std::string refusal;    // why it cannot be recorded; empty: it may be
 };
 
 // The result of a stage's forward. Tensors of `outbound` carry the history that leads back to the
@@ -59,9 +72,9 @@ struct ForwardResult {
 using Forward = std::function<ForwardResult(ForwardCall)>;
 
 // An executed action, for logs and timelines. Times are seconds of the steady clock, which all
-// processes of one machine share. A backward that sends gradients ends when it sends them, although
-// the gradients of the first weights may still be added then. A forward that was called again is a
-// kRecompute.
+// processes of one machine share; of a device, when it began and ended the action. A backward that
+// sends gradients ends when it sends them, although the gradients of the first weights may still be
+// added then. A forward that was called again is a kRecompute.
 struct ExecutedAction {
   int stage;
   ActionKind kind;
@@ -70,6 +83,22 @@ struct ExecutedAction {
   std::int64_t version;  // read by F and B, written by U
   double start;
   double end;
+  // On a device: timed, and what start and end are made from once it has come there.
+  Fence begun{};
+  Fence ended{};
+};
+
+// Whether actions are recorded as a device's graphs: not at all, those that can be, or all.
+enum class UseGraphs { kNever, kAuto, kAlways };
+
+struct GraphSetup {
+  UseGraphs use = UseGraphs::kNever;
+  // Called before `forward` for each microbatch of a train_step, which need not be called then.
+  std::function<GivenInputs(const ForwardCall&)> look;
+  std::int64_t most_bytes = std::numeric_limits<std::int64_t>::max();  // of the graphs' memory
+  // Describes an exception that ended a recording, also a Python one, which is over then.
+  std::function<std::string(const std::exception_ptr& error)> cause_of =
+      [](const std::exception_ptr& error) { return failure_of(error, 0).cause; };
 };
 
 // A stage that a rank runs.
@@ -80,6 +109,7 @@ struct StageSetup {
   // Keep only what a microbatch's forward received, and call it again before its backward (arXiv
   // 1604.06174).
   bool recompute = false;
+  GraphSetup graphs{};
 };
 
 // What an executor is made from: a rank's part of a schedule, and the stages that it runs.

@@ -3,12 +3,10 @@
 #include "core/check.h"
 #include "engine/clock.h"
 #include "engine/run/action_range.h"
-#include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -20,6 +18,7 @@ StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
       mine_(mine),
       first_microbatch_(setup.schedule.number_in_batch(mine.index, 0)),
       callbacks_(std::move(callbacks)),
+      graphs_(ActionGraphs::of(setup, mine)),
       updates_(*stage_, with_record(std::move(updates))) {}
 
 UpdateCallbacks StageWorker::with_record(UpdateCallbacks callbacks) {
@@ -58,6 +57,9 @@ void StageWorker::clear() {
   updates_.end();
   in_flight_.clear();
   loss_ = {};
+  if (graphs_) {
+    graphs_->clear();
+  }
 }
 
 void StageWorker::look_at(const Message& message, const Run& run) const {
@@ -79,38 +81,12 @@ ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight
   return call;
 }
 
-void StageWorker::add_sinks(ForwardCall& call, InFlight& in_flight) {
-  in_flight.sinks.clear();
-  for (Message& message : call.inbound) {
-    NodePtr sink;
-    if (message.differentiable()) {
-      sink = make_input_sink<NodePtr>();
-      for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-        if (message.requires_grad[i]) {
-          torch::autograd::create_gradient_edge(message.tensors[i], sink);
-        } else {
-          // Every tensor of the message has a place in the sink, so that indices agree.
-          sink->add_input_metadata(torch::autograd::Node::undefined_input());
-        }
-      }
-    }
-    in_flight.sinks.push_back(std::move(sink));
+void StageWorker::send(Sender& channel, LayoutId layout, Message message, bool is_only) const {
+  if (is_only) {
+    channel.announce(layout, message);
+    callbacks_.post_receives();
   }
-}
-
-void StageWorker::keep_edges(const ForwardResult& result, InFlight& in_flight) {
-  const auto edge_of = [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor)
-                                                      : torch::autograd::Edge();
-  };
-  in_flight.outputs.clear();
-  for (const Message& message : result.outbound) {
-    std::vector<torch::autograd::Edge>& edges = in_flight.outputs.emplace_back();
-    for (const at::Tensor& tensor : message.tensors) {
-      edges.push_back(edge_of(tensor));
-    }
-  }
-  in_flight.loss = edge_of(result.loss);
+  channel.send(layout, std::move(message));
 }
 
 void StageWorker::send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
@@ -130,7 +106,7 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
         tensor = tensor.tensor_data();
       }
       expects_gradients = message.differentiable();
-      channel.send(layout, std::move(message));
+      this->send(channel, layout, std::move(message), wiring.outbound.size() == 1);
     };
     if (result && attempt(run, send)) {
       have_gradients_[{&channel, layout}] = expects_gradients;
@@ -141,7 +117,7 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
       Message message;
       message.is_void = true;
       message.requires_grad = {expects_gradients};
-      channel.send(layout, std::move(message));
+      this->send(channel, layout, std::move(message), wiring.outbound.size() == 1);
     }
     if (in_flight) {
       in_flight->expects_gradients.push_back(expects_gradients);
@@ -176,7 +152,40 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
     loss_.metrics = loss_.metrics.defined() ? loss_.metrics + result.metrics : result.metrics;
   }
   if (microbatch == last_microbatch()) {
+    loss_.ready = Fence::of(stage_->streams().compute);
+    loss_.stream = stage_->streams().losses;
     setup_.on_loss(run.id, std::exchange(loss_, {}), setup_.schedule.pipeline(mine_.index));
+  }
+}
+
+void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
+  const Wiring& wiring = wirings_.at(run.wiring);
+  if (kind == ActionKind::kForward) {
+    for (const InboundEdge& edge : wiring.inbound) {
+      edge.values->prepare();
+    }
+  } else if (kind == ActionKind::kBackward || kind == ActionKind::kInputGrad) {
+    const auto in_flight = in_flight_.find({run.id, microbatch});
+    for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
+      if (in_flight->second.expects_gradients[e]) {
+        wiring.outbound[e].gradients->prepare();
+      }
+    }
+  }
+}
+
+void StageWorker::post(const Run& run, int microbatch, int sender) {
+  const Wiring& wiring = wirings_.at(run.wiring);
+  for (const InboundEdge& edge : wiring.inbound) {
+    if (edge.producer == sender) {
+      edge.values->post();
+    }
+  }
+  const auto in_flight = in_flight_.find({run.id, microbatch});
+  for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
+    if (wiring.outbound[e].consumer == sender && in_flight->second.expects_gradients[e]) {
+      wiring.outbound[e].gradients->post();
+    }
   }
 }
 
@@ -220,6 +229,7 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
       return std::nullopt;
     }
   }
+  updates_.await(version);
   const ExecutedAction action = begin(ActionKind::kForward, run.id, microbatch, version);
   const ActionRange range(action);
   stage_->versions().pin(version);
@@ -239,9 +249,8 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
       }
     }
   }
-  add_sinks(call, in_flight);
   ForwardResult result;
-  if (!attempt(run, [&] { result = call_forward(std::move(call), in_flight.random_key); })) {
+  if (!attempt(run, [&] { result = run_forward(run, std::move(call), in_flight); })) {
     release(in_flight);
     return std::nullopt;
   }
@@ -249,9 +258,7 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
     add_loss(run, microbatch, result, in_flight);
   }
   if (mine_.recompute) {
-    in_flight.sinks.clear();
-  } else {
-    keep_edges(result, in_flight);
+    in_flight.history.clear();
   }
   if (std::ranges::find(in_flight.owes_gradients, true) != in_flight.owes_gradients.end() ||
       is_differentiable(result)) {
@@ -267,9 +274,8 @@ void StageWorker::release(InFlight& in_flight) {
   }
   bytes_in_flight_ -= std::exchange(in_flight.bytes, 0);
   in_flight.call = {};
-  in_flight.sinks.clear();
-  in_flight.outputs.clear();
-  in_flight.loss = {};
+  in_flight.history.clear();
+  in_flight.graph = {};
   in_flight.split.reset();
   in_flight.held.clear();
 }
@@ -304,6 +310,22 @@ ForwardResult StageWorker::call_forward(ForwardCall call, std::optional<std::uin
   return mine_.forward(std::move(call));
 }
 
+ForwardResult StageWorker::run_forward(const Run& run, ForwardCall call, InFlight& in_flight) {
+  const auto forward = [&](ForwardCall given) {
+    return call_forward(std::move(given), in_flight.random_key);
+  };
+  if (graphs_) {
+    in_flight.graph.wiring = run.wiring;
+    in_flight.graph.layout = in_flight.layout;
+    in_flight.graph.is_keyed = in_flight.random_key.has_value();
+    return graphs_->forward(std::move(call), forward, in_flight.graph, in_flight.history);
+  }
+  in_flight.history.add_sinks(call.inbound);
+  ForwardResult result = forward(std::move(call));
+  in_flight.history.keep_edges(result);
+  return result;
+}
+
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
   in_flight.bytes += bytes;
   bytes_in_flight_ += bytes;
@@ -314,6 +336,7 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
   const at::NoGradGuard no_grad;
   InFlight none;
   ForwardCall call = receive_values(run, microbatch, none);
+  updates_.await(stage_->versions().newest());
   const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
   call.slot = stage_->versions().slot(stage_->versions().newest());
   std::optional<ForwardResult> result;
@@ -325,11 +348,18 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
 
 ExecutedAction StageWorker::begin(ActionKind kind, std::int64_t run, int microbatch,
                                   std::int64_t version) const {
-  return {mine_.index, kind, run, first_microbatch_ + microbatch, version, now(), 0};
+  ExecutedAction action{mine_.index, kind, run, first_microbatch_ + microbatch, version, now(), 0};
+  if (!stage_->on_host() && callbacks_.is_recording()) {
+    action.begun = Fence::of(stream_here(stage_->streams().device), /*is_timed=*/true);
+  }
+  return action;
 }
 
 void StageWorker::log(ExecutedAction action, double end) const {
   action.end = end;
+  if (action.begun.is_of_device()) {
+    action.ended = Fence::of(stream_here(stage_->streams().device), /*is_timed=*/true);
+  }
   callbacks_.log(action);
 }
 

@@ -4,6 +4,8 @@
 #include "core/schedule/schedule.h"
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
+#include "engine/run/action_graphs.h"
+#include "engine/run/history.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"
@@ -27,11 +29,16 @@ namespace pd2 {
 
 // By which a stage's worker calls its executor.
 struct WorkerCallbacks {
+  // Whether actions are recorded, with a device's times.
+  std::function<bool()> is_recording;
   // Gets every action that was executed, also from the updates' thread.
   std::function<void(const ExecutedAction&)> log;
   // Called while what the user's code raised is handled. False: it is a fault. `has_sent`: whether
   // another stage may have this one's gradients of the microbatch.
   std::function<bool(std::int64_t batch, bool has_sent)> discard;
+  // Posts the receives that belong after the action. Called before its send where it has one only:
+  // what is received so does not depend on it, and nothing can come between the two.
+  std::function<void()> post_receives;
 };
 
 // Used by one executor's thread; methods that other threads may call say so.
@@ -45,6 +52,7 @@ class StageWorker {
   StageWorker& operator=(const StageWorker&) = delete;
 
   int stage() const { return mine_.index; }
+  const StageStreams& streams() const { return stage_->streams(); }
   // The number in the run of the stage's first microbatch: each of two pipelines has a part.
   int first_microbatch() const { return first_microbatch_; }
   // The version that the batch's microbatches read: v(t) = t in the warm-up of n batches, then
@@ -59,6 +67,12 @@ class StageWorker {
   void abort_channels() const { wirings_.abort(); }
   // After the thread has ended. Releases the channels and the replicas, and so their connections.
   void drop_connections();
+
+  // Begins the transfers of what the action will receive.
+  void prepare(ActionKind kind, const Run& run, int microbatch);
+  // Begins the transfer of what another stage sends for the microbatch, of the next in order: of
+  // its values, if the stage comes before, else of its gradients.
+  void post(const Run& run, int microbatch, int sender);
 
   // Of a discarded batch's microbatch an action only receives and sends: what it receives means
   // nothing, and so does what it sends. Where the user's code raises, the batch is discarded and
@@ -80,21 +94,19 @@ class StageWorker {
   std::int64_t most_bytes_in_flight() const { return most_bytes_in_flight_; }
   int most_in_flight() const { return most_in_flight_; }
   std::int64_t message_buffer_bytes() const { return wirings_.buffer_bytes(); }
+  GraphReport graph_report() const { return graphs_ ? graphs_->report() : GraphReport(); }
 
  private:
-  using NodePtr = decltype(torch::autograd::Edge::function);
-
   // A microbatch between its forward and its backward.
   struct InFlight {
+    History history;
+    ActionGraphs::Use graph;  // if its forward was given to the device as one
     LayoutId layout = 0;
     int wiring = 0;
-    std::int64_t version = -1;                                // pinned; -1: none
-    ForwardCall call;                                         // which recompute() repeats
-    std::vector<bool> owes_gradients;                         // by inbound edge
-    std::vector<NodePtr> sinks;                               // by inbound edge
-    std::vector<std::vector<torch::autograd::Edge>> outputs;  // by outbound edge
-    std::vector<bool> expects_gradients;                      // by outbound edge
-    torch::autograd::Edge loss;
+    std::int64_t version = -1;            // pinned; -1: none
+    ForwardCall call;                     // which recompute() repeats
+    std::vector<bool> owes_gradients;     // by inbound edge
+    std::vector<bool> expects_gradients;  // by outbound edge
     at::Tensor loss_seed;
     float loss_scale = 1;
     std::optional<std::uint64_t> random_key;
@@ -124,8 +136,8 @@ class StageWorker {
   // What forward() does between receiving and sending; none if the batch is discarded.
   std::optional<ForwardResult> compute(const Run& run, int microbatch, ForwardCall call,
                                        InFlight& in_flight);
-  static void add_sinks(ForwardCall& call, InFlight& in_flight);
-  void keep_edges(const ForwardResult& result, InFlight& in_flight);
+  // `is_only`: the action sends nothing else.
+  void send(Sender& channel, LayoutId layout, Message message, bool is_only) const;
   // `result` becomes none if it cannot be sent.
   void send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
                    InFlight* in_flight);
@@ -138,6 +150,8 @@ class StageWorker {
   // of the model's own runs again, which sets its place, and what draws there by itself.
   KeyedRandom draw_by(std::optional<std::uint64_t> key, ActionKind kind) const;
   ForwardResult call_forward(ForwardCall call, std::optional<std::uint64_t> key) const;
+  // A forward of a train_step.
+  ForwardResult run_forward(const Run& run, ForwardCall call, InFlight& in_flight);
   void count_bytes(InFlight& in_flight, std::int64_t bytes);
   InFlight& in_flight(std::int64_t run, int microbatch);
   // Whether a gradient will come back, or begins here. If not, and if no stage before waits for a
@@ -167,6 +181,7 @@ class StageWorker {
   const std::shared_ptr<Stage> stage_ = mine_.stage;
   const int first_microbatch_;
   const WorkerCallbacks callbacks_;
+  const std::unique_ptr<ActionGraphs> graphs_;  // if actions may be recorded
   // By channel and layout: whether the messages sent so far have gradients that come back.
   std::map<std::pair<const Sender*, LayoutId>, bool> have_gradients_;
   Wirings wirings_;

@@ -15,9 +15,9 @@ void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_fligh
   const ExecutedAction action = begin(ActionKind::kRecompute, run, microbatch, in_flight.version);
   const ActionRange range(action);
   ForwardCall call = std::exchange(in_flight.call, {});
-  add_sinks(call, in_flight);
+  in_flight.history.add_sinks(call.inbound);
   const ForwardResult result = call_forward(std::move(call), in_flight.random_key);
-  keep_edges(result, in_flight);
+  in_flight.history.keep_edges(result);
   count_bytes(in_flight, result.bytes_kept);
   log(action, now());
 }
@@ -40,9 +40,8 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
 
 void StageWorker::begin_gradients(const Run& run, int microbatch) {
   if (microbatch == 0 && run.begins_batch) {
-    if (!stage_->overlaps()) {  // the one buffer is in use
-      updates_.finish();
-    }
+    updates_.free_gradients();
+    updates_.await(stage_->version_before_gradients(run.batch));
     stage_->begin_batch(run.batch);
   }
   const bool is_last = run.ends_batch && microbatch == last_microbatch();
@@ -62,9 +61,16 @@ void StageWorker::backward(const Run& run, int microbatch) {
   if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
+  const bool begins_sums =
+      stage_->has_replicas() && run.ends_batch && microbatch == last_microbatch();
+  InFlight& in_flight = this->in_flight(run.id, microbatch);
   run_backward(ActionKind::kBackward, run, microbatch,
-               [](const auto& roots, const auto& gradients) {
-                 run_autograd(roots, gradients, /*keep_graph=*/false);
+               [&](const auto& roots, const auto& gradients) {
+                 if (graphs_) {
+                   graphs_->backward(in_flight.graph, {roots, gradients}, begins_sums);
+                 } else {
+                   run_autograd(roots, gradients, /*keep_graph=*/false);
+                 }
                });
   end_flight(run.id, microbatch);
 }
@@ -81,9 +87,7 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
                  in_flight.split->run_input_half(roots, gradients);
                });
   stage_->hold_gradients(nullptr);
-  in_flight.sinks.clear();
-  in_flight.outputs.clear();
-  in_flight.loss = {};
+  in_flight.history.clear();
 }
 
 void StageWorker::weight_grad(const Run& run, int microbatch) {
@@ -128,14 +132,14 @@ StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& i
       continue;
     }
     for (std::size_t i = 0; i < message.tensors.size(); ++i) {
-      if (in_flight.outputs[e][i].is_valid() && message.tensors[i].defined()) {
-        incoming.roots.push_back(in_flight.outputs[e][i]);
+      if (in_flight.history.outputs[e][i].is_valid() && message.tensors[i].defined()) {
+        incoming.roots.push_back(in_flight.history.outputs[e][i]);
         incoming.gradients.push_back(std::move(message.tensors[i]));
       }
     }
   }
-  if (in_flight.loss.is_valid()) {
-    incoming.roots.push_back(in_flight.loss);
+  if (in_flight.history.loss.is_valid()) {
+    incoming.roots.push_back(in_flight.history.loss);
     incoming.gradients.push_back(in_flight.loss_seed);
   }
   return incoming;
@@ -155,11 +159,12 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
   std::vector<bool> sent(wiring.inbound.size());
   const auto send = [&](std::size_t e, Message message) {
     sent_at = now();
-    wiring.inbound[e].gradients->send(in_flight.layout, std::move(message));
+    this->send(*wiring.inbound[e].gradients, in_flight.layout, std::move(message),
+               wiring.inbound.size() == 1);
     sent[e] = true;
   };
   const auto send_captured = [&](std::size_t e) {
-    auto& sink = static_cast<InputSink&>(*in_flight.sinks[e]);
+    auto& sink = static_cast<InputSink&>(*in_flight.history.sinks[e]);
     Message message;
     message.tensors = std::move(sink.captured);
     message.tensors.resize(sink.num_inputs());
@@ -168,11 +173,13 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
   };
   bool is_good = !is_discarded(run);
   if (is_good) {
-    // The producers need not wait until the last weights' gradients are added. (For CUDA tensors,
-    // autograd runs the node in a thread of its own.)
-    for (std::size_t e = 0; e < wiring.inbound.size() && !stage_->on_cuda(); ++e) {
-      if (in_flight.sinks[e]) {
-        static_cast<InputSink&>(*in_flight.sinks[e]).on_captured = [&, e] { send_captured(e); };
+    // The producers need not wait until the last weights' gradients are added. (For a device's
+    // tensors, autograd runs the node in a thread of its own.)
+    for (std::size_t e = 0; e < wiring.inbound.size() && stage_->on_host(); ++e) {
+      if (in_flight.history.sinks[e]) {
+        static_cast<InputSink&>(*in_flight.history.sinks[e]).on_captured = [&, e] {
+          send_captured(e);
+        };
       }
     }
     const auto compute = [&] {

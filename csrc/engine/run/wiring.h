@@ -19,12 +19,14 @@ namespace pd2 {
 struct InboundEdge {
   std::shared_ptr<Receiver> values;
   std::shared_ptr<Sender> gradients;
+  int producer = -1;  // a stage of the schedule
 };
 
 // An edge as its producer sees it.
 struct OutboundEdge {
   std::shared_ptr<Sender> values;
   std::shared_ptr<Receiver> gradients;
+  int consumer = -1;
 };
 
 // The edges of one capture of the model.

@@ -5,6 +5,8 @@
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/replica_sum.h"
 #include "engine/gradients/tied_sum.h"
+#include "engine/stage/host_mirror.h"
+#include "engine/streams.h"
 #include "engine/weights/flat_buffer.h"
 #include "engine/weights/fused_optimizer.h"
 #include "engine/weights/weight_store.h"
@@ -12,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <span>
@@ -27,6 +30,8 @@ struct StageBytes {
   std::int64_t gradients = 0;
   std::int64_t optimizer_state = 0;
   std::int64_t padding = 0;
+  std::int64_t host_copies = 0;  // of weights and gradients, where the optimizer works on the host
+  std::int64_t on_host = 0;      // of all these, then
 };
 
 // By parameter: its group in the list given to step(); -1: this optimizer does not step it.
@@ -50,21 +55,30 @@ struct StagePrecision {
 // line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
 // With a spare buffer that is where no version is: the one that batch t read lasts until the step.
 //
+// `steps_on_host`: the newest weights, what is stepped and the state are in the host's memory, too
+// or instead (see HostMirror), and only fused optimizers can step. On the CPU it is a copy there.
+//
+// What has to do with gradients is given to the calling thread's stream: `compute` of the stage's,
+// or `update` between begin_update() and publish().
+//
 // Used by the stage's executor thread; by other threads only while that executor is drained. The
 // calls of an update between begin_update() and publish() may come from another thread, as is said
 // there.
 class Stage {
  public:
-  // Copies the values of `parameters` (trainable, one device). Gradients are summed once per batch:
-  // over the `replicas` group of the processes that hold the stage, in buckets of so many bytes, or
-  // with the stage's copy in this process.
+  // Copies the values of `parameters` (trainable, on the device of `streams`; null: the CPU).
+  // Gradients are summed once per batch: over the `replicas` group of the processes that hold the
+  // stage, in buckets of so many bytes, or with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
         c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
-        CopySumEnd copies = {}, const StagePrecision& precision = {}, bool has_spare = false);
+        CopySumEnd copies = {}, const StagePrecision& precision = {}, bool has_spare = false,
+        std::shared_ptr<const StageStreams> streams = nullptr, bool steps_on_host = false);
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
-  bool on_cuda() const { return !slots_.front().empty() && slots_.front().front().is_cuda(); }
+  // Where the stage works.
+  const StageStreams& streams() const { return *streams_; }
+  bool on_host() const { return !streams_->compute; }
   std::size_t num_parameters() const { return places_.size(); }
   int num_versions() const { return num_versions_; }
   // Slots that may hold weights.
@@ -73,16 +87,25 @@ class Stage {
   // Whole buffers of a slot, one per dtype.
   const std::vector<at::Tensor>& slot_buffers(int slot) const { return slots_.at(slot); }
 
-  // The tensor that a step changes: the master, or without one the weight in that slot. A split
-  // master is given as a copy, joined from its remainder and the newest version.
+  // The tensor that a step changes: the master, or without one the weight in that slot, which is
+  // the newest one's. A split master is given as a copy, joined from its remainder and that
+  // version. Where the optimizer works on the host, masters are there.
   at::Tensor master(int slot, std::size_t parameter) const;
   bool has_split_master(std::size_t parameter) const;
+  // Whether it has a master that is no tensor of the stage's device.
+  bool hides_master(std::size_t parameter) const;
   // Whole buffers of the masters (or remainders), one for each dtype that has them.
   std::vector<at::Tensor> master_buffers() const;
   // Rounds the weights of `slot` again, after the masters were changed.
   void round_masters(int slot);
-  // Sets the newest weight and its remainder.
-  void set_split_master(std::size_t parameter, const at::Tensor& value);
+  // Sets the newest weight and its master.
+  void set_master(std::size_t parameter, const at::Tensor& value);
+  // The newest weights are shown to the user, who may write to them until the next update.
+  void show() {
+    if (host_) {
+      host_->show();
+    }
+  }
 
   // `slot_parameter` is the leaf tensor over weight(slot, parameter) that the stage's module uses.
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
@@ -99,6 +122,14 @@ class Stage {
   void begin_batch(std::int64_t batch);
   // Announces the gradients of any of its microbatches, the first one's too.
   void begin_microbatch(std::int64_t batch, bool is_last);
+  // The version whose update, or that which was not made instead, must have ended before gradients
+  // of the batch come: it used their buffer.
+  std::int64_t version_before_gradients(std::int64_t batch) const;
+  // By dtype: see GradAccumulator.
+  using GradientState = std::vector<std::pair<const void*, std::vector<bool>>>;
+  GradientState gradient_state() const;
+  void set_gradient_state(const GradientState& state);
+  bool has_replicas() const { return replicas_ != nullptr; }
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
 
@@ -108,7 +139,15 @@ class Stage {
   // Whether all buffers take turns.
   bool rotates() const { return versions_.num_slots() > num_versions_; }
   // Whether the next batch's gradients may be added up while an update is under way.
-  bool overlaps() const { return rotates() || has_two_gradients_; }
+  bool overlaps() const { return rotates() || has_two_gradients_ || host_; }
+  bool steps_on_host() const { return host_ != nullptr; }
+  // Whether gradients leave their buffer before an update that waits for other stages does.
+  bool frees_gradients() const { return host_ && !copies_.sum; }
+  // Waits for some time at most until the next batch's gradients may be given to `compute`, if this
+  // stage overlaps; returns whether they may.
+  bool wait_for_gradients_buffer(std::chrono::milliseconds at_most) {
+    return !host_ || rotates() || host_->wait_until_released(at_most, streams_->compute);
+  }
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
@@ -123,7 +162,12 @@ class Stage {
     return !rotates() || newest_batch_ - batch < num_slots() - num_versions_;
   }
   // The batch and all later ones have not been.
-  void take_back(std::int64_t batch) { newest_batch_ = std::min(newest_batch_, batch - 1); }
+  void take_back(std::int64_t batch) {
+    newest_batch_ = std::min(newest_batch_, batch - 1);
+    if (host_) {
+      host_->forget();
+    }
+  }
 
   // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
@@ -134,9 +178,11 @@ class Stage {
 
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
-  void scale_gradients(const at::Tensor& factor);  // [], on any device
+  void scale_gradients(double factor);
+  // The same, if nobody but the step reads them after that: where it can, the step does it.
+  void scale_gradients_in_step(double factor);
   // Makes the gradients the sums over replicas, which have begun, or over copies, which this
-  // begins; waits for them. Throws ChannelAborted when stopped.
+  // begins; waits for them, once. Throws ChannelAborted when stopped.
   void reduce(const std::function<bool()>& is_stopped);
   // After that: adds the gradients of the other stages that hold a parameter; waits for them.
   void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
@@ -157,6 +203,12 @@ class Stage {
   void publish() { versions_.publish(); }
   // Ends the update: no version was made.
   void drop() { versions_.drop_next(); }
+  // Before either, in the thread that made the update.
+  void end_update() {
+    if (host_) {
+      host_->end_update();
+    }
+  }
 
   // The versions `oldest` .. `newest` are about to be written to their slots, and `newest` to the
   // masters, while the pipeline is drained. Throws ValueError if there are not so many slots.
@@ -172,7 +224,7 @@ class Stage {
   void set_step_count(std::size_t parameter, std::int64_t count);
 
   // After weights were loaded into the newest slot: the delay restarts.
-  void restart_delay() { versions_.reset(); }
+  void restart_delay();
 
   StageBytes bytes() const;
 
@@ -186,6 +238,8 @@ class Stage {
     int from = 0, to = 0;
     std::size_t gradients = 0;
     ReplicaSum::UnderWay sum = {};
+    double gradient_scale = 1;  // by which the step multiplies
+    bool is_reduced = false;
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
   // A fused optimizer's part of one dtype's parameters.
@@ -193,6 +247,7 @@ class Stage {
     std::size_t buffer;
     std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
+    std::size_t bucket;  // of the host's
   };
   // Where a parameter is among the fused optimizers.
   struct Stepped {
@@ -201,7 +256,12 @@ class Stage {
   };
   // Throws ValueError if none steps it.
   const Stepped& stepped(std::size_t parameter) const;
+  // The parameters of one dtype, or of a bucket of the host's, that the optimizer steps.
+  void add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
+                 std::size_t bucket);
+  void step_on_host(std::span<const GroupOptions> groups);
 
+  const std::shared_ptr<const StageStreams> streams_;
   const int num_versions_;
   const bool has_spare_;
   bool reads_first_ = true;
@@ -212,6 +272,7 @@ class Stage {
   std::vector<std::vector<at::Tensor>> slots_;          // [slot][dtype]
   std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
+  std::unique_ptr<HostMirror> host_;  // null: the optimizer works where the stage does
   std::vector<Fused> optimizers_;
   std::vector<Stepped> stepped_;  // by parameter
   WeightStore versions_;

@@ -1,23 +1,29 @@
 #include "engine/update/clipping.h"
 
 #include "engine/stage/stage.h"
+#include "engine/weights/tensor_norms.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clamp.h>
-#include <ATen/ops/linalg_vector_norm.h>
 
 #include <cmath>
 
 namespace pd2 {
 namespace {
 
-ParameterNorms norms_of(const Stage& stage, const std::vector<std::int64_t>& parameters,
-                        double norm_type) {
+ParameterNorms gradient_norms(const Stage& stage, const std::vector<std::int64_t>& parameters,
+                              double norm_type) {
+  std::vector<at::Tensor> gradients;
   ParameterNorms norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i] >= 0 && stage.has_gradient(i)) {
-      norms.emplace_back(parameters[i], at::linalg_vector_norm(stage.gradient(i), norm_type));
+      gradients.push_back(stage.gradient(i));
+      norms.emplace_back(parameters[i], 0.0);
     }
+  }
+  const std::vector<double> values = norms_of(gradients, norm_type);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    norms[i].second = values[i];
   }
   return norms;
 }
@@ -28,7 +34,7 @@ bool Clipping::apply(Stage& stage, std::int64_t run,
                      const std::function<bool()>& is_stopped) const {
   if (norm) {
     if (gives_norms) {
-      norm->give(run, norms_of(stage, parameters, norm->norm_type()), is_stopped);
+      norm->give(run, gradient_norms(stage, parameters, norm->norm_type()), is_stopped);
     }
     const at::Tensor total = norm->wait(run, is_stopped);
     if (loss_scale && !std::isfinite(total.item<double>())) {
@@ -36,8 +42,11 @@ bool Clipping::apply(Stage& stage, std::int64_t run,
     }
     // As Python divides a number by a tensor.
     const at::Tensor coefficient = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-    if (coefficient.item<double>() != 1) {
-      stage.scale_gradients(coefficient);
+    const auto factor = coefficient.item<double>();
+    if (factor != 1 && max_value) {
+      stage.scale_gradients(factor);  // before their values are clipped
+    } else if (factor != 1) {
+      stage.scale_gradients_in_step(factor);
     }
   }
   if (max_value) {

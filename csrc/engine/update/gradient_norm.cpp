@@ -45,18 +45,14 @@ std::shared_ptr<AwaitedNumbers> GradientNorm::expect(std::int64_t run) {
 
 void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
                         const std::function<bool()>& is_stopped) {
-  std::vector<double> values;  // without the lock: a device may still compute them
-  for (const auto& [parameter, norm] : norms) {
-    values.push_back(norm.item<double>());
-  }
   at::Tensor all;
   {
     const std::lock_guard lock(mutex_);
     Batch& mine = this->batch(run);
     auto rows = mine.norms.accessor<double, 2>();
-    for (std::size_t i = 0; i < norms.size(); ++i) {
-      rows[0][norms[i].first] = values[i];
-      rows[1][norms[i].first] = 1;
+    for (const auto& [parameter, norm] : norms) {
+      rows[0][parameter] = norm;
+      rows[1][parameter] = 1;
     }
     if (++mine.stages_given < options_.num_stages) {
       return;

@@ -20,8 +20,8 @@
 
 namespace pd2 {
 
-// The norms of the gradients of some parameters, by number in the model; each [], on any device.
-using ParameterNorms = std::vector<std::pair<std::int64_t, at::Tensor>>;
+// The norms of the gradients of some parameters, by number in the model.
+using ParameterNorms = std::vector<std::pair<std::int64_t, double>>;
 
 struct GradientNormOptions {
   std::int64_t num_parameters = 0;  // of the model

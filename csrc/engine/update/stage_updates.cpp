@@ -3,9 +3,8 @@
 #include "core/check.h"
 #include "engine/channels/channel.h"
 
-#include <ATen/ops/scalar_tensor.h>
-
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -20,9 +19,7 @@ StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
       background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
 void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
-  if (verdicts_) {
-    verdicts_->give(run, callbacks_.is_stopped);
-  }
+  give_word(run);
   const auto submitted = submitted_.find(run);
   if (submitted == submitted_.end()) {
     complete_ = {run, batch};
@@ -31,6 +28,21 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   const Apply apply = std::move(submitted->second);
   submitted_.erase(submitted);
   begin({run, batch}, apply);
+}
+
+void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
+  verdicts_ = std::move(verdicts);
+  is_alone_ = is_alone;
+  if (complete_) {  // of a batch that was trained before anybody asked for verdicts
+    give_word(complete_->run);
+  }
+}
+
+void StageUpdates::give_word(std::int64_t run) {
+  if (verdicts_ && given_ != run) {
+    verdicts_->give(run, callbacks_.is_stopped);
+    given_ = run;
+  }
 }
 
 void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
@@ -48,14 +60,21 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   // other stages, those of this rank must come to theirs meanwhile.
   const bool waits = clipping_ || stage_.is_tied() || (verdicts_ && !is_alone_);
   if (!stage_.has_slack() && !waits && has_begun_) {
+    await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
     end_update(gradients);
     return;
   }
   is_under_way_ = true;
-  background_->start([this, gradients, apply, loss_scale] {
+  made_next_ = gradients.batch + 1;
+  // The gradients, and all that read what the update writes to.
+  const Fence complete = Fence::of(stage_.streams().compute);
+  background_->start([this, gradients, apply, loss_scale, complete] {
+    const OnStream guard(stage_.streams().update);
+    complete.hold_back(stage_.streams().update);
     try {
       is_made_ = this->apply(gradients, apply, loss_scale);
+      end_ = Fence::of(stage_.streams().update);
       if (is_made_) {
         begin_copies(gradients.batch + 1);
       }
@@ -88,10 +107,33 @@ void StageUpdates::finish() {
   }
   wait_for(*background_);
   is_under_way_ = false;
+  if (stage_.streams().update) {
+    ends_[made_next_] = std::exchange(end_, {});
+  }
   if (is_made_) {
     stage_.publish();
   } else if (has_begun_) {
     stage_.drop();
+  }
+}
+
+void StageUpdates::await(std::int64_t version) {
+  const auto after = ends_.upper_bound(version);
+  if (after != ends_.begin()) {
+    std::prev(after)->second.hold_back(stage_.streams().compute);
+    ends_.erase(ends_.begin(), after);
+  }
+}
+
+void StageUpdates::free_gradients() {
+  if (!stage_.overlaps()) {  // the one buffer is in use
+    finish();
+    return;
+  }
+  while (!stage_.wait_for_gradients_buffer(std::chrono::milliseconds(100))) {
+    if (callbacks_.is_stopped()) {
+      throw ChannelAborted();
+    }
   }
 }
 
@@ -113,6 +155,7 @@ bool StageUpdates::is_good(const Complete& gradients) const {
 
 void StageUpdates::drop(const Complete& gradients) const {
   stage_.let_sums_end(callbacks_.is_stopped);
+  stage_.end_update();
   if (clipping_ && clipping_->norm) {
     clipping_->norm->drop(gradients.run);
   }
@@ -120,6 +163,7 @@ void StageUpdates::drop(const Complete& gradients) const {
 
 void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   PD2_ASSERT(!is_under_way_, "an update is under way");
+  given_.reset();
   stage_.take_back(batch);
   PD2_CHECK(stage_.versions().newest() <= batch, "batch ", batch, " is to be taken back, version ",
             stage_.versions().newest(), " has been made");
@@ -138,6 +182,7 @@ void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
 
 void StageUpdates::count_anew() {
   PD2_ASSERT(!is_under_way_, "an update is under way");
+  given_.reset();
   const std::lock_guard lock(copies_mutex_);
   PD2_ASSERT(to_copy_.empty(), "copies wait for versions that will not be made");
   made_ = stage_.versions().newest();
@@ -179,7 +224,14 @@ void StageUpdates::begin_copies(std::int64_t made) {
   std::vector<std::function<void()>> copies;
   std::transform(first, last, std::back_inserter(copies), [](auto& each) { return each.second; });
   to_copy_.erase(first, last);
-  copier_->start([copies = std::move(copies)] {
+  const StageStreams& streams = stage_.streams();
+  // The version was made on one of them.
+  copier_->start([copies = std::move(copies), stream = streams.copies,
+                  after = std::array{Fence::of(streams.compute), Fence::of(streams.update)}] {
+    const OnStream guard(stream);
+    for (const Fence& fence : after) {
+      fence.hold_back(stream);
+    }
     for (const auto& copy : copies) {
       copy();
     }
@@ -205,6 +257,9 @@ void StageUpdates::end() {
 }
 
 bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
+  if (has_begun_ && stage_.frees_gradients()) {  // before others are waited for
+    stage_.reduce(callbacks_.is_stopped);
+  }
   if (!is_good(gradients)) {
     drop(gradients);
     return false;
@@ -219,7 +274,7 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
     }
     stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
     if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
-      stage_.scale_gradients(at::scalar_tensor(1.0 / loss_scale, at::kFloat));
+      stage_.scale_gradients(static_cast<float>(1.0 / loss_scale));
     }
     if (!clipping_ || clipping_->apply(stage_, gradients.run, callbacks_.is_stopped)) {
       apply(stage_);
@@ -229,8 +284,10 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
   });
   if (!is_made) {
     drop(gradients);
+    return false;
   }
-  return is_made;
+  stage_.end_update();
+  return true;
 }
 
 float StageUpdates::scale_losses(std::int64_t run, bool begins_batch, std::int64_t version) {

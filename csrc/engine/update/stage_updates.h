@@ -45,6 +45,12 @@ class StageUpdates {
   // Submits the update of the batch whose last run `run` is, and begins it if the gradients are
   // complete.
   void submit(std::int64_t run, Apply apply);
+  // What the stage's `compute` is given from now on comes after the updates that made the version
+  // and those before.
+  void await(std::int64_t version);
+  // Before the next batch's first gradients: waits until they have a buffer. Throws ChannelAborted
+  // when stopped.
+  void free_gradients();
   // Whether gradients are complete whose update has not been submitted.
   bool is_due() const { return complete_.has_value(); }
   // Waits for the update under way, if any, whose version can be read then. Throws ChannelAborted
@@ -59,10 +65,7 @@ class StageUpdates {
 
   // While nothing is under way. With one stage per rank a thread may wait for the others' word;
   // with several these have to go on meanwhile.
-  void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
-    verdicts_ = std::move(verdicts);
-    is_alone_ = is_alone;
-  }
+  void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone);
   // Forgets the batch and all later ones, and runs from that one on. Drained, in all processes that
   // hold the stage.
   void take_back(std::int64_t batch, std::int64_t run);
@@ -91,6 +94,7 @@ class StageUpdates {
   // Waits for the verdict, if there will be one.
   bool is_good(const Complete& gradients) const;
   void begin_nothing(std::int64_t batch);
+  void give_word(std::int64_t run);
   void drop(const Complete& gradients) const;
   void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
@@ -105,10 +109,14 @@ class StageUpdates {
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
   std::optional<Complete> dropped_;            // such ones of a discarded batch
   std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
+  std::optional<std::int64_t> given_;          // the last run for which the stage gave its word
   bool is_alone_ = false;
   bool is_under_way_ = false;
-  bool has_begun_ = false;  // the stage's update, of the one under way
-  bool is_made_ = false;    // by the one under way; once that has ended
+  bool has_begun_ = false;              // the stage's update, of the one under way
+  bool is_made_ = false;                // by the one under way; once that has ended
+  std::int64_t made_next_ = 0;          // the version that the one under way makes
+  Fence end_;                           // of the one under way; once that has ended
+  std::map<std::int64_t, Fence> ends_;  // by the version that an update makes, not awaited so far
   std::mutex copies_mutex_;
   std::int64_t made_;                                           // the newest version
   std::multimap<std::int64_t, std::function<void()>> to_copy_;  // by version

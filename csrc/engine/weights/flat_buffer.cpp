@@ -13,8 +13,6 @@
 namespace pd2 {
 namespace {
 
-constexpr std::int64_t kAlignmentBytes = 64;
-
 constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
 
 // Only whole huge pages inside the memory, so that no byte outside it is affected. A refusal is no
@@ -64,7 +62,8 @@ at::Tensor zeros_on_huge_pages(std::int64_t numel, const at::TensorOptions& opti
 FlatPacking::FlatPacking(const std::vector<at::Tensor>& parameters) {
   PD2_ASSERT(!parameters.empty(), "a flat buffer needs a parameter");
   options_ = parameters.front().options().requires_grad(false);
-  const std::int64_t alignment = kAlignmentBytes / parameters.front().element_size();
+  const std::int64_t alignment =
+      alignment_bytes(options_.device()) / parameters.front().element_size();
   for (const at::Tensor& parameter : parameters) {
     PD2_CHECK(parameter.scalar_type() == dtype() && parameter.device() == options_.device(),
               "one flat buffer holds one dtype on one device: ", parameter.scalar_type(), " on ",

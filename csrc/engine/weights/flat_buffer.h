@@ -13,6 +13,11 @@ namespace pd2 {
 // KiB pages its address translations alone cost about a tenth of its time.
 at::Tensor zeros_on_huge_pages(std::int64_t numel, const at::TensorOptions& options);
 
+// On what parameters begin in a flat buffer. BLAS and vectorised kernels pick their paths by
+// alignment, and the pipeline must give the bits that the unsplit model gives: on the CPU they look
+// at no more than a cache line; devices' allocators give each tensor 512 bytes.
+inline std::int64_t alignment_bytes(c10::Device device) { return device.is_cpu() ? 64 : 512; }
+
 // Where one parameter lies in a flat buffer, in elements, with the sizes and strides of its view.
 struct ParameterView {
   std::int64_t offset = 0;
@@ -21,9 +26,8 @@ struct ParameterView {
   std::vector<std::int64_t> strides;
 };
 
-// The placement of a list of parameters in a flat buffer. Every parameter begins on a 64-byte
-// boundary, as a tensor of its own would: BLAS picks its kernels by alignment, and the pipeline
-// must give the bits that the unsplit model gives. Padding is zero and stays zero under every
+// The placement of a list of parameters in a flat buffer. Every parameter begins on a boundary
+// of alignment_bytes(), as a tensor of its own would. Padding is zero and stays zero under every
 // optimizer.
 class FlatPacking {
  public:

@@ -1,25 +1,16 @@
 #include "engine/weights/fused_optimizer.h"
 
-#include <ATen/Parallel.h>
-#include <c10/core/DeviceGuard.h>
-#ifdef PD2_WITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
 #include "core/check.h"
 #include "engine/weights/flat_buffer.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <utility>
 
 namespace pd2 {
 namespace {
-
-constexpr std::int64_t kLineBytes = 64;
-// Per thread; below this, starting threads costs more than they save.
-constexpr std::int64_t kGrainBytes = std::int64_t{1} << 20;
 
 constexpr std::array<std::string_view, 1> kSgdStates{"momentum_buffer"};
 constexpr std::array<std::string_view, 3> kAdamStates{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
@@ -29,28 +20,17 @@ std::span<const std::string_view> state_names(OptimizerKind kind) {
   return kAdamStates;
 }
 
-std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+kernels::WeightsKind weights_kind(const at::Tensor& w, const at::Tensor& master) {
+  if (!master.defined()) {
+    return w.scalar_type() == at::kDouble ? kernels::WeightsKind::kDouble
+                                          : kernels::WeightsKind::kFloat;
+  }
+  if (master.scalar_type() == at::kShort) return kernels::WeightsKind::kSplit;
+  return w.scalar_type() == at::kBFloat16 ? kernels::WeightsKind::kBfloat16Master
+                                          : kernels::WeightsKind::kFloat16Master;
+}
 
 }  // namespace
-
-struct FusedOptimizer::Buffers {
-  const void* w;
-  const void* g;
-  void* w_out;
-  std::int64_t weight_size;  // of `w` and `w_out`
-  std::array<void*, 3> state;
-
-  const void* w_at(std::int64_t i) const { return static_cast<const char*>(w) + i * weight_size; }
-  void* w_out_at(std::int64_t i) const { return static_cast<char*>(w_out) + i * weight_size; }
-  template <typename T>
-  const T* g_at(std::int64_t i) const {
-    return static_cast<const T*>(g) + i;
-  }
-  template <typename T>
-  T* state_at(std::size_t which, std::int64_t i) const {
-    return state[which] == nullptr ? nullptr : static_cast<T*>(state[which]) + i;
-  }
-};
 
 OptimizerKind parse_optimizer(std::string_view kind) {
   PD2_CHECK(kind == "sgd" || kind == "adam", "fused optimizer: ", kind, ", known: sgd, adam");
@@ -58,12 +38,8 @@ OptimizerKind parse_optimizer(std::string_view kind) {
 }
 
 bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
-#ifdef PD2_WITH_CUDA
-  const bool has_kernels = device.is_cpu() || device.is_cuda();
-#else
-  const bool has_kernels = device.is_cpu();
-#endif
-  return has_kernels && (dtype == at::kFloat || dtype == at::kDouble);
+  return find_device_passes(device.type()) != nullptr &&
+         (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
@@ -77,7 +53,7 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
   PD2_CHECK(supports(flat_example.scalar_type(), flat_example.device()),
             "flat buffer: ", flat_example.scalar_type(), " on ", flat_example.device(),
             ": the fused optimizer needs float32 or float64 on a device it was built for");
-  const std::int64_t line = kLineBytes / flat_example.element_size();
+  const std::int64_t line = alignment_bytes(flat_example.device()) / flat_example.element_size();
   std::int64_t end = 0;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     const ParameterSlice& slice = slices_[i];
@@ -85,59 +61,46 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
               "slice ", i, ": elements ", slice.offset, " to ", slice.offset + slice.numel,
               ": slices must be in order, without overlap, from ", end, " to ", numel_);
     PD2_CHECK(slice.offset % line == 0, "slice ", i, ": offset ", slice.offset,
-              ": must be a multiple of 64 bytes, ", line, " elements");
+              ": must be a multiple of ", line * flat_example.element_size(), " bytes, ", line,
+              " elements");
     PD2_CHECK(slice.group >= 0, "slice ", i, ": group ", slice.group, ": must be at least 0");
     end = slice.offset + slice.numel;
     state_offsets_.push_back(state_numel_);
-    state_numel_ += ceil_divide(slice.numel, line) * line;
+    state_numel_ += (slice.numel + line - 1) / line * line;
   }
   for (std::string_view name : state_names(kind_)) states_.push_back({name, at::Tensor()});
 }
 
 void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                           std::span<const GroupOptions> groups,
-                          const std::vector<bool>& has_gradient, const at::Tensor& master) {
+                          const std::vector<bool>& has_gradient, const at::Tensor& master,
+                          double gradient_scale) {
   check_arguments(w, gradient, w_out, groups, has_gradient, master);
   allocate_state(groups, has_gradient);
 
   // Raw pointers: views of these buffers are saved by backward passes in flight, and writing
   // through ATen would count as a change of theirs. The engine guards versions by itself.
-  Buffers buffers{w.const_data_ptr(),
-                  gradient.const_data_ptr(),
-                  w_out.mutable_data_ptr(),
-                  w.element_size(),
-                  {}};
+  const std::vector<kernels::StepOfRun> runs = this->runs(groups, has_gradient);
+  FlatStep step{.arrays = {.rule = kind_,
+                           .kind = weights_kind(w, master),
+                           .w = w.const_data_ptr(),
+                           .w_out = w_out.mutable_data_ptr(),
+                           .master = master.defined() ? master.mutable_data_ptr() : nullptr,
+                           .g = gradient.const_data_ptr(),
+                           .state = {},
+                           .table = nullptr,
+                           .num_chunks = 0},
+                .gradient = gradient.mutable_data_ptr(),
+                .gradient_scale = gradient_scale,
+                .runs = runs,
+                .device = w.device()};
   for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].flat.defined()) buffers.state[i] = states_[i].flat.mutable_data_ptr();
+    if (states_[i].flat.defined()) step.arrays.state[i] = states_[i].flat.mutable_data_ptr();
   }
-  const std::vector<Segment> segments = merge_into_segments(groups, has_gradient);
   const c10::DeviceGuard guard(w.device());
-  const auto run = [&](const auto& weights) {
-    if (w.is_cpu()) {
-      run_on_cpu(weights, buffers, segments, groups);
-    } else {
-      run_on_cuda(weights, buffers, segments, groups);
-    }
-  };
-  const auto* halves = static_cast<const std::uint16_t*>(buffers.w);
-  auto* halves_out = static_cast<std::uint16_t*>(buffers.w_out);
-  using kernels::HalfFormat;
-  if (!master.defined()) {
-    if (w.scalar_type() == at::kDouble) {
-      run(kernels::PlainWeights<double>{static_cast<const double*>(buffers.w),
-                                        static_cast<double*>(buffers.w_out)});
-    } else {
-      run(kernels::PlainWeights<float>{static_cast<const float*>(buffers.w),
-                                       static_cast<float*>(buffers.w_out)});
-    }
-  } else if (master.scalar_type() == at::kShort) {
-    run(kernels::SplitWeights{halves, master.mutable_data_ptr<std::int16_t>(), halves_out});
-  } else if (w.scalar_type() == at::kBFloat16) {
-    run(kernels::MasterWeights<HalfFormat::kBfloat16>{master.mutable_data_ptr<float>(),
-                                                      halves_out});
-  } else {
-    run(kernels::MasterWeights<HalfFormat::kFloat16>{master.mutable_data_ptr<float>(), halves_out});
-  }
+  const DevicePasses& passes = *find_device_passes(w.device().type());
+  passes.upload(step, table_);
+  passes.step(step, table_);
 
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     if (!has_gradient[i]) continue;
@@ -197,7 +160,8 @@ void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
 
 std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
     std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient) const {
-  const auto line = kLineBytes / static_cast<std::int64_t>(options_.dtype().itemsize());
+  const auto line =
+      alignment_bytes(options_.device()) / static_cast<std::int64_t>(options_.dtype().itemsize());
   const bool sgd = kind_ == OptimizerKind::kSgd;
   std::vector<Segment> segments;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
@@ -230,87 +194,23 @@ std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
   return segments;
 }
 
-template <typename Weights>
-void FusedOptimizer::run_on_cpu(const Weights& weights, const Buffers& buffers,
-                                std::span<const Segment> segments,
-                                std::span<const GroupOptions> groups) const {
-  using T = typename Weights::Scalar;
-  const auto run_piece = [&](const Segment& segment, std::int64_t begin, std::int64_t end) {
-    const T* g = buffers.g_at<T>(begin);
-    const std::int64_t state = segment.state + begin - segment.begin;
-    if (!segment.has_gradient) {
-      if (buffers.w != buffers.w_out) {
-        std::memcpy(buffers.w_out_at(begin), buffers.w_at(begin),
-                    (end - begin) * buffers.weight_size);
-      }
-    } else if (kind_ == OptimizerKind::kSgd) {
+std::vector<kernels::StepOfRun> FusedOptimizer::runs(std::span<const GroupOptions> groups,
+                                                     const std::vector<bool>& has_gradient) const {
+  std::vector<kernels::StepOfRun> runs;
+  for (const Segment& segment : merge_into_segments(groups, has_gradient)) {
+    kernels::StepOfRun& run = runs.emplace_back();
+    run = {segment.begin, segment.end, segment.state, {}};
+    if (segment.has_gradient && kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[segment.group].sgd;
       options.first_step = segment.first_step;
-      kernels::sgd_cpu(weights.at(begin), g, buffers.state_at<T>(0, state), end - begin, options);
-    } else {
+      run.options = options;
+    } else if (segment.has_gradient) {
       kernels::AdamOptions options = groups[segment.group].adam;
       options.step = segment.step;
-      kernels::adam_cpu(weights.at(begin), g, buffers.state_at<T>(0, state),
-                        buffers.state_at<T>(1, state), buffers.state_at<T>(2, state), end - begin,
-                        options);
-    }
-  };
-
-  // Threads share the segments out by cache lines, so that every piece begins on a 64-byte
-  // boundary.
-  constexpr std::int64_t kLine =
-      kLineBytes / static_cast<std::int64_t>(sizeof(typename Weights::Out));
-  std::vector<std::int64_t> first_line;  // of each segment, counting the segments' lines only
-  std::int64_t num_lines = 0;
-  for (const Segment& segment : segments) {
-    first_line.push_back(num_lines);
-    num_lines += ceil_divide(segment.end - segment.begin, kLine);
-  }
-  at::parallel_for(
-      0, num_lines, kGrainBytes / kLineBytes, [&](std::int64_t line, std::int64_t end_line) {
-        auto r = std::upper_bound(first_line.begin(), first_line.end(), line) - first_line.begin();
-        for (--r; line < end_line; ++r) {
-          const Segment& segment = segments[r];
-          const std::int64_t begin = segment.begin + (line - first_line[r]) * kLine;
-          const std::int64_t limit = segment.begin + (end_line - first_line[r]) * kLine;
-          run_piece(segment, begin, std::min(segment.end, limit));
-          line = first_line[r] + ceil_divide(segment.end - segment.begin, kLine);
-        }
-      });
-}
-
-template <typename Weights>
-void FusedOptimizer::run_on_cuda([[maybe_unused]] const Weights& weights,
-                                 [[maybe_unused]] const Buffers& buffers,
-                                 [[maybe_unused]] std::span<const Segment> segments,
-                                 [[maybe_unused]] std::span<const GroupOptions> groups) const {
-#ifdef PD2_WITH_CUDA
-  using T = typename Weights::Scalar;
-  void* stream = c10::cuda::getCurrentCUDAStream().stream();
-  for (const Segment& segment : segments) {
-    const std::int64_t n = segment.end - segment.begin;
-    const T* g = buffers.g_at<T>(segment.begin);
-    if (!segment.has_gradient) {
-      if (buffers.w != buffers.w_out) {
-        kernels::copy_cuda(buffers.w_at(segment.begin), buffers.w_out_at(segment.begin),
-                           n * buffers.weight_size, stream);
-      }
-    } else if (kind_ == OptimizerKind::kSgd) {
-      kernels::SgdOptions options = groups[segment.group].sgd;
-      options.first_step = segment.first_step;
-      kernels::sgd_cuda(weights.at(segment.begin), g, buffers.state_at<T>(0, segment.state), n,
-                        options, stream);
-    } else {
-      kernels::AdamOptions options = groups[segment.group].adam;
-      options.step = segment.step;
-      kernels::adam_cuda(weights.at(segment.begin), g, buffers.state_at<T>(0, segment.state),
-                         buffers.state_at<T>(1, segment.state),
-                         buffers.state_at<T>(2, segment.state), n, options, stream);
+      run.options = options;
     }
   }
-#else
-  PD2_ASSERT(false, "supports() admits no CUDA tensors in a build without CUDA");
-#endif
+  return runs;
 }
 
 const FusedOptimizer::State& FusedOptimizer::find_state(std::string_view name) const {

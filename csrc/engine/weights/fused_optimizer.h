@@ -1,6 +1,8 @@
 // One optimizer step over a stage's flat buffers: W(t) in, W(t+1) out.
 #pragma once
 
+#include "engine/weights/device_passes.h"
+#include "kernels/grid/launch.h"
 #include "kernels/optimizer.h"
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +16,7 @@
 namespace pd2 {
 
 // AdamW is kAdam with decoupled weight decay.
-enum class OptimizerKind { kSgd, kAdam };
+using OptimizerKind = kernels::StepRule;
 
 // Throws ValueError unless it is "sgd" or "adam".
 OptimizerKind parse_optimizer(std::string_view kind);
@@ -25,8 +27,8 @@ struct GroupOptions {
   kernels::AdamOptions adam;
 };
 
-// A parameter's place in the flat buffer, in elements. Offsets are multiples of 64 bytes; the
-// padding up to the next offset is zero in every buffer, and stays so.
+// A parameter's place in the flat buffer, in elements. Offsets are multiples of
+// alignment_bytes(); the padding up to the next offset is zero in every buffer, and stays so.
 struct ParameterSlice {
   std::int64_t offset = 0;
   std::int64_t numel = 0;
@@ -39,7 +41,7 @@ struct ParameterSlice {
 // that of torch.optim.SGD, Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
-  // Whether there are kernels for this dtype (float32, float64) and device.
+  // Whether there are passes for this dtype (float32, float64) and device (see device_passes.h).
   static bool supports(at::ScalarType dtype, at::Device device);
 
   // `flat_example` gives length, dtype and device of gradients and state; its content is not read.
@@ -51,16 +53,19 @@ class FusedOptimizer {
   // Writes every slice of `w_out`: parameters with a gradient are stepped, the others copied bit
   // for bit, their state and step count untouched (as stock optimizers skip grad None). Elements
   // outside all slices are neither read nor written, apart from padding. `w_out` may be `w` or
-  // `gradient`; the flat buffers may be longer than `flat_example` was. On CUDA the work is
-  // enqueued on the current stream. Throws ValueError, before anything is written, if a tensor or
-  // list does not fit the slices.
+  // `gradient`; the flat buffers may be longer than `flat_example` was. On a device the work is
+  // enqueued on its current stream: one launch. Throws ValueError, before anything is written, if a
+  // tensor or list does not fit the slices.
   //
   // `master`: the float32 weights of which `w` and `w_out` (bfloat16, float16) are roundings,
   // stepped in place; or int16, what the roundings to bfloat16 took off (kernels/half.h).
   // Undefined: the weights themselves are stepped.
+  //
+  // `gradient_scale`: by which the gradients are multiplied first, to the bits of mul_(); what they
+  // are afterwards is not said.
   void step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
             std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
-            const at::Tensor& master = {});
+            const at::Tensor& master = {}, double gradient_scale = 1);
 
   // State by the name that torch.optim gives it: "momentum_buffer" (SGD), "exp_avg", "exp_avg_sq",
   // "max_exp_avg_sq" (Adam). The flat tensor itself, not a copy; undefined where there is none yet.
@@ -82,7 +87,7 @@ class FusedOptimizer {
   std::int64_t state_padding_bytes() const;
 
  private:
-  // Neighbouring parameters that one kernel call can step, with the padding between them.
+  // Neighbouring parameters that are stepped alike, with the padding between them.
   struct Segment {
     std::int64_t begin, end;  // elements
     std::int64_t state;       // where the state begins
@@ -91,21 +96,14 @@ class FusedOptimizer {
     bool has_gradient;
     bool first_step;  // SGD: there is no momentum yet
   };
-  // Addresses of the flat buffers' first elements; null if there is no such state.
-  struct Buffers;
-
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                        std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
                        const at::Tensor& master) const;
   void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
   std::vector<Segment> merge_into_segments(std::span<const GroupOptions> groups,
                                            const std::vector<bool>& has_gradient) const;
-  template <typename Weights>
-  void run_on_cpu(const Weights& weights, const Buffers& buffers, std::span<const Segment> segments,
-                  std::span<const GroupOptions> groups) const;
-  template <typename Weights>
-  void run_on_cuda(const Weights& weights, const Buffers& buffers,
-                   std::span<const Segment> segments, std::span<const GroupOptions> groups) const;
+  std::vector<kernels::StepOfRun> runs(std::span<const GroupOptions> groups,
+                                       const std::vector<bool>& has_gradient) const;
 
   struct State {
     std::string_view name;
@@ -124,6 +122,7 @@ class FusedOptimizer {
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;
+  at::Tensor table_;  // of the passes
 };
 
 }  // namespace pd2

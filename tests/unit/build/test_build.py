@@ -76,9 +76,15 @@ def test_other_settings_are_refused(setup_py: ModuleType) -> None:
     assert not setup_py.is_on("PIPEDREAM2BW_WERROR", {})
 
 
+SHARED_WITH_TEST_DOUBLES = {"check.cpp", "grid_passes.cpp", "step_table.cpp", "shared_memory.cpp"}
+
+
 def test_no_test_double_is_in_the_package(setup_py: ModuleType) -> None:
     package = set(setup_py.sources_of_package(with_cuda=True))
-    assert {path.name for path in set(setup_py.sources_of_delays()) & package} == {"check.cpp"}
+    for sources in setup_py.sources_for_testing().values():
+        assert len(sources) > 1
+        shared = {path.name for path in set(sources) & package}
+        assert shared <= SHARED_WITH_TEST_DOUBLES
     result = python(
         "import runpy, sys; sys.argv[1:] = ['-q', 'build_ext']; "
         "runpy.run_path('setup.py', None, '__main__')",
@@ -94,6 +100,21 @@ def test_cuda_home_decides_which_nvcc_is_taken(setup_py: ModuleType, tmp_path: P
     assert setup_py.find_nvcc({"CUDA_HOME": str(tmp_path / "a"), **path}) == wanted
     assert setup_py.find_nvcc({"CUDA_HOME": str(tmp_path / "none"), **path}) is None
     assert setup_py.find_nvcc(path) == other
+
+
+def test_the_architectures_are_those_that_nvcc_knows(setup_py: ModuleType, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    for known, expected in (
+        ("sm_80 sm_86 sm_89 sm_90 sm_90a", "8.0;8.6;8.9;9.0+PTX"),
+        ("sm_75 sm_80 sm_90 sm_100 sm_120 sm_121", "8.0;9.0;10.0;12.0+PTX"),
+    ):
+        lines = known.replace(" ", "\n")
+        nvcc.write_text(f"#!/bin/sh\n[ $1 = --list-gpu-code ] && echo '{lines}'\n")
+        nvcc.chmod(0o755)
+        assert setup_py.default_architectures(nvcc) == expected
+    nvcc.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(SystemExit, match="--list-gpu-code names none of"):
+        setup_py.default_architectures(nvcc)
 
 
 def test_without_torch_the_build_ends_with_the_command_that_installs_it(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ MAY_INCLUDE = {
     "core/plan": ("core/partition", "core/simulate"),
     "kernels": (),
     "kernels/cpu": ("kernels",),
-    "kernels/cuda": ("kernels",),
+    "kernels/grid": ("kernels",),
+    "kernels/cuda": ("kernels/grid",),
     "transport": (),
     "engine": ("core", "transport"),
     "engine/channels": ("engine",),
-    "engine/weights": ("engine", "kernels"),
+    "engine/weights": ("engine", "kernels/grid"),
     "engine/gradients": ("engine/weights", "engine/channels"),
     "engine/stage": ("engine/gradients",),
     "engine/update": ("engine/stage",),
@@ -32,6 +33,7 @@ MAY_INCLUDE = {
     "engine/run": ("engine/update", "engine/loss", "core/schedule"),
     "bindings": ("engine/run", "core/plan"),
     "testing": ("engine/channels", "bindings"),
+    "testing/device": ("engine/run",),
 }
 """By folder below csrc: the folders that its files may include from, and with them all that those
 may."""

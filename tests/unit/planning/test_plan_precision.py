@@ -115,6 +115,28 @@ def test_a_measured_profile_must_have_the_optimizers_time() -> None:
         plan(measured)
 
 
+def test_an_optimizer_on_the_host_takes_no_memory_of_devices() -> None:
+    made = profile(model(), torch.bfloat16)
+    times = {"adamw": 1e-10, "adamw on host": 7e-10}
+    timed = dataclasses.replace(made, seconds_per_update_byte=times)
+    there = plan(timed, precision="bf16").stages
+    here = plan(timed, precision="bf16", optimizer_device="cpu").stages
+    assert [stage.state_bytes for stage in here] == [0] * len(there)
+    assert [stage.peak_bytes for stage in here] == [
+        pytest.approx(stage.peak_bytes - stage.state_bytes) for stage in there
+    ]
+    assert [stage.update for stage in here] == [pytest.approx(7 * stage.update) for stage in there]
+    measured = dataclasses.replace(
+        made,
+        seconds_per_update_byte={"adamw": 1e-10},
+        device=dataclasses.replace(made.device, measured=True),
+    )
+    with pytest.raises(ValueError, match="optimizer: 'adamw on host', the profile's seconds_per"):
+        plan(measured, precision="bf16", optimizer_device="cpu")
+    with pytest.raises(ValueError, match="optimizer_device: 'cuda', known: 'cpu'"):
+        plan(made, optimizer_device="cuda")
+
+
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"

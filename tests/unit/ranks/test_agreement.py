@@ -9,8 +9,9 @@ import pytest
 
 from pipedream2bw import _C
 from pipedream2bw.errors import PeerLost
-from pipedream2bw.ranks.agreement import ControlPlane, Operation, _finish
+from pipedream2bw.ranks.agreement import ControlPlane, Operation
 from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.row_exchange import finish
 
 
 class WorkOfOthers:
@@ -34,7 +35,7 @@ class WorkOfOthers:
 def wait_for(work: Any) -> _C.Fault:
     fault = _C.Fault()
     control = ControlPlane(1, Deadline(60.0, fault), "test")
-    control._wait(lambda: _finish(work), Operation.train_step, 3)
+    control._wait(lambda: finish(work), Operation.train_step, 3)
     return fault
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedream2bw import _C
 from pipedream2bw.runtime.microbatch import (
     SplitTree,
     common_rows,
@@ -19,7 +20,7 @@ from pipedream2bw.runtime.microbatch import (
     split_values,
 )
 
-CPU = torch.device("cpu")
+CPU = _C.StageStreams(torch.device("cpu"))
 Pair = namedtuple("Pair", ["x", "mask"])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from tests.runs.trajectory import assert_same_state, by_oracle, copy_of, make_pipeline
+from tests.runs.trajectory import assert_same_state, by_oracle, copy_of, make_pipeline, sgd
 from tests.samples.models import TASKS
 
 NUM_BATCHES = 6
@@ -103,3 +103,15 @@ def test_a_failing_update_ends_the_pipeline_with_its_cause() -> None:
         for _ in range(5):
             pipe.train_step(*batch.args, target=batch.target)
             opt.step()
+
+
+def test_an_optimizer_may_be_made_after_its_first_batch() -> None:
+    task = TASKS["mlp"]
+    (batch,) = task.batches([4])
+    with make_pipeline(task, 2, 2, batch) as pipe:
+        loss = pipe.train_step(*batch.args, target=batch.target)
+        assert loss.item() > 0
+        before = [parameter.clone() for parameter in pipe.parameters()]
+        pd2.PipelineOptimizer(sgd(pipe.parameters())).step()
+        pipe.flush()
+        assert not any(map(torch.equal, before, pipe.parameters()))

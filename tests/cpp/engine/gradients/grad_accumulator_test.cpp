@@ -8,6 +8,9 @@
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+#include <vector>
+
 namespace pd2 {
 namespace {
 
@@ -129,6 +132,60 @@ TEST(GradAccumulatorDtypeTest, ASparseGradientIsRefusedByName) {
   } catch (const std::exception& error) {
     EXPECT_NE(std::string(error.what()).find("table.weight"), std::string::npos) << error.what();
   }
+}
+
+// The same gradients at once and in groups: several uses of a parameter, several backwards, some
+// without a gradient, and one that fails.
+TEST_F(GradAccumulatorTest, GroupsGiveTheSameBitsAndAreAddedByTheEndOfTheBackward) {
+  std::vector<std::vector<at::Tensor>> sums;
+  for (const std::size_t bytes :
+       {std::size_t{0}, std::size_t{1}, std::size_t{13}, std::size_t{1000}}) {
+    gradients_.add_in_groups(bytes);
+    gradients_.begin_batch(0);
+    std::vector<std::size_t> added;
+    gradients_.on_added([&](std::size_t parameter) { added.push_back(parameter); });
+    for (int microbatch = 1; microbatch <= 3; ++microbatch) {
+      const at::Tensor factor = at::tensor({0.1F, 0.7F, 1e-8F}) / microbatch;
+      at::Tensor loss = (parameters_[0] * factor).sum();
+      if (microbatch != 1) {
+        loss = loss + (parameters_[1] * 0.3 / microbatch).exp().sum();
+      }
+      added.clear();
+      loss.backward();
+      EXPECT_EQ(added.size(), microbatch == 1 ? 1U : 2U);
+      EXPECT_EQ(gradients_.has_gradient(0)[1], microbatch != 1);
+    }
+    sums.push_back({gradients_.view(0, 0).clone(), gradients_.view(0, 1).clone()});
+    EXPECT_TRUE(sums.back()[0].equal(sums.front()[0])) << bytes;
+    EXPECT_TRUE(sums.back()[1].equal(sums.front()[1])) << bytes;
+    EXPECT_GT(sums.back()[1].abs().sum().item<float>(), 0);
+  }
+}
+
+TEST_F(GradAccumulatorTest, AGroupHasNoParameterTwice) {
+  gradients_.add_in_groups(1000);
+  gradients_.begin_batch(0);
+  const at::Tensor other_slot = at::ones({3}).requires_grad_();
+  gradients_.attach(0, other_slot);
+  (parameters_[0] * 2 + other_slot * 5).sum().backward();
+  EXPECT_EQ(gradients_.view(0, 0).sum().item<float>(), 21);
+}
+
+TEST_F(GradAccumulatorTest, WhatAFailedBackwardLeftIsForgottenByTheNextBatch) {
+  gradients_.add_in_groups(1000);
+  gradients_.begin_batch(0);
+  at::Tensor between = parameters_[0] * 1;
+  between.register_hook([](const at::Tensor& gradient) -> at::Tensor {
+    throw std::runtime_error("the user's hook");
+    return gradient;
+  });
+  // The last operators' gradients come first.
+  EXPECT_THROW((between.sum() + (parameters_[1] * 7).sum()).backward(), std::runtime_error);
+  gradients_.begin_batch(0);
+  EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{false, false}));
+  (parameters_[0] * 2).sum().backward();
+  EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{true, false}));
+  EXPECT_EQ(gradients_.view(0, 0).sum().item<float>(), 6);
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ class ScalarPipeline {
     std::vector<std::vector<StageSetup>> setups(schedule.ranks.size());
     std::vector<std::shared_ptr<LocalChannel>> down, up;
     for (int i = 0; i + 1 < schedule.num_stages; ++i) {
-      down.push_back(std::make_shared<LocalChannel>(at::kCPU));
-      up.push_back(std::make_shared<LocalChannel>(at::kCPU));
+      down.push_back(std::make_shared<LocalChannel>(at::kCPU, at::kCPU));
+      up.push_back(std::make_shared<LocalChannel>(at::kCPU, at::kCPU));
     }
     for (int i = 0; i < schedule.num_stages; ++i) {
       const at::Tensor initial = at::full({1}, weights[i % d], at::kDouble);

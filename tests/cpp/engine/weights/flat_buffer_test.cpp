@@ -28,6 +28,17 @@ TEST(FlatPackingTest, EveryParameterBeginsOnACacheLineAndKeepsItsShape) {
   }
 }
 
+TEST(FlatPackingTest, OnADeviceEveryParameterBeginsWhereItsAllocatorWouldBeginIt) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::TensorOptions on_device = at::TensorOptions(dtype).device(at::kMeta);
+    const FlatPacking packing({at::empty({3, 5}, on_device), at::empty({300}, on_device)});
+    const auto size = static_cast<std::int64_t>(at::elementSize(dtype));
+    EXPECT_EQ(packing.views()[1].offset * size, 512);
+    EXPECT_EQ(packing.numel() * size % 512, 0);
+    EXPECT_EQ(packing.parameter_numel(), 315);
+  }
+}
+
 TEST(FlatPackingTest, ViewsShareTheBufferAndDoNotOverlap) {
   const FlatPacking packing({at::ones({3}), at::ones({3})});
   at::Tensor flat = packing.allocate(at::kFloat);

@@ -1,0 +1,90 @@
+// When each rank posts its receives, where a transfer keeps a device busy.
+//
+// On such a device (NCCL) a posted receive is a kernel that spins until its message comes, and a
+// send spins until its receive is posted. Whatever waits for the whole device (the user's
+// synchronize(), a kernel's first use, memory that is given back) waits for them. A receive that is
+// posted too early then waits for a message that needs what this rank has not launched yet; one
+// that is posted too late keeps its sender waiting for ever.
+//
+// A plan is safe just if ranks come through that wait for their device after every action, and
+// before a batch that all of them have finished: what they really wait for is part of that. 2bw,
+// d = 2, m = 3, where each rank sends to the other one:
+//
+//   rank 0 | F0 F1 B0 F2 B1 | F0'B-1 ...   rank 1's gradients of 0, 1 and 2 in F1, F2 and B1
+//   rank 1 | F0 B0 F1 B1 F2 B2 | F0' ...   rank 0's values of 1 and 2 in B0 and B1
+//
+// Posted in B0, B1 and the next batch, the gradients keep rank 1 waiting after its B0 while rank 0
+// waits after its F1; posted two ahead, rank 0 waits after its F0 for what it has not begun.
+//
+// So by default a receive is posted in the action that consumes its message. When no rank can go on
+// (each waits for its device, or for a message), every send that has been launched gets its receive
+// posted where the receiver is. Nothing waits for such a post: its message is under way.
+//
+// Between the first send that an action launches and the last receive that is posted at its end
+// nothing may wait for the device; nor may the sums of gradients over stages' copies, whose kernels
+// spin as well, be launched anywhere but in the batch's last backward and in the update.
+
+#pragma once
+
+#include "core/schedule/unroll.h"
+
+#include <array>
+#include <vector>
+
+namespace pd2 {
+
+// A connection between two stages of the model: values go `from` -> `to`, their gradients back.
+struct StageEdge {
+  int from = 0;
+  int to = 0;
+};
+
+// Each stage's with the next: all edges of a chain.
+std::vector<StageEdge> chain_edges(int depth);
+
+// A message, as its receiver knows it: values if `from` < `to`, gradients otherwise. `to` consumes
+// it in its F, or its B (I), of the microbatch, which counts as the list's actions do.
+struct Receive {
+  int from = 0;  // the schedule's stages
+  int to = 0;
+  int microbatch = 0;
+
+  auto operator<=>(const Receive&) const = default;
+};
+
+// A receive that is posted before the action that consumes its message.
+struct EarlyReceive {
+  // In the list that is being run: the receive is posted when this action has launched its sends;
+  // or, if `before`, when it has posted its own receives and before it waits for them. In an empty
+  // list it is {0, before}. The action itself may be skipped, as one of a microbatch before the
+  // run's first; a receive of such a microbatch is skipped, and no other.
+  int action = 0;
+  bool before = false;
+  Receive receive;
+
+  bool operator==(const EarlyReceive&) const = default;
+};
+
+// By rank, in the order in which they are posted.
+using EarlyReceives = std::vector<std::vector<EarlyReceive>>;
+
+// The receives that are posted early, all others being posted, together, when the action begins
+// that consumes their messages. Every list has its own, of the messages that are sent while it is
+// run: whatever is sent in a batch's list is received before the next batch needs to be begun.
+struct ReceivePlan {
+  std::array<EarlyReceives, 3> lists;  // by ListKind
+  // Of one microbatch's way through the (first) pipeline, a rank's stages in their order: `action`
+  // counts these.
+  EarlyReceives evaluation;
+
+  const std::vector<EarlyReceive>& of(int rank, ListKind list) const {
+    return lists[static_cast<std::size_t>(list)].at(rank);
+  }
+};
+
+// Of a schedule that passes validate(), in which the model's stages have these edges (between
+// stages of one rank nothing is received). Throws ValueError if there is no safe plan: if a rank
+// waits in a batch's list for what another one does in the next batch's.
+ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges);
+
+}  // namespace pd2

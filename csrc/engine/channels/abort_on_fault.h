@@ -1,0 +1,27 @@
+// What ends a device's transfers when the pipeline fails.
+#pragma once
+
+#include "engine/fault.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <exception>
+
+namespace pd2 {
+
+// Aborts the group when the fault is raised, if it is still there: a device that waits for a
+// transfer of which the other end is gone goes on, and with it the threads that wait for the
+// device. Nothing else ends such a transfer, since no thread waits for the transfer itself.
+inline void abort_on_fault(Fault& fault, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group);
+  fault.on_raise(group.get(), [weak] {
+    try {
+      if (const auto alive = weak.lock()) {
+        alive->abort();
+      }
+    } catch (const std::exception&) {  // others are to be aborted too
+    }
+  });
+}
+
+}  // namespace pd2

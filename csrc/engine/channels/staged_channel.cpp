@@ -1,0 +1,150 @@
+#include "engine/channels/staged_channel.h"
+
+#include "engine/this_thread.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+// Memory for copies of the tensors, strides included.
+std::vector<at::Tensor> empty_like(const std::vector<at::Tensor>& tensors, c10::Device device,
+                                   bool pinned) {
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& tensor : tensors) {
+    made.push_back(
+        !tensor.defined()
+            ? at::Tensor()
+            : at::empty_strided(
+                  tensor.sizes(), tensor.strides(),
+                  at::TensorOptions(tensor.scalar_type()).device(device).pinned_memory(pinned)));
+  }
+  return made;
+}
+
+// Copies each of `from` into that of `to` on a stream, after what the thread has given the device
+// so far. Until the fence is done all are to be kept.
+Fence copy(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to,
+           const MaybeStream& stream, c10::Device device) {
+  Fence::here(device).hold_back(stream);
+  const OnStream on(stream);
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    if (from[i].defined()) {
+      to[i].copy_(from[i], /*non_blocking=*/true);
+    }
+  }
+  return Fence::of(stream);
+}
+
+}  // namespace
+
+StagedSender::StagedSender(std::shared_ptr<Sender> hosts, c10::Device device)
+    : hosts_(std::move(hosts)), device_(device), thread_([this] { hand_over(); }) {}
+
+StagedSender::~StagedSender() {
+  abort();
+  thread_.join();
+}
+
+void StagedSender::send(LayoutId layout, Message message) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+  Staged staged{layout};
+  if (!message.is_void) {  // which has no content
+    const Message* header = layouts_.header_of(layout, message);
+    message = layouts_.laid_out(std::move(message), *header);
+    staged.sources = std::move(message.tensors);
+    message.tensors = empty_like(staged.sources, at::kCPU, !device_.is_cpu());
+    staged.copied = copy(staged.sources, message.tensors, copies_, device_);
+  }
+  staged.message = std::move(message);
+  {
+    const std::lock_guard lock(mutex_);
+    staged_.push_back(std::move(staged));
+  }
+  changed_.notify_all();
+}
+
+void StagedSender::hand_over() {
+  name_this_thread("pd2 hands over");
+  while (true) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return error_ || !staged_.empty(); });
+    if (error_) {
+      return;
+    }
+    Staged& next = staged_.front();  // stays where it is: only this thread removes it
+    lock.unlock();
+    try {
+      next.copied.wait();
+      lock.lock();
+      next.sources.clear();
+      lock.unlock();
+      hosts_->send(next.layout, next.message);
+      lock.lock();
+      staged_.pop_front();
+    } catch (...) {
+      lock.lock();
+      if (!error_) {
+        error_ = std::current_exception();
+      }
+      return;
+    }
+  }
+}
+
+void StagedSender::abort() {
+  {
+    const std::lock_guard lock(mutex_);
+    error_ = std::make_exception_ptr(ChannelAborted());
+  }
+  changed_.notify_all();
+  hosts_->abort();
+}
+
+std::int64_t StagedSender::buffer_bytes() const {
+  std::int64_t sum = hosts_->buffer_bytes();
+  const std::lock_guard lock(mutex_);
+  for (const Staged& staged : staged_) {
+    sum += staged.message.bytes();
+    for (const at::Tensor& source : staged.sources) {
+      sum += source.defined() ? static_cast<std::int64_t>(source.nbytes()) : 0;
+    }
+  }
+  return sum;
+}
+
+Message StagedReceiver::receive() {
+  Message message = hosts_->receive();
+  if (message.is_void) {
+    return message;
+  }
+  Source source{{}, std::move(message.tensors)};
+  message.tensors = empty_like(source.tensors, device_, /*pinned=*/false);
+  source.bytes = message.bytes();
+  source.copied = copy(source.tensors, message.tensors, copies_, device_);
+  source.copied.hold_back(stream_here(device_));
+  const std::lock_guard lock(mutex_);
+  sources_.push_back(std::move(source));
+  while (!sources_.empty() && sources_.front().copied.is_done()) {
+    sources_.pop_front();
+  }
+  return message;
+}
+
+std::int64_t StagedReceiver::buffer_bytes() const {
+  std::int64_t sum = hosts_->buffer_bytes();
+  const std::lock_guard lock(mutex_);
+  for (const Source& source : sources_) {
+    sum += source.bytes;
+  }
+  return sum;
+}
+
+}  // namespace pd2

@@ -1,0 +1,389 @@
+#include "engine/run/action_graphs.h"
+
+#include "core/check.h"
+#include "engine/run/input_sink.h"
+#include "engine/run/keyed_random.h"
+#include "engine/run/split_backward.h"
+#include "engine/run/static_tensor.h"
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+
+namespace pd2 {
+namespace {
+
+// Of a kind, before one is recorded.
+constexpr int kWarmups = 2;
+constexpr auto kFirst = "first microbatches";
+constexpr auto kDraws = "it draws random numbers";
+
+// One recording at a time in a process: what torch's allocator and the device's libraries keep for
+// it is shared.
+std::mutex& recording() {
+  static std::mutex one;
+  return one;
+}
+
+// Records what `work` gives to the stream. Throws what it throws, and what cannot be recorded.
+template <typename Work>
+void record_work(DeviceGraph& graph, Work work) {
+  const std::lock_guard lock(recording());
+  graph.begin();
+  try {
+    work();
+  } catch (...) {
+    graph.abandon();
+    throw;
+  }
+  graph.end();
+}
+
+std::vector<at::Tensor> all_inputs(const ForwardCall& call, const GivenInputs& given) {
+  std::vector<at::Tensor> all = given.tensors;
+  for (const Message& message : call.inbound) {
+    all.insert(all.end(), message.tensors.begin(), message.tensors.end());
+  }
+  return all;
+}
+
+std::vector<at::Tensor> empty_alikes(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> made;
+  std::ranges::transform(tensors, std::back_inserter(made), empty_alike);
+  return made;
+}
+
+std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> made;
+  std::ranges::transform(tensors, std::back_inserter(made), copy_alike);
+  return made;
+}
+
+void copy_all(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    copy_elements(from[i], to[i]);
+  }
+}
+
+InputSink& sink_of(const NodePtr& node) { return static_cast<InputSink&>(*node); }
+
+}  // namespace
+
+// A recorded forward, and its recorded backwards. Whatever lies in a graph's memory goes first.
+class ActionGraphs::Recording {
+ public:
+  struct Backward {
+    std::string gradients_text;          // what it depends on: which gradients come,
+    Stage::GradientState before, after;  // and where the weights' go
+    std::unique_ptr<DeviceGraph> graph;
+    std::vector<at::Tensor> gradients;
+    std::vector<std::vector<at::Tensor>> of_inputs;  // by inbound edge
+  };
+
+  std::int64_t bytes() const {
+    std::int64_t sum = graph->bytes();
+    for (const Backward& backward : backwards) {
+      sum += backward.graph->bytes();
+    }
+    return sum;
+  }
+
+  std::unique_ptr<DeviceGraph> graph;
+  std::vector<at::Tensor> inputs;
+  ForwardResult result;
+  History history;
+  std::vector<Backward> backwards;
+  std::int64_t last_use = 0;
+};
+
+std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const StageSetup& mine) {
+  if (mine.graphs.use == UseGraphs::kNever) {
+    return nullptr;
+  }
+  std::string refusal;
+  if (!device_graphs(mine.stage->streams().device.type())) {
+    refusal = detail::concat("device ", mine.stage->streams().device.str(), " records no work");
+  } else if (mine.recompute) {
+    refusal = "the stage recomputes";
+  } else if (std::ranges::any_of(
+                 setup.schedule.ranks.at(setup.rank).steady, [&](const Action& action) {
+                   return action.stage == mine.index && action.kind == ActionKind::kInputGrad;
+                 })) {
+    refusal = "the schedule splits backwards";
+  }
+  return std::make_unique<ActionGraphs>(*mine.stage, mine.graphs, std::move(refusal));
+}
+
+ActionGraphs::ActionGraphs(Stage& stage, const GraphSetup& setup, std::string refusal)
+    : stage_(stage),
+      setup_(setup),
+      make_(device_graphs(stage.streams().device.type())),
+      refusal_(std::move(refusal)) {
+  PD2_CHECK(refusal_.empty() || setup.use != UseGraphs::kAlways, "graphs: True, but ", refusal_);
+}
+
+ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& use,
+                                    History& history) {
+  const GivenInputs given = setup_.look(call);
+  ++uses_;
+  const std::vector<at::Tensor> inputs = all_inputs(call, given);
+  std::string text;
+  describe(text, use.wiring);
+  describe(text, use.layout);
+  describe(text, given.kind);
+  describe(text, inputs);
+  for (const Message& message : call.inbound) {
+    text += message.structure;
+  }
+  Kind& kind = *(use.kind = &kinds_[text]);
+  if (kind.refusal.empty()) {
+    const bool is_plain_all = std::ranges::all_of(inputs, is_plain);
+    const std::string refusal = !refusal_.empty()        ? refusal_
+                                : !given.refusal.empty() ? given.refusal
+                                : !use.is_keyed          ? "random: 'torch'"
+                                : !is_plain_all          ? "an input is no plain strided tensor"
+                                                         : "";
+    if (!refusal.empty()) {
+      refuse(kind, "a forward", refusal);
+    }
+  }
+  find_or_record(call, run, given, use);
+  if (use.recording) {
+    history = use.recording->history;
+    return replay_forward(*use.recording, inputs);
+  }
+  count(use.reason);
+  const std::int64_t draws = num_draws();
+  history.add_sinks(call.inbound);
+  ForwardResult result = run(std::move(call));
+  history.keep_edges(result);
+  ++kind.forwards;
+  if (kind.refusal.empty() && num_draws() != draws) {
+    refuse(kind, "a forward", kDraws);
+  }
+  return result;
+}
+
+ForwardResult ActionGraphs::replay_forward(Recording& forward,
+                                           const std::vector<at::Tensor>& inputs) {
+  copy_all(inputs, forward.inputs);
+  forward.graph->replay();
+  ForwardResult result = forward.result;
+  for (Message& message : result.outbound) {
+    message.tensors = copies_of(message.tensors);
+  }
+  result.loss = copy_alike(result.loss);
+  result.metrics = copy_alike(result.metrics);
+  forward.last_use = uses_;
+  const std::lock_guard lock(mutex_);
+  ++report_.forwards;
+  return result;
+}
+
+void ActionGraphs::find_or_record(const ForwardCall& call, const Forward& run,
+                                  const GivenInputs& given, Use& use) {
+  Kind& kind = *use.kind;
+  if (!kind.refusal.empty()) {
+    use.reason = kind.refusal;
+    return;
+  }
+  if (kind.forwards < kWarmups) {
+    use.reason = kFirst;
+    return;
+  }
+  auto& of_slot = kind.recorded[call.slot];
+  const auto found =
+      std::ranges::find_if(of_slot, [](const auto& one) { return one.use_count() == 1; });
+  if (found != of_slot.end()) {
+    use.recording = *found;
+    return;
+  }
+  if (!make_room()) {
+    use.reason = "no memory for more graphs";
+    return;
+  }
+  try {
+    use.recording = record(call, run, given);
+  } catch (...) {
+    refuse(kind, "a forward", setup_.cause_of(std::current_exception()));
+    use.reason = kind.refusal;
+    return;
+  }
+  of_slot.push_back(use.recording);
+  update_report();
+}
+
+std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, const Forward& run,
+                                                              const GivenInputs& given) const {
+  auto made = std::make_shared<Recording>();
+  made->graph = make_(nullptr);
+  const std::vector<at::Tensor> inputs = all_inputs(call, given);
+  made->inputs = empty_alikes(inputs);
+  copy_all(inputs, made->inputs);  // a device may look at them while it records
+  auto next = made->inputs.begin();
+  const auto take = [&](std::vector<at::Tensor>& tensors) {
+    for (at::Tensor& tensor : tensors) {
+      if (tensor.defined()) {
+        tensor = next->variable_data();  // with a history of its own
+      }
+      ++next;
+    }
+  };
+  call.given = given.tensors;
+  take(*call.given);
+  for (Message& message : call.inbound) {
+    take(message.tensors);
+  }
+  const std::int64_t draws = num_draws();
+  record_work(*made->graph, [&] {
+    made->history.add_sinks(call.inbound);
+    made->result = run(std::move(call));
+    made->history.keep_edges(made->result);
+    PD2_CHECK(num_draws() == draws, kDraws);
+    for (const Message& message : made->result.outbound) {
+      PD2_CHECK(std::ranges::all_of(message.tensors, is_plain),
+                "an output is no plain strided tensor");
+    }
+  });
+  made->result.bytes_kept = 0;  // the graph's memory holds them
+  return made;
+}
+
+void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begins_sums) {
+  Kind& kind = *use.kind;
+  if (use.recording && !begins_sums && kind.refusal.empty() && kind.backwards >= kWarmups &&
+      replay_backward(*use.recording, incoming, kind)) {
+    return;
+  }
+  count(!use.recording          ? use.reason
+        : begins_sums           ? "replicas add up the batch's gradients"
+        : !kind.refusal.empty() ? kind.refusal
+                                : kFirst);
+  run_autograd(incoming.roots, incoming.gradients, /*keep_graph=*/use.recording != nullptr);
+  ++kind.backwards;
+}
+
+bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming, Kind& kind) {
+  const Stage::GradientState before = stage_.gradient_state();
+  std::string text;
+  for (const torch::autograd::Edge& root : incoming.roots) {
+    describe(text, reinterpret_cast<std::intptr_t>(root.function.get()));
+    describe(text, root.input_nr);
+  }
+  describe(text, incoming.gradients);
+  auto found = std::ranges::find_if(forward.backwards, [&](const Recording::Backward& one) {
+    return one.gradients_text == text && one.before == before;
+  });
+  if (found == forward.backwards.end()) {
+    Recording::Backward made;
+    made.gradients_text = std::move(text);
+    made.before = before;
+    made.graph = make_(forward.graph.get());
+    made.gradients = empty_alikes(incoming.gradients);
+    copy_all(incoming.gradients, made.gradients);
+    try {
+      PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
+                "a gradient is no plain strided tensor");
+      record_work(*made.graph,
+                  [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
+    } catch (...) {
+      const std::string cause = setup_.cause_of(std::current_exception());
+      stage_.set_gradient_state(before);
+      for (const NodePtr& sink : forward.history.sinks) {
+        if (sink) {
+          sink_of(sink).captured.clear();
+        }
+      }
+      refuse(kind, "a backward", cause);
+      return false;
+    }
+    made.after = stage_.gradient_state();
+    for (const NodePtr& sink : forward.history.sinks) {
+      made.of_inputs.push_back(sink ? std::exchange(sink_of(sink).captured, {})
+                                    : std::vector<at::Tensor>());
+    }
+    forward.backwards.push_back(std::move(made));
+    found = forward.backwards.end() - 1;
+    update_report();
+  }
+  copy_all(incoming.gradients, found->gradients);
+  found->graph->replay();
+  stage_.set_gradient_state(found->after);
+  for (std::size_t e = 0; e < found->of_inputs.size(); ++e) {
+    if (forward.history.sinks[e]) {
+      sink_of(forward.history.sinks[e]).captured = copies_of(found->of_inputs[e]);
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  ++report_.backwards;
+  return true;
+}
+
+bool ActionGraphs::make_room() {
+  struct Place {
+    std::vector<std::shared_ptr<Recording>>* where;
+    std::shared_ptr<Recording> one;
+  };
+  std::vector<Place> places;
+  std::int64_t bytes = 0;
+  for (auto& [text, kind] : kinds_) {
+    for (auto& [slot, recorded] : kind.recorded) {
+      for (const auto& one : recorded) {
+        places.push_back({&recorded, one});
+        bytes += one->bytes();
+      }
+    }
+  }
+  // Those that take turns come again soon: to record them over and over costs more than it gains.
+  const std::int64_t unused_since = uses_ - 4 * static_cast<std::int64_t>(places.size());
+  std::ranges::sort(places, {}, [](const Place& place) { return place.one->last_use; });
+  for (const auto& [where, one] : places) {
+    if (bytes < setup_.most_bytes || one->last_use > unused_since) {
+      break;
+    }
+    if (one.use_count() == 2) {  // here and there
+      bytes -= one->bytes();
+      std::erase(*where, one);
+    }
+  }
+  return bytes < setup_.most_bytes;
+}
+
+void ActionGraphs::refuse(Kind& kind, std::string_view action, std::string_view reason) const {
+  kind.refusal = reason.substr(0, reason.find('\n'));  // without a stack
+  kind.recorded.clear();                               // but for those in use
+  PD2_CHECK(setup_.use != UseGraphs::kAlways, "graphs: True, but ", action,
+            " cannot be recorded: ", kind.refusal);
+}
+
+void ActionGraphs::count(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  ++report_.others[reason];
+}
+
+void ActionGraphs::update_report() {
+  std::int64_t num_graphs = 0, bytes = 0;
+  for (const auto& [text, kind] : kinds_) {
+    for (const auto& [slot, recorded] : kind.recorded) {
+      for (const auto& one : recorded) {
+        num_graphs += 1 + static_cast<std::int64_t>(one->backwards.size());
+        bytes += one->bytes();
+      }
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  report_.num_graphs = num_graphs;
+  report_.bytes = bytes;
+}
+
+void ActionGraphs::clear() {
+  kinds_.clear();
+  update_report();
+}
+
+GraphReport ActionGraphs::report() const {
+  const std::lock_guard lock(mutex_);
+  return report_;
+}
+
+}  // namespace pd2

@@ -1,0 +1,95 @@
+// What an executor does for its stages' devices: which stream waits for which, when receives are
+// posted, and what time it was there.
+#include "engine/run/executor.h"
+
+#include <utility>
+
+namespace pd2 {
+
+Executor::Given Executor::given_here() const {
+  Given given;
+  for (const StageStreams* each : streams_) {
+    given.push_back({Fence::here(each->device), Fence::of(each->inputs)});
+  }
+  return given;
+}
+
+void Executor::follow(const Given& given) const {
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    for (const Fence& fence : given[i]) {
+      fence.hold_back(streams_[i]->compute);
+    }
+  }
+}
+
+void Executor::join_here() const {
+  for (const StageStreams* each : streams_) {
+    each->join_here();
+  }
+}
+
+void Executor::wait_for_device(std::size_t most_runs_behind) {
+  while (ends_of_runs_.size() > most_runs_behind) {
+    for (const Fence& end : ends_of_runs_.front()) {
+      end.wait();
+    }
+    ends_of_runs_.pop_front();
+  }
+}
+
+void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges) {
+  receives_.insert_or_assign(wiring, pd2::plan_receives(setup_.schedule, edges));
+}
+
+// Before the action's own receives: what it posts here is under way, whatever those wait for.
+void Executor::begin_action(int action) {
+  posting_.action = action;
+  posting_.is_done = false;
+  post(action, /*before=*/true);
+}
+
+void Executor::post_receives() {
+  if (!std::exchange(posting_.is_done, true)) {
+    post(posting_.action, /*before=*/false);
+  }
+}
+
+void Executor::post(int action, bool before) {
+  for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
+    const EarlyReceive& each = (*posting_.early)[i];
+    if (each.action == action && each.before == before) {
+      int microbatch = each.receive.microbatch;
+      if (const Run* run = posting_.find(microbatch)) {
+        worker(each.receive.to).post(*run, microbatch, each.receive.from);
+      }
+    }
+  }
+}
+
+void Executor::record(bool on) {
+  if (on) {
+    clocks_.clear();
+    for (const StageStreams* each : streams_) {
+      clocks_.emplace(each->device, each->compute);
+    }
+  }
+  recording_ = on;
+}
+
+std::vector<ExecutedAction> Executor::take_record() {
+  std::vector<ExecutedAction> record;
+  {
+    const std::lock_guard lock(mutex_);
+    record = std::exchange(record_, {});
+  }
+  for (ExecutedAction& action : record) {
+    if (action.ended.is_of_device()) {
+      const DeviceClock& clock = clocks_.at(worker(action.stage).streams().device);
+      action.start = clock.time_of(action.begun);
+      action.end = clock.time_of(action.ended);
+    }
+  }
+  return record;
+}
+
+}  // namespace pd2

@@ -1,0 +1,134 @@
+// The optimizers of a stage: who steps which parameter, the step, and their state.
+#include "core/check.h"
+#include "engine/stage/stage.h"
+
+#include <utility>
+
+namespace pd2 {
+
+void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
+  optimizers_.clear();
+  stepped_.assign(places_.size(), {});
+  for (const OptimizerGroups& groups : optimizers) {
+    PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
+    for (std::size_t buffer = 0; buffer < packings_.size() && !host_; ++buffer) {
+      const std::size_t all = packings_[buffer]->views().size();
+      add_fused(groups, {.dtype = buffer, .first = 0, .last = all, .begin = 0, .end = 0}, 0);
+    }
+    for (std::size_t bucket = 0; host_ && bucket < host_->buckets().size(); ++bucket) {
+      add_fused(groups, host_->buckets()[bucket], bucket);
+    }
+  }
+}
+
+void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
+                      std::size_t bucket) {
+  const std::size_t buffer = range.dtype;
+  Fused fused{.buffer = buffer, .members = {}, .optimizer = nullptr, .bucket = bucket};
+  std::vector<ParameterSlice> slices;
+  std::vector<std::size_t> parameters;
+  for (std::size_t i = 0; i < places_.size(); ++i) {  // in the order of their offsets
+    const std::size_t index = places_[i].index;
+    if (places_[i].buffer == buffer && groups.of_parameter[i] >= 0 && range.first <= index &&
+        index < range.last) {
+      const ParameterView& view = packings_[buffer]->views()[index];
+      fused.members.push_back(index);
+      slices.push_back({view.offset, view.numel, groups.of_parameter[i]});
+      parameters.push_back(i);
+    }
+  }
+  if (slices.empty()) {
+    return;
+  }
+  fused.optimizer = std::make_unique<FusedOptimizer>(
+      groups.kind, std::move(slices),
+      host_ ? host_->gradients(buffer) : gradients_[buffer]->gradients(0));
+  for (std::size_t index = 0; index < parameters.size(); ++index) {
+    Stepped& stepped = stepped_[parameters[index]];
+    PD2_ASSERT(stepped.by == nullptr, "parameter ", parameters[index], " in two optimizers");
+    stepped = {fused.optimizer.get(), index};
+  }
+  optimizers_.push_back(std::move(fused));
+}
+
+int Stage::write_next(std::span<const GroupOptions> groups) {
+  PD2_ASSERT(stepped_.size() == places_.size(), "the stage has no optimizer");
+  const int from = update_.from, to = update_.to;
+  const std::size_t gradients = update_.gradients;
+  if (host_) {
+    step_on_host(groups);
+    return to;
+  }
+  for (Fused& fused : optimizers_) {
+    const std::vector<bool>& has_gradient = gradients_[fused.buffer]->has_gradient(gradients);
+    std::vector<bool> of_members;
+    for (std::size_t member : fused.members) {
+      of_members.push_back(has_gradient[member]);
+    }
+    fused.optimizer->step(slots_[from][fused.buffer],
+                          gradients_[fused.buffer]->gradients(gradients), slots_[to][fused.buffer],
+                          groups, of_members, masters_[fused.buffer], update_.gradient_scale);
+  }
+  if (to != from && optimizers_.empty()) {
+    PD2_ASSERT(!rotates() || places_.empty(),
+               "the gradients are where the weights would be copied");
+    repeat_newest();
+  } else if (to != from) {
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      if (stepped_[i].by == nullptr) {
+        PD2_ASSERT(!rotates(), "the gradient is where the weight would be copied");
+        weight(to, i).copy_(weight(from, i));
+      }
+    }
+  }
+  return to;
+}
+
+void Stage::repeat_newest() {
+  const int from = update_.from, to = update_.to;
+  if (host_) {
+    host_->begin_sending();  // after the gradients have left the slot
+    host_->end_sending();
+  }
+  for (std::size_t buffer = 0; buffer < packings_.size() && to != from; ++buffer) {
+    slots_[to][buffer].copy_(slots_[from][buffer]);
+  }
+}
+
+at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) const {
+  const Stepped& stepped = this->stepped(parameter);
+  const at::Tensor flat = stepped.by->state(name);
+  if (!flat.defined()) {
+    return {};
+  }
+  const Place& place = places_.at(parameter);
+  const ParameterView& view = packings_[place.buffer]->views()[place.index];
+  return flat.as_strided(view.sizes, view.strides,
+                         flat.storage_offset() + stepped.by->state_offset(stepped.index));
+}
+
+const Stage::Stepped& Stage::stepped(std::size_t parameter) const {
+  const Stepped& stepped = stepped_.at(parameter);
+  PD2_CHECK(stepped.by != nullptr, "parameter ", parameter, ": no fused optimizer steps it");
+  return stepped;
+}
+
+std::int64_t Stage::step_count(std::size_t parameter) const {
+  const Stepped& stepped = this->stepped(parameter);
+  return stepped.by->step_count(stepped.index);
+}
+
+void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
+                                const at::Tensor& value) {
+  const Stepped& stepped = this->stepped(parameter);
+  stepped.by->state_or_zeros(name);
+  optimizer_state(name, parameter).copy_(value);
+  stepped.by->mark_loaded(stepped.index);
+}
+
+void Stage::set_step_count(std::size_t parameter, std::int64_t count) {
+  const Stepped& stepped = this->stepped(parameter);
+  stepped.by->set_step_count(stepped.index, count);
+}
+
+}  // namespace pd2

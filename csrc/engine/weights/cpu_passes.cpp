@@ -1,0 +1,111 @@
+#include "engine/weights/cpu_passes.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <variant>
+
+namespace pd2 {
+namespace {
+
+constexpr std::int64_t kLineBytes = 64;
+// Per thread; below this, starting threads costs more than they save.
+constexpr std::int64_t kGrainBytes = std::int64_t{1} << 20;
+// Elements of the gradient that are still in the cache when they are read after having been scaled.
+constexpr std::int64_t kScaledAtOnce = std::int64_t{1} << 16;
+
+template <typename T>
+T* state_at(const FlatStep& step, std::size_t which, std::int64_t i) {
+  void* state = step.arrays.state[which];
+  return state == nullptr ? nullptr : static_cast<T*>(state) + i;
+}
+
+template <typename Weights>
+void step_part(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
+               std::int64_t begin, std::int64_t end) {
+  using T = typename Weights::Scalar;
+  const T* g = static_cast<const T*>(step.arrays.g) + begin;
+  const std::int64_t state = run.state + begin - run.begin, n = end - begin;
+  if (const auto* sgd = std::get_if<kernels::SgdOptions>(&run.options)) {
+    kernels::sgd_cpu(weights.at(begin), g, state_at<T>(step, 0, state), n, *sgd);
+  } else {
+    kernels::adam_cpu(weights.at(begin), g, state_at<T>(step, 0, state),
+                      state_at<T>(step, 1, state), state_at<T>(step, 2, state), n,
+                      std::get<kernels::AdamOptions>(run.options));
+  }
+}
+
+template <typename Weights>
+void step_piece(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
+                std::int64_t begin, std::int64_t end) {
+  using T = typename Weights::Scalar;
+  using Out = typename Weights::Out;
+  if (std::holds_alternative<std::monostate>(run.options)) {
+    const Out* w = static_cast<const Out*>(step.arrays.w);
+    if (w != weights.w_out) {
+      std::memcpy(weights.w_out + begin, w + begin, (end - begin) * sizeof(Out));
+    }
+    return;
+  }
+  if (step.gradient_scale == 1) {
+    return step_part(weights, step, run, begin, end);
+  }
+  T* g = static_cast<T*>(step.gradient);
+  const T scale = static_cast<T>(step.gradient_scale);
+  for (; begin < end; begin += kScaledAtOnce) {
+    const std::int64_t part_end = std::min(end, begin + kScaledAtOnce);
+    for (std::int64_t i = begin; i < part_end; ++i) g[i] *= scale;
+    step_part(weights, step, run, begin, part_end);
+  }
+}
+
+// Threads share the runs out by cache lines, so that every piece begins on a 64-byte boundary.
+template <typename Weights>
+void step_weights(const Weights& weights, const FlatStep& step) {
+  constexpr std::int64_t kLine =
+      kLineBytes / static_cast<std::int64_t>(sizeof(typename Weights::Out));
+  const auto lines = [](const kernels::StepOfRun& run) {
+    return (run.end - run.begin + kLine - 1) / kLine;
+  };
+  std::vector<std::int64_t> first_line;  // of each run, counting the runs' lines only
+  std::int64_t num_lines = 0;
+  for (const kernels::StepOfRun& run : step.runs) {
+    first_line.push_back(num_lines);
+    num_lines += lines(run);
+  }
+  at::parallel_for(
+      0, num_lines, kGrainBytes / kLineBytes, [&](std::int64_t line, std::int64_t end_line) {
+        auto r = std::upper_bound(first_line.begin(), first_line.end(), line) - first_line.begin();
+        for (--r; line < end_line; ++r) {
+          const kernels::StepOfRun& run = step.runs[r];
+          const std::int64_t begin = run.begin + (line - first_line[r]) * kLine;
+          const std::int64_t limit = run.begin + (end_line - first_line[r]) * kLine;
+          step_piece(weights, step, run, begin, std::min(run.end, limit));
+          line = first_line[r] + lines(run);
+        }
+      });
+}
+
+void step_on_cpu(const FlatStep& step, const at::Tensor&) {
+  kernels::visit_weights(step.arrays, [&](const auto& weights) { step_weights(weights, step); });
+}
+
+std::vector<double> norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type) {
+  std::vector<double> norms;
+  for (const at::Tensor& tensor : tensors) {
+    norms.push_back(at::linalg_vector_norm(tensor, norm_type).item<double>());
+  }
+  return norms;
+}
+
+}  // namespace
+
+DevicePasses cpu_passes() {
+  return {[](const FlatStep&, at::Tensor&) {}, &step_on_cpu, &norms_on_cpu};
+}
+
+}  // namespace pd2

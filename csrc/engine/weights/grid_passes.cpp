@@ -1,0 +1,94 @@
+#include "engine/weights/grid_passes.h"
+
+#include "core/check.h"
+#include "kernels/grid/norm.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+
+namespace pd2 {
+namespace {
+
+// Into memory that stays where it is while it is long enough. torch keeps the host's memory until
+// it has been read.
+void upload_bytes(std::span<const std::byte> bytes, c10::Device to, bool pins_memory,
+                  at::Tensor& table) {
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  const at::TensorOptions options(at::kByte);
+  const at::Tensor staged = at::empty({size}, options.pinned_memory(pins_memory));
+  std::memcpy(staged.mutable_data_ptr(), bytes.data(), bytes.size());
+  if (!table.defined() || table.numel() < size) {
+    table = at::empty({size}, options.device(to));
+  }
+  table.narrow(0, 0, size).copy_(staged, /*non_blocking=*/true);
+}
+
+std::vector<double> values_of(const at::Tensor& numbers, bool pins_memory) {
+  const at::Tensor on_host =
+      at::empty(numbers.sizes(), at::TensorOptions(at::kDouble).pinned_memory(pins_memory));
+  on_host.copy_(numbers);
+  const double* first = on_host.const_data_ptr<double>();
+  return {first, first + on_host.numel()};
+}
+
+kernels::NormKind norm_kind(double norm_type) {
+  if (norm_type == 1) return kernels::NormKind::kOne;
+  if (norm_type == 2) return kernels::NormKind::kTwo;
+  PD2_ASSERT(norm_type == INFINITY, "no pass for norm type ", norm_type);
+  return kernels::NormKind::kMax;
+}
+
+}  // namespace
+
+void upload_on_grid(const FlatStep& step, at::Tensor& table, const GridDevice& device) {
+  const kernels::StepControl control{.gradient_scale = step.gradient_scale};
+  const bool is_double = step.arrays.kind == kernels::WeightsKind::kDouble;
+  const bool is_sgd = step.arrays.rule == kernels::StepRule::kSgd;
+  upload_bytes(is_sgd ? (is_double ? kernels::sgd_table<double>(step.runs, control)
+                                   : kernels::sgd_table<float>(step.runs, control))
+                      : (is_double ? kernels::adam_table<double>(step.runs, control)
+                                   : kernels::adam_table<float>(step.runs, control)),
+               step.device, device.pins_memory, table);
+}
+
+void step_on_grid(const FlatStep& step, const at::Tensor& table, const GridDevice& device) {
+  kernels::StepLaunch launch = step.arrays;
+  launch.table = table.const_data_ptr();
+  for (const kernels::StepOfRun& run : step.runs) {
+    launch.num_chunks += kernels::num_chunks(run.end - run.begin, kernels::kStepChunk);
+  }
+  device.kernels.step(launch, device.stream);
+}
+
+std::vector<double> norms_on_grid(const std::vector<at::Tensor>& tensors, double norm_type,
+                                  const GridDevice& device) {
+  if (tensors.empty()) return {};
+  std::vector<kernels::NormArray> arrays;
+  std::int64_t num_chunks = 0;
+  for (const at::Tensor& tensor : tensors) {
+    PD2_ASSERT(tensor.is_non_overlapping_and_dense(), "a norm over what is not dense");
+    arrays.push_back({tensor.const_data_ptr(), tensor.numel(), num_chunks});
+    num_chunks += kernels::num_chunks(tensor.numel(), kernels::kNormChunk);
+  }
+  const c10::Device on = tensors.front().device();
+  const auto count = static_cast<std::int64_t>(arrays.size());
+  at::Tensor table;
+  upload_bytes(std::as_bytes(std::span(arrays)), on, device.pins_memory, table);
+  const at::Tensor results =
+      at::empty({count + num_chunks}, at::TensorOptions(at::kDouble).device(on));
+  auto* norms = results.mutable_data_ptr<double>();
+  device.kernels.norms({.kind = norm_kind(norm_type),
+                        .is_double = tensors.front().scalar_type() == at::kDouble,
+                        .table = table.const_data_ptr(),
+                        .num_arrays = count,
+                        .num_chunks = num_chunks,
+                        .partials = norms + count,
+                        .norms = norms},
+                       device.stream);
+  return values_of(results.narrow(0, 0, count), device.pins_memory);
+}
+
+}  // namespace pd2

@@ -1,0 +1,48 @@
+#include "engine/weights/tensor_norms.h"
+
+#include "engine/weights/device_passes.h"
+
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cmath>
+#include <cstddef>
+#include <map>
+
+namespace pd2 {
+namespace {
+
+std::vector<double> norms_by_torch(const std::vector<at::Tensor>& tensors, double norm_type) {
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& tensor : tensors) {
+    norms.push_back(at::linalg_vector_norm(tensor, norm_type).to(at::kDouble));
+  }
+  const at::Tensor all = at::stack(norms).to(at::kCPU);
+  const double* first = all.const_data_ptr<double>();
+  return {first, first + all.numel()};
+}
+
+}  // namespace
+
+std::vector<double> norms_of(const std::vector<at::Tensor>& tensors, double norm_type) {
+  std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    by_dtype[tensors[i].scalar_type()].push_back(i);
+  }
+  std::vector<double> norms(tensors.size());
+  for (const auto& [dtype, members] : by_dtype) {
+    std::vector<at::Tensor> alike;
+    for (const std::size_t member : members) alike.push_back(tensors[member]);
+    const c10::DeviceGuard guard(alike.front().device());
+    const DevicePasses* passes = find_device_passes(alike.front().device().type());
+    const bool has_pass = passes != nullptr && (dtype == at::kFloat || dtype == at::kDouble) &&
+                          (norm_type == 1 || norm_type == 2 || norm_type == INFINITY);
+    const std::vector<double> values =
+        has_pass ? passes->norms(alike, norm_type) : norms_by_torch(alike, norm_type);
+    for (std::size_t i = 0; i < members.size(); ++i) norms[members[i]] = values[i];
+  }
+  return norms;
+}
+
+}  // namespace pd2

@@ -1,0 +1,51 @@
+// What one launch of an optimizer's step does, as bytes for the device's memory. Whatever changes
+// from step to step is in there and not in the launch's arguments, so that a recorded launch can be
+// replayed with another table in the same place.
+#pragma once
+
+#include "kernels/optimizer.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <variant>
+#include <vector>
+
+namespace pd2::kernels {
+
+constexpr std::int64_t kStepChunk = 4096;  // elements
+
+// The table begins with this, and the runs follow.
+struct StepControl {
+  double gradient_scale = 1;  // gradients are multiplied by it first, as clipping does
+  std::int64_t num_chunks = 0;
+  std::int32_t num_runs = 0;
+  // Nothing is stepped, all weights are copied: a gradient overflowed. May be written by the
+  // device.
+  std::int32_t skips = 0;
+};
+
+// Elements of the flat arrays that are stepped alike; `Step` holds the coefficients.
+template <typename Step>
+struct StepRun {
+  std::int64_t begin, end;
+  std::int64_t state;  // where they begin in the arrays of state
+  std::int64_t first_chunk;
+  std::int32_t num_states;  // that the step uses; kCopied: the weights are copied instead
+  Step step;
+};
+constexpr std::int32_t kCopied = -1;
+
+struct StepOfRun {
+  std::int64_t begin = 0, end = 0, state = 0;
+  std::variant<std::monostate, SgdOptions, AdamOptions> options;  // none: copied
+};
+
+// T is the type of the arithmetic. The runs' options are all of one optimizer, which the launch
+// names, or none. The runs' order does not matter.
+template <typename T>
+std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, const StepControl& control);
+template <typename T>
+std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, const StepControl& control);
+
+}  // namespace pd2::kernels

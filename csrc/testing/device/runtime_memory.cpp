@@ -1,0 +1,157 @@
+// What uses which bytes, and whether it may.
+#include "testing/device/runtime.h"
+#include "testing/device/this_thread_text.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pd2 {
+
+AccessLog* Runtime::log_of(const Use& use) {
+  auto memory = memory_.upper_bound(use.begin);
+  if (memory == memory_.begin()) return nullptr;
+  --memory;
+  return use.begin < memory->second.end ? &memory->second.log : nullptr;
+}
+
+void Runtime::check(const LaunchPtr& launch, std::span<const Use> uses) {
+  const Clock known = known_to(launch->stream);
+  std::string error;
+  for (const Use& use : uses) {
+    const auto* log = log_of(use);
+    const auto other = log == nullptr ? nullptr : log->conflict(use, known);
+    if (!other) continue;
+    error = std::string("race: ") + launch->text() + (use.is_write ? " writes" : " reads") +
+            " memory beside " + other->text() + ": nothing orders them";
+    break;
+  }
+  for (const Use& use : uses) {
+    if (auto* log = log_of(use)) log->add(use, launch);
+  }
+  if (error.empty()) return;
+  errors_.push_back(error);
+  throw RaceError(error);
+}
+
+void Runtime::add_writes(const LaunchPtr& launch, std::span<const Use> uses) {
+  const Lock lock(mutex_);
+  for (const Use& use : uses) {
+    if (auto* log = log_of(use)) log->add(use, launch);
+  }
+}
+
+void Runtime::raise_kept() {
+  if (!kept_) return;
+  const std::string error = *std::exchange(kept_, std::nullopt);
+  throw RaceError(error);
+}
+
+void Runtime::add_memory(Address begin, std::size_t bytes) {
+  const Lock lock(mutex_);
+  memory_[begin] = {begin + bytes, {}};
+}
+
+void Runtime::remove_memory(Address begin) {
+  const Lock lock(mutex_);
+  memory_.erase(begin);
+}
+
+void Runtime::check_host_access(const Use& use, const std::string& name) {
+  const Lock lock(mutex_);
+  const auto* log = log_of(use);
+  const auto other = log == nullptr ? nullptr : log->conflict(use, over_);
+  if (!other) return;
+  errors_.push_back("race: the host's '" + name + "' by " + this_thread_text() +
+                    (use.is_write ? " writes" : " reads") + " pinned memory beside " +
+                    other->text() + ": the host has not waited for it");
+  kept_ = errors_.back();
+}
+
+void Runtime::reuse_memory(Address begin, std::size_t bytes, StreamNumber stream) {
+  const Lock lock(mutex_);
+  auto& log = memory_.at(begin).log;
+  const auto other = log.conflict({begin, bytes, true}, known_to(stream));
+  log.clear();
+  if (!other) return;
+  errors_.push_back("race: an allocation on stream " + std::to_string(stream) + " by " +
+                    this_thread_text() + " may get freed memory beside " + other->text() +
+                    ": no record_stream, and nothing orders them");
+  throw RaceError(errors_.back());
+}
+
+void Runtime::give_memory(Address begin, std::size_t bytes, StreamNumber stream) {
+  const Lock lock(mutex_);
+  auto& clock = streams_.at(stream).clock;
+  const auto device = std::to_string(streams_[stream].device);
+  const auto launch = std::make_shared<const Launch>(Launch{
+      stream, clock.at(stream), "allocation",
+      "stream " + std::to_string(stream) + " of checked:" + device + " by " + this_thread_text()});
+  memory_.at(begin).log.add({begin, bytes, true}, launch);
+}
+
+void Runtime::forget(Address begin, const Clock& over) {
+  const Lock lock(mutex_);
+  memory_.at(begin).log.forget(over);
+}
+
+void Runtime::set_drains(const DrainSettings& settings) {
+  const Lock lock(mutex_);
+  drains_ = settings;
+  random_.seed(settings.seed);
+}
+
+void Runtime::set_timeout(std::chrono::duration<double> timeout) {
+  const Lock lock(mutex_);
+  timeout_ = timeout;
+}
+
+void Runtime::drop_nth(Ordering kind, std::uint64_t n) {
+  const Lock lock(mutex_);
+  counts_[kind] = {0, n};
+  left_out_is_implied_.reset();
+}
+
+std::uint64_t Runtime::count(Ordering kind) const {
+  const Lock lock(mutex_);
+  const auto count = counts_.find(kind);
+  return count == counts_.end() ? 0 : count->second.done;
+}
+
+bool Runtime::leave_out(Ordering kind) {
+  const Lock lock(mutex_);
+  auto& count = counts_[kind];
+  return ++count.done == count.dropped;
+}
+
+void Runtime::set_left_out_is_implied(bool is_implied) {
+  const Lock lock(mutex_);
+  left_out_is_implied_ = is_implied;
+}
+
+std::optional<bool> Runtime::left_out_is_implied() const {
+  const Lock lock(mutex_);
+  return left_out_is_implied_;
+}
+
+std::vector<std::string> Runtime::errors() const {
+  const Lock lock(mutex_);
+  return errors_;
+}
+
+void Runtime::report(const std::string& error) {
+  const Lock lock(mutex_);
+  errors_.push_back(error);
+}
+
+void Runtime::clear_errors() {
+  const Lock lock(mutex_);
+  errors_.clear();
+  kept_.reset();
+}
+
+std::uint64_t Runtime::num_drains() const {
+  const Lock lock(mutex_);
+  return num_drains_;
+}
+
+}  // namespace pd2

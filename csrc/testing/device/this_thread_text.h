@@ -1,0 +1,17 @@
+#pragma once
+
+#include <array>
+#include <pthread.h>
+#include <string>
+#include <unistd.h>
+
+namespace pd2 {
+
+// "thread 123 (its name)", as a debugger shows it.
+inline std::string this_thread_text() {
+  std::array<char, 32> name{};
+  pthread_getname_np(pthread_self(), name.data(), name.size());
+  return "thread " + std::to_string(gettid()) + " (" + name.data() + ")";
+}
+
+}  // namespace pd2

@@ -1,0 +1,27 @@
+"""The machine's accelerator, of whatever type: CUDA, or one that an extension of torch brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def device_types() -> list[str]:
+    """Types of device that a model may be on: the CPU's and the accelerator's, if there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def module_of(device_type: str) -> Any:
+    """What ``torch.cuda`` is for CUDA."""
+    return torch.get_device_module(device_type)
+
+
+def module_in_use() -> tuple[str, Any] | None:
+    """The accelerator's type and module, if this process has begun to use it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module = module_of(accelerator.type)
+    return (accelerator.type, module) if module.is_initialized() else None

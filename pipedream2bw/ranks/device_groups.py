@@ -1,0 +1,73 @@
+"""Process groups whose transfers run on a device, where no thread waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Collection, Iterator
+
+import torch.distributed as dist
+
+from .. import _C
+
+TIMEOUT = datetime.timedelta(days=1)
+"""Of a group that carries messages: the engine's own rules end waiting, while the group would count
+the user's pauses too, and end the process."""
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"  # ErrorHandlingMode of torch's ProcessGroupNCCL.hpp
+
+
+def check_built(device_type: str, has_nccl: bool) -> None:
+    """Raises ValueError if processes cannot join for want of NCCL."""
+    if device_type == "cuda" and not has_nccl:
+        raise ValueError(
+            "type of the model's device: cuda, backends of this torch: gloo without nccl: several "
+            "processes with GPUs need a torch that is built with NCCL, or init_process_group('gloo'"
+            ") before, by which messages go over the host's memory"
+        )
+
+
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The name of a group's backend for each type of device; by default of the default group."""
+    parts = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
+
+
+def go_over_hosts(device_types: Collection[str]) -> bool:
+    """Whether messages between devices of these types go over the hosts' memory.
+
+    They do where the process group has nothing better than gloo, which knows the host alone.
+    """
+    first, *others = set(device_types)
+    return bool(others) or first == "cpu" or backends_of().get(first, "gloo") == "gloo"
+
+
+def runs_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether any of a group's transfers do."""
+    return any(
+        device != "cpu" and backend != "gloo" for device, backend in backends_of(group).items()
+    )
+
+
+@contextlib.contextmanager
+def errors_left_to_engine() -> Iterator[None]:
+    """Groups made inside do not end the process when a transfer fails, unless the user says so.
+
+    The engine tells the cause to all ranks, for which the process has to live.
+    """
+    is_own = _ERROR_HANDLING not in os.environ
+    if is_own:
+        os.environ[_ERROR_HANDLING] = _CLEAN_UP_ONLY
+    try:
+        yield
+    finally:
+        if is_own:
+            os.environ.pop(_ERROR_HANDLING, None)
+
+
+def end_with_fault(group: dist.ProcessGroup, fault: _C.Fault) -> None:
+    """Aborts the group when the pipeline fails, if its transfers run on a device."""
+    if runs_on_device(group):
+        _C.abort_on_fault(fault, group.group_name)

@@ -1,0 +1,92 @@
+"""Forwards and backwards that are recorded as graphs of a stage's device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from .. import _C
+
+_SHARE_OF_MEMORY = 4
+"""The graphs of a process take up to this part of its device's memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageGraphs:
+    """What the graphs of one stage have done since the pipeline was made.
+
+    Attributes:
+        num_graphs: how many there are now.
+        bytes: of device memory that belongs to them, now: the activations of recorded microbatches
+            and what is computed between.
+        forwards, backwards: how many have been given to the device as a graph.
+        others: by reason, how many actions were executed as usual.
+    """
+
+    num_graphs: int
+    bytes: int
+    forwards: int
+    backwards: int
+    others: Mapping[str, int]
+
+
+def graphs_of(report: _C.GraphReport) -> StageGraphs:
+    """Reads the engine's report."""
+    return StageGraphs(
+        num_graphs=report.num_graphs,
+        bytes=report.bytes,
+        forwards=report.forwards,
+        backwards=report.backwards,
+        others=dict(report.others),
+    )
+
+
+def graph_setup(
+    graphs: bool | str,
+    look: Callable[[_C.ForwardCall], _C.GivenInputs],
+    device: torch.device,
+    num_stages: int,
+) -> _C.GraphSetup:
+    """How a stage, one of so many of this process, uses graphs.
+
+    Args:
+        graphs: as :class:`PipelineModule` takes it.
+        look: what the runner does before a forward that may not be called.
+    """
+    if graphs is False:
+        return _C.GraphSetup()
+    most_bytes = most_bytes_of(device, num_stages)
+    return _C.GraphSetup(always=graphs is True, look=look, most_bytes=most_bytes)
+
+
+def most_bytes_of(device: torch.device, num_stages: int) -> int | None:
+    """What the graphs of one of so many stages may take up; None: there is no bound."""
+    if device.type != "cuda":
+        return None
+    memory: int = torch.cuda.get_device_properties(device).total_memory
+    return memory // _SHARE_OF_MEMORY // num_stages
+
+
+def check_graphs(
+    graphs: object,
+    devices: Sequence[torch.device],
+    *,
+    recomputes: bool,
+    random: str,
+) -> None:
+    """Raises ValueError, naming both values, if forwards and backwards cannot all be recorded."""
+    if graphs not in (True, False, "auto"):
+        raise ValueError(f"graphs: {graphs!r}, known: True, False, 'auto'")
+    if graphs is not True:
+        return
+    for device in devices:
+        if not _C.has_device_graphs(device):
+            raise ValueError(f"graphs: True, with a stage on {device}: it records no work")
+    for is_so, what in (
+        (recomputes, "with recompute: what a forward does again in the backward is not recorded"),
+        (random != "keyed", f"random: {random!r}: graphs need random='keyed'"),
+    ):
+        if is_so:
+            raise ValueError(f"graphs: True, {what}; 'auto' records what can be")

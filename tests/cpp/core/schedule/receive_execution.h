@@ -1,0 +1,305 @@
+// A reference for plan_receives(): ranks with devices that spin, as NCCL makes them. Hosts launch
+// ahead, devices follow, and wherever it is asked for a host waits for all that its device has to
+// do. It knows nothing of plans but where they say that a receive is posted.
+
+#pragma once
+
+#include "core/schedule/receives.h"
+#include "core/schedule/unroll.h"
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2::testing {
+
+// At once: all of a batch when it begins, and nobody waits for a device, but the batch's lists must
+// be done before the next one begins.
+enum class Posting { kPlanned, kWhenConsumed, kTwoAhead, kAtOnce };
+
+struct Drains {
+  double in_actions = 0;       // the probability that a host waits at a place in an action
+  double between_batches = 0;  // and that all wait before they begin the next batch
+};
+
+class ReceiveExecution {
+ public:
+  ReceiveExecution(const Schedule& schedule, std::vector<StageEdge> edges, Posting posting,
+                   unsigned seed)
+      : schedule_(schedule),
+        edges_(std::move(edges)),
+        posting_(posting),
+        plan_(posting == Posting::kPlanned ? plan_receives(schedule, edges_) : ReceivePlan()),
+        random_(seed) {}
+
+  // Returns what is wrong, "" if runs of these numbers of batches, each drained, come to an end.
+  std::string run(const std::vector<int>& batches_per_run, Drains drains) {
+    drains_ = drains;
+    for (const int num_batches : batches_per_run) {
+      ranks_.assign(schedule_.ranks.size(), {});
+      channels_.clear();
+      shares_.assign(schedule_.num_stages, {});
+      for (int batch = 0; batch <= num_batches; ++batch) {
+        const ListKind list = batch == num_batches ? ListKind::kEpilogue
+                              : batch              ? ListKind::kSteady
+                                                   : ListKind::kPrologue;
+        submit(list, std::min(batch, num_batches - 1));
+        const bool all_wait = batch == num_batches || chance(drains.between_batches);
+        if (all_wait) {
+          for (Rank& rank : ranks_)
+            rank.program.push_back(
+                {.kind = posting_ == Posting::kAtOnce ? Op::kFinish : Op::kDrain});
+          go_on([] { return false; });
+          if (!problem_.empty()) return problem_;
+          for (const Rank& rank : ranks_) {
+            if (!rank.program.empty()) return stuck();
+          }
+        } else {
+          go_on([this] { return chance(0.02); });  // some way into the batch
+        }
+        if (!problem_.empty()) return problem_;
+      }
+      for (const auto& [ends, channel] : channels_) {
+        if (channel.posted != channel.sent || channel.consumed != channel.sent) return "left over";
+      }
+    }
+    return "";
+  }
+
+ private:
+  using Ends = std::pair<int, int>;  // stages: from, to
+
+  struct Op {
+    enum Kind { kPost, kConsume, kCompute, kSend, kShare, kDrain, kFinish } kind;
+    Ends ends = {};      // of kPost, kConsume, kSend
+    int microbatch = 0;  // from the run's first
+    int stage = 0;       // of kShare
+  };
+  struct Rank {
+    std::deque<Op> program;  // what the host has not launched
+    std::deque<Op> compute;  // what the compute stream has to do, in order
+    int unfinished = 0;      // sends, receives and sums that were launched and go on
+  };
+  struct Channel {
+    int expected = 0, posted = 0, consumed = 0;  // by the receiver's host
+    int launched = 0;                            // by the sender's host
+    int sent = 0;                                // given to the network: computed, too
+    int arrived = 0;
+  };
+  struct Share {
+    int launched = 0, computed = 0, finished = 0;
+  };
+
+  bool posts_ahead() const {
+    return posting_ == Posting::kTwoAhead || posting_ == Posting::kAtOnce;
+  }
+
+  bool chance(double probability) {
+    return std::uniform_real_distribution<>(0, 1)(random_) < probability;
+  }
+
+  int rank_of(int stage) const { return schedule_.placement[stage]; }
+  static bool goes_back(ActionKind kind) {
+    return kind == ActionKind::kBackward || kind == ActionKind::kInputGrad;
+  }
+
+  // The messages that reach, or leave, the stage in a forward, or in a backward.
+  std::vector<Ends> messages(int stage, ActionKind kind, bool outgoing) const {
+    std::vector<Ends> found;
+    if (kind != ActionKind::kForward && !goes_back(kind)) return found;
+    for (int first = 0; first < schedule_.num_stages; first += schedule_.depth()) {
+      for (const StageEdge& edge : edges_) {
+        Ends ends = {first + edge.from, first + edge.to};
+        if (goes_back(kind)) std::swap(ends.first, ends.second);
+        const int mine = outgoing ? ends.first : ends.second;
+        if (mine == stage && rank_of(ends.first) != rank_of(ends.second)) found.push_back(ends);
+      }
+    }
+    return found;
+  }
+
+  void submit(ListKind list, int batch) {
+    const int m = schedule_.num_microbatches;
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      std::deque<Op>& program = ranks_[r].program;
+      const auto drain = [&] {
+        if (chance(drains_.in_actions)) program.push_back({.kind = Op::kDrain});
+      };
+      const std::vector<Action>& all = actions(schedule_.ranks[r], list);
+      const auto early = [&](int place, bool before) {
+        if (posting_ != Posting::kPlanned) return;
+        for (const EarlyReceive& each : plan_.of(static_cast<int>(r), list)) {
+          const int number = batch * m + each.receive.microbatch;
+          if (each.action != place || each.before != before || number < 0) continue;
+          program.push_back({Op::kPost, {each.receive.from, each.receive.to}, number, 0});
+        }
+      };
+      for (int place = 0; place < static_cast<int>(all.size()); ++place) {
+        const Action& action = all[place];
+        const int number = batch * m + action.microbatch;
+        const bool exists = number >= 0;
+        if (exists && !posts_ahead()) {
+          for (const Ends& ends : messages(action.stage, action.kind, false)) {
+            program.push_back({Op::kPost, ends, number, 0});
+          }
+        }
+        early(place, true);
+        if (exists) {
+          drain();
+          for (const Ends& ends : messages(action.stage, action.kind, false)) {
+            program.push_back({Op::kConsume, ends, number, 0});
+          }
+          program.push_back({.kind = Op::kCompute});
+          drain();
+          for (const Ends& ends : messages(action.stage, action.kind, true)) {
+            program.push_back({Op::kSend, ends, number, 0});
+          }
+          const bool ends_batch = number % m == m - 1 && (action.kind == ActionKind::kBackward ||
+                                                          action.kind == ActionKind::kWeightGrad);
+          if (schedule_.num_pipelines == 2 && (ends_batch || action.kind == ActionKind::kUpdate)) {
+            program.push_back({.kind = Op::kShare, .stage = action.stage});
+          }
+        }
+        early(place, false);
+        if (exists) drain();
+      }
+      if (all.empty()) early(0, true);
+    }
+    if (!posts_ahead() || list == ListKind::kEpilogue) return;
+    for (int stage = 0; stage < schedule_.num_stages; ++stage) {
+      for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {
+        for (const Ends& ends : messages(stage, kind, false)) {
+          channels_[ends].expected += m;
+          post_ahead(ends);
+        }
+      }
+    }
+  }
+
+  void post_ahead(const Ends& ends) {
+    Channel& channel = channels_[ends];
+    const int ahead = posting_ == Posting::kTwoAhead ? 2 : channel.expected;
+    while (channel.posted < channel.expected && channel.posted < channel.consumed + ahead) {
+      ++channel.posted;
+      ++ranks_[rank_of(ends.second)].unfinished;
+    }
+  }
+
+  // Until nothing moves, or `stops` says so.
+  void go_on(const std::function<bool()>& stops) {
+    std::vector<std::size_t> order(ranks_.size());
+    for (std::size_t r = 0; r < order.size(); ++r) order[r] = r;
+    for (bool moved = true; moved && problem_.empty() && !stops();) {
+      moved = false;
+      std::shuffle(order.begin(), order.end(), random_);
+      for (const std::size_t r : order) {
+        for (int steps = 1 + static_cast<int>(random_() % 4); steps > 0; --steps) {
+          moved = launch(ranks_[r]) || moved;
+        }
+        moved = compute(ranks_[r]) || moved;
+      }
+      moved = transfer() || moved;
+    }
+  }
+
+  // The host's next step.
+  bool launch(Rank& rank) {
+    if (rank.program.empty()) return false;
+    const Op op = rank.program.front();
+    Channel& channel = channels_[op.ends];
+    switch (op.kind) {
+      case Op::kDrain:
+        if (!rank.compute.empty() || rank.unfinished > 0) return false;
+        break;
+      case Op::kFinish:
+        if (!rank.compute.empty()) return false;
+        break;
+      case Op::kPost:
+        if (channel.posted > op.microbatch) break;  // it has been, early
+        if (channel.posted != op.microbatch) problem_ = "receives are posted in another order";
+        ++channel.posted;
+        ++rank.unfinished;
+        break;
+      case Op::kConsume:
+        if (channel.posted <= op.microbatch) problem_ = "a receive was not posted";
+        ++channel.consumed;
+        if (posts_ahead()) post_ahead(op.ends);
+        rank.compute.push_back(op);
+        break;
+      case Op::kCompute:
+        rank.compute.push_back(op);
+        break;
+      case Op::kSend:
+        ++channel.launched;
+        ++rank.unfinished;
+        rank.compute.push_back(op);
+        break;
+      case Op::kShare:
+        ++shares_[op.stage].launched;
+        ++rank.unfinished;
+        rank.compute.push_back(op);
+        break;
+    }
+    rank.program.pop_front();
+    return true;
+  }
+
+  bool compute(Rank& rank) {
+    if (rank.compute.empty()) return false;
+    const Op& op = rank.compute.front();
+    Channel& channel = channels_[op.ends];
+    if (op.kind == Op::kConsume && channel.arrived <= op.microbatch) return false;
+    if (op.kind == Op::kSend) ++channel.sent;
+    if (op.kind == Op::kShare) ++shares_[op.stage].computed;
+    rank.compute.pop_front();
+    return true;
+  }
+
+  bool transfer() {
+    bool moved = false;
+    for (auto& [ends, channel] : channels_) {
+      for (; channel.arrived < std::min(channel.sent, channel.posted); ++channel.arrived) {
+        --ranks_[rank_of(ends.first)].unfinished;
+        --ranks_[rank_of(ends.second)].unfinished;
+        moved = true;
+      }
+    }
+    for (int stage = 0; stage < static_cast<int>(shares_.size()); ++stage) {
+      if (schedule_.num_pipelines == 1) break;
+      Share& share = shares_[stage];
+      const Share& other = shares_[*schedule_.twin(stage)];
+      for (; share.finished < std::min(share.computed, other.computed); ++share.finished) {
+        --ranks_[rank_of(stage)].unfinished;
+        moved = true;
+      }
+    }
+    return moved;
+  }
+
+  std::string stuck() const {
+    std::string text = "stuck:";
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      text += " rank " + std::to_string(r) + " has " + std::to_string(ranks_[r].program.size()) +
+              " steps left,";
+    }
+    return text;
+  }
+
+  const Schedule& schedule_;
+  const std::vector<StageEdge> edges_;
+  const Posting posting_;
+  const ReceivePlan plan_;
+  std::mt19937 random_;
+  Drains drains_;
+  std::vector<Rank> ranks_;
+  std::map<Ends, Channel> channels_;
+  std::vector<Share> shares_;
+  std::string problem_;
+};
+
+}  // namespace pd2::testing

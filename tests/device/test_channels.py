@@ -1,0 +1,39 @@
+"""Messages between processes with a device, by way of the hosts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pipedream2bw import _C
+from pipedream2bw.ranks.channels import end_of_channel
+from tests.device import checked
+from tests.runs.launch import run_ranks
+
+DEVICE = torch.device("checked:0")
+COUNT = 12
+
+
+def exchange(rank: int, world: int) -> None:
+    """Rank 0 sends what it computes on the device, and the device's memory is used again."""
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    sender, receiver = end_of_channel(group, 0, 1, DEVICE, 4)
+    assert isinstance(sender or receiver, (_C.StagedSender, _C.StagedReceiver))
+    with checked.expect_no_errors():
+        for i in range(COUNT):
+            if sender is not None:
+                short = torch.full([3], i, device=DEVICE, dtype=torch.int16) * 2
+                sender.send(0, [short, torch.ones(2, 5, device=DEVICE).t() + i])
+            if receiver is not None:
+                receiver.expect(0)
+                short, floats = receiver.receive()
+                assert short.device == DEVICE
+                assert short.tolist() == [2 * i] * 3
+                assert floats.stride() == (1, 5)
+                assert (floats * 2).tolist() == [[2.0 + 2 * i] * 2] * 5
+        dist.barrier()
+
+
+def test_messages_of_a_device_arrive_in_order_and_without_a_race() -> None:
+    run_ranks(exchange, 2, timeout=60)

@@ -1,0 +1,304 @@
+"""Messages between processes through memory of a device that both use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipedream2bw as pd2
+from pipedream2bw import _C
+from pipedream2bw.errors import StageError
+from pipedream2bw.ranks import channels
+from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.device_rings import make_device_ring
+from tests.device import checked
+from tests.device.on_device import batch_on, on
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    by_pipeline,
+    expected,
+    make_pipeline,
+    sgd,
+)
+from tests.samples.models import TASKS
+from tests.samples.tied_models import TIED
+
+DEVICE = torch.device("checked:0")
+SLOTS = 2
+COUNT = 14
+# One after the other, layouts of which each needs larger slots than those before.
+SIZES = (5, 5, 3000, 5, 70_000, 3000, 200_000)
+
+
+def ring_ends() -> Any:
+    hosts = dist.new_group(backend="gloo")
+    assert hosts is not None
+    ring = make_device_ring(hosts, (0, 1), DEVICE, SLOTS, Deadline(30.0, _C.Fault()))
+    assert ring is not None
+    assert ring.rank == 1 - dist.get_rank()
+    return ring.end
+
+
+def exchange(rank: int, sizes: tuple[int, ...]) -> list[bool]:
+    """Rank 0 sends what it computes, and its memory is used again; says what has arrived."""
+    end = ring_ends()
+    right = []
+    received = []
+    for number in range(COUNT):
+        layout = number % len(sizes)
+        size = sizes[layout]
+        if rank == 0:
+            short = torch.full([3], number, device=DEVICE, dtype=torch.int16) * 2
+            end.send(layout, [short, (torch.ones(2, size, device=DEVICE) + number).t()])
+        else:
+            end.expect(layout)
+            received.append((number, size, end.receive()))
+    for number, size, (short, floats) in received:
+        assert floats.device == DEVICE
+        assert floats.stride() == (1, size)
+        same = (floats.cpu() == torch.full([size, 2], number + 1.0)).all().item()
+        right.append(short.tolist() == [2 * number] * 3 and same)
+    dist.barrier()
+    return right
+
+
+def exchange_of_layouts(rank: int, world: int) -> None:
+    with checked.expect_no_errors():
+        assert all(exchange(rank, SIZES))
+        checked.set_drains(at_first_use=True, probability=0.1, seed=rank)
+        assert all(exchange(rank, SIZES))
+
+
+def test_messages_arrive_in_order_and_without_a_race() -> None:
+    run_ranks(exchange_of_layouts, 2, timeout=60)
+
+
+def exchange_without_a_wait(rank: int, world: int) -> None:
+    # The first use of each operator waits until the device has come to rest.
+    for faulty, first in ((1, 4), (0, 5)):
+        # The one that waits is fast, and the other one slow.
+        checked.set_sharing_delay(0.0 if rank == faulty else 0.05)
+        checked.drop_nth(checked.Ordering.PEER_WAIT, first if rank == faulty else 0)
+        right = exchange(rank, (5,))
+        assert rank == 0 or not all(right), f"a wait that rank {faulty} left out"
+        checked.clear_errors()
+
+
+def test_each_wait_for_the_other_process_is_needed() -> None:
+    run_ranks(exchange_without_a_wait, 2, timeout=60)
+
+
+def again(call: Callable[[], Any]) -> Any:
+    """What it gives, at the second time if the first one finds a race."""
+    try:
+        return call()
+    except RuntimeError:
+        return call()
+
+
+def exchange_with_races(rank: int, end: Any) -> None:
+    """Memory is used again at once by both sides."""
+    for number in range(5):
+
+        def send(number: int = number) -> None:
+            end.send(0, [torch.ones(300, device=DEVICE) * number])
+
+        def receive() -> Any:
+            end.expect(0)
+            return end.receive()[0]
+
+        if rank == 0:
+            again(send)
+        else:
+            received = again(receive)
+            with contextlib.suppress(RuntimeError):
+                received.mul(2)
+            del received
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(300, device=DEVICE) + 1
+    torch.accelerator.synchronize()
+
+
+def exchange_without_one(rank: int, world: int, kind: checked.Ordering) -> int:
+    end = ring_ends()
+    exchange_with_races(rank, end)  # first uses
+    checked.clear_errors()
+    checked.drop_nth(kind, 0)
+    exchange_with_races(rank, end)
+    num_found = 0
+    assert not checked.errors()
+    counts: list[Any] = [None, None]
+    dist.all_gather_object(counts, checked.count(kind))
+    for faulty in (0, 1):
+        for n in range(1, counts[faulty] + 1):
+            checked.drop_nth(kind, n if rank == faulty else 0)
+            for _ in range(2):  # the last message's memory is used again in the second one
+                exchange_with_races(rank, end)
+            if rank == faulty:
+                assert checked.errors() or checked.left_out_is_implied(), (kind, faulty, n)
+                num_found += bool(checked.errors())
+            checked.clear_errors()
+            dist.barrier()
+    assert num_found > 0
+    return num_found
+
+
+@pytest.mark.parametrize("kind", ["STREAM_WAIT", "RECORD_STREAM"])
+def test_each_wait_and_record_of_a_stream_is_needed(kind: str) -> None:
+    run_ranks(exchange_without_one, 2, args=[getattr(checked.Ordering, kind)], timeout=90)
+
+
+def check(name: str, m: int, schedule: str = "2bw") -> None:
+    """Every rank compares the losses, and the parameters that it holds."""
+    task, world = TASKS[name], dist.get_world_size()
+    rows = [2 * m] * 5
+    batches = task.batches(rows)
+    want = expected(task, rows, m, schedule=schedule)
+    got = by_pipeline(
+        on(task, str(DEVICE)),
+        batches,
+        world,
+        m,
+        example=batch_on(batches[0], str(DEVICE)),
+        schedule=schedule,
+    )
+    on_host = {name: tensor.cpu() for name, tensor in got.state.items()}
+    held = {name: want.state[name] for name in on_host}
+    assert_same(
+        Trajectory(got.losses, on_host), dataclasses.replace(want, state=held), exact=task.exact
+    )
+
+
+class Ends(channels.Channels):
+    """All of which are ends of rings between devices."""
+
+    def make(self, edges: Any) -> None:
+        super().make(edges)
+        between = [*self.senders.values(), *self.receivers.values()]
+        assert between
+        assert all(isinstance(e, (_C.DeviceRingSender, _C.DeviceRingReceiver)) for e in between)
+
+
+def train(rank: int, world: int) -> None:
+    with (
+        checked.expect_no_errors(),
+        mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends),
+    ):
+        for schedule in ("2bw", "1f1b"):
+            check("mlp", world + 1, schedule)
+        check("skips", world, "2bw")
+        checked.set_drains(at_first_use=True, probability=0.02, seed=rank)
+        check("drawing", world, "2bw")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_on_one_device_train_as_the_oracle(world: int) -> None:
+    run_ranks(train, world, timeout=120)
+
+
+class Mixed(channels.Channels):
+    """One of whose two directions is a ring."""
+
+    def make(self, edges: Any) -> None:
+        super().make(edges)
+        rings = [
+            isinstance(end, (_C.DeviceRingSender, _C.DeviceRingReceiver))
+            for end in (*self.senders.values(), *self.receivers.values())
+        ]
+        assert sorted(rings) == [False, True]
+
+
+def train_in_another_way(rank: int, world: int, what: str) -> None:
+    """Rank 1 cannot share memory, but only as one of the two ends."""
+    ends = {"create": _C.DeviceRingSender, "open": _C.DeviceRingReceiver}
+    with (
+        checked.expect_no_errors(),
+        mock.patch.object(ends[what], what, return_value=None)
+        if rank == 1
+        else contextlib.nullcontext(),
+        mock.patch("pipedream2bw.runtime.local_stages.Channels", Mixed),
+    ):
+        check("mlp", 2)
+
+
+@pytest.mark.parametrize("what", ["create", "open"])
+def test_where_one_end_cannot_share_memory_both_go_another_way(what: str) -> None:
+    run_ranks(train_in_another_way, 2, args=[what], timeout=60)
+
+
+def make_tied(world: int) -> None:
+    task = next(iter(TIED.values()))
+    (batch,) = task.batches([4])
+    make_pipeline(on(task, str(DEVICE)), world, 2, batch_on(batch, str(DEVICE)), schedule="1f1b")
+
+
+def train_with_nccl(rank: int, world: int) -> None:
+    """As if the process group's backend were NCCL, which needs a device for each process."""
+    nccl = {"cpu": "gloo", "checked": "nccl"}
+    with mock.patch("pipedream2bw.ranks.devices.backends_of", return_value=nccl):
+        check("mlp", 2)
+        with pytest.raises(ValueError, match=r"tied parameters of stages .*this is one device"):
+            make_tied(world)
+        with (
+            mock.patch.object(channels, "go_over_hosts", return_value=False),
+            mock.patch.object(_C.DeviceRingReceiver, "open", return_value=None),
+            pytest.raises(ValueError, match=r"which share no memory: .*this is one device"),
+        ):
+            check("mlp", 2)
+
+
+def test_ranks_with_one_device_need_no_nccl_for_messages_alone() -> None:
+    run_ranks(train_with_nccl, 2, timeout=60)
+
+
+def fail(rank: int, world: int, how: str) -> float:
+    """How long the survivors need to learn it."""
+    task = TASKS["mlp"]
+    (batch,) = task.batches([8])
+    batch = batch_on(batch, str(DEVICE))
+    pipe = make_pipeline(on(task, str(DEVICE)), world, 4, batch)
+    with pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        for _ in range(3):
+            pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
+        dist.barrier()
+        start = time.monotonic()
+        if rank == 0 and how == "kill with a device at work":
+            checked.set_sharing_delay(60.0)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if rank == 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "leave":
+            pipe.abort()
+            return 0.0
+        with pytest.raises(StageError):
+            for _ in range(20):
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            pipe.flush()
+    seconds = time.monotonic() - start
+    assert seconds < 5, seconds
+    return seconds
+
+
+@pytest.mark.parametrize("how", ["kill", "kill with a device at work", "leave"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_lost_peer_ends_all_waiting(how: str, world: int) -> None:
+    results = run_ranks(fail, world, args=[how], timeout=60, expect_failure=how != "leave")
+    for result in results:
+        killed = result.rank == {"kill": 1, "leave": None}.get(how, 0)
+        assert result.exit_code == (-signal.SIGKILL if killed else 0), str(result)

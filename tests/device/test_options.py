@@ -1,0 +1,58 @@
+"""Every option gives the same bits on devices as on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import pipedream2bw as pd2
+from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS, train
+from tests.runs.trajectory import assert_same
+from tests.samples.models import Task
+from tests.samples.tied_models import TIED
+from tests.unit.training.test_precision import SKIPS, float_token_loss
+
+DEVICES = ["checked:0", "cpu"]
+
+
+def check(task: Task, num_stages: int, m: int, optimizer: str, **options: Any) -> None:
+    got, want = (
+        train(task, m, OPTIMIZERS[optimizer], num_stages=num_stages, device=device, **options)
+        for device in DEVICES
+    )
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "chimera", "pipedream"])
+def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str) -> None:
+    m = 1 if schedule == "pipedream" else 4
+    check(SKIPS, 4, m, optimizer, schedule=schedule, **PRECISIONS[precision])
+
+
+@pytest.mark.parametrize("precision", ["float32", "split"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"opt_options": {"max_grad_norm": 0.1}},
+        {"opt_options": {"max_grad_norm": 0.1}, "schedule": "1f1b"},
+        {"opt_options": {"max_grad_norm": 0.1}, "schedule": "chimera"},
+        {"opt_options": {"clip_grad_value": 0.01}, "flush_after": 2},
+        {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
+        {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
+        {"spare_buffer": True, "recompute": True},
+        {"warmup_batches": 2},
+    ],
+    ids=str,
+)
+def test_every_option(options: dict[str, Any], precision: str) -> None:
+    m = 4 if options.get("schedule") == "chimera" else 5
+    check(SKIPS, 4, m, "adam", **PRECISIONS[precision], **options)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "chimera", "1f1b"])
+def test_tied_gradients_are_summed(schedule: str) -> None:
+    task = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
+    check(task, 2, 4, "adam", schedule=schedule, split=["blocks.2"])

@@ -1,0 +1,196 @@
+"""Optimizer passes on the device against those on the CPU, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pipedream2bw import _C
+
+from .device import Device
+from .section import Rows
+from .training import has_pass
+
+ALIGNED = 512  # bytes: where a parameter of a device begins
+POISON = -7.0
+FACTORS = (1.0, -0.5, 3.0)  # of the gradient at each step: Adam forgets one that stays the same
+SGD: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "sgd, decay": {"weight_decay": 0.1},
+    "sgd, momentum": {"momentum": 0.9, "dampening": 0.1},
+    "sgd, nesterov, maximize": {"momentum": 0.9, "nesterov": True, "maximize": True},
+}
+ADAM: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "adam, decay": {"weight_decay": 0.1},
+    "adamw": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "adam, amsgrad": {"amsgrad": True},
+}
+STORED = ("float32", "float64", "bf16 master", "fp16 master", "split master")
+
+
+@dataclasses.dataclass
+class Arrays:
+    """What a step reads and writes: flat, on one device."""
+
+    w: torch.Tensor
+    gradient: torch.Tensor
+    w_out: torch.Tensor
+    master: torch.Tensor | None
+
+    def on(self, device: torch.device, offset: int) -> Arrays:
+        """A copy whose arrays begin ``offset`` elements into their memory."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=device)
+            return memory[offset:].copy_(tensor)
+
+        master = None if self.master is None else moved(self.master)
+        return Arrays(moved(self.w), moved(self.gradient), moved(self.w_out), master)
+
+
+def run(device: Device, rows: Rows) -> None:
+    if not has_pass(device):
+        rows.absent("passes", "the engine has none for this device")
+        return
+    large = device.is_gpu
+    sizes = [*range(1, 4098), 2**20 + 3] if large else [*range(1, 40), 4097]
+    for stored in STORED:
+        wrong: list[str] = []
+        for name, options in kinds():
+            if stored == "split master" and name.startswith("sgd"):
+                continue
+            compare(device, name, options, stored, sizes, 0, wrong)
+        rows.check(f"{stored}: all kinds", not wrong, "\n".join(wrong))
+    wrong = []
+    for stored, offset in itertools.product(STORED, range(1, 16)):
+        compare(device, "adam", {}, stored, [1, 5, 33, 1025], offset, wrong)
+    rows.check("every misalignment", not wrong, "\n".join(wrong))
+    if large:
+        apart = far_end(device)
+        rows.check("2^31 + 5 elements, the end", apart == 0, f"{apart} elements differ")
+
+
+def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield from SGD.items()
+    yield from ADAM.items()
+
+
+def kind_of(name: str) -> str:
+    return "sgd" if name in SGD else "adam"
+
+
+def compare(
+    device: Device,
+    name: str,
+    options: dict[str, Any],
+    stored: str,
+    sizes: list[int],
+    offset: int,
+    wrong: list[str],
+) -> None:
+    """Adds to ``wrong`` what differs after some steps, of which one leaves parameters out."""
+    slices, total = packed(sizes, 8 if stored == "float64" else 4)
+    groups = [_C.GroupOptions(lr=rate, **options) for rate in (1e-2, 3e-3)]
+    inside = torch.zeros(total, dtype=torch.bool)
+    for each in slices:
+        inside[each.offset : each.offset + each.numel] = True
+    arrays = made(stored, inside)
+    here = arrays.on(torch.device("cpu"), 0)
+    there = arrays.on(device.torch, offset)
+    try:
+        ours = _C.FusedOptimizer(kind_of(name), slices, there.gradient)
+        theirs = _C.FusedOptimizer(kind_of(name), slices, here.gradient)
+        for step, factor in enumerate(FACTORS):
+            has_gradient = [step != 1 or i % 3 != 0 for i in range(len(slices))]
+            for optimizer, on in ((ours, there), (theirs, here)):
+                on.gradient.mul_(factor)
+                on.w_out.fill_(POISON)
+                optimizer.step(
+                    w=on.w,
+                    gradient=on.gradient,
+                    w_out=on.w_out,
+                    groups=groups,
+                    has_gradient=has_gradient,
+                    master=on.master,
+                )
+                on.w, on.w_out = on.w_out, on.w
+    except ValueError as error:
+        wrong.append(f"{name}, {stored}, {offset} elements in: {error}")
+        return
+    for what in ("w", "master"):
+        a, b = getattr(there, what), getattr(here, what)
+        if b is None:
+            continue
+        differ = int((~same(a.cpu(), b) & inside).sum())
+        if differ:
+            wrong.append(f"{name}, {stored}, {offset} elements in: {differ} of {what}")
+
+
+def packed(sizes: list[int], element: int) -> tuple[list[_C.ParameterSlice], int]:
+    """Parameters one after the other, in turn of two groups and of alike neighbours."""
+    per_line = ALIGNED // element
+    slices, at = [], 0
+    for number, size in enumerate(sizes):
+        slices.append(_C.ParameterSlice(offset=at, numel=size, group=number // 2 % 2))
+        at += -(-size // per_line) * per_line
+    return slices, at
+
+
+def made(stored: str, inside: torch.Tensor) -> Arrays:
+    """Random numbers, and every kind of odd one, with zeros in between; the outputs are poison."""
+    total = inside.numel()
+    generator = torch.Generator().manual_seed(total)
+    dtype = torch.float64 if stored == "float64" else torch.float32
+    w = torch.randn(total, generator=generator, dtype=dtype)
+    gradient = torch.randn(total, generator=generator, dtype=dtype)
+    for number, odd in enumerate(
+        (0.0, -0.0, 1e-42, -1e-40, torch.inf, -torch.inf, torch.nan, 3e38)
+    ):
+        gradient[number::97] = odd
+        w[number + 11 :: 101] = odd if number < 4 else 1.5 * number
+    w *= inside
+    gradient[~inside] = 0
+    if "master" not in stored:
+        return Arrays(w, gradient, torch.full_like(w, POISON), None)
+    half = torch.float16 if stored == "fp16 master" else torch.bfloat16
+    low = w.to(half)
+    out = torch.full_like(low, POISON)
+    if stored == "split master":
+        remainder = torch.randint(-(2**15), 2**15, (total,), generator=generator)
+        return Arrays(low, gradient, out, remainder.to(torch.int16))
+    return Arrays(low, gradient, out, w)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where the bits are equal, or both are NaN."""
+    if not a.is_floating_point():
+        return a == b
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+
+
+def far_end(device: Device) -> int:
+    """How many of the last elements of a very long array differ from the CPU's."""
+    total, kept = 2**31 + 5, 4096
+    first = total // 16 * 16 - kept
+    w = torch.zeros(total, device=device.torch)
+    gradient, out = torch.zeros_like(w), torch.full_like(w, POISON)
+    tail = torch.randn(2, total - first, generator=torch.Generator().manual_seed(1))
+    w[first:], gradient[first:] = tail[0].to(w.device), tail[1].to(w.device)
+    group = [_C.GroupOptions(lr=0.1, weight_decay=0.01)]
+
+    def step(w: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        whole = [_C.ParameterSlice(offset=0, numel=w.numel(), group=0)]
+        _C.FusedOptimizer("sgd", whole, g).step(
+            w=w, gradient=g, w_out=out, groups=group, has_gradient=[True]
+        )
+        return out
+
+    want = step(tail[0].clone(), tail[1].clone(), torch.empty(total - first))
+    got = step(w, gradient, out)[first:].cpu()
+    return int((got.view(torch.int32) != want.view(torch.int32)).sum())

@@ -1,0 +1,108 @@
+"""Threads on one device train what the definition says, however late any stream is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+
+import pipedream2bw as pd2
+from tests.samples.models import TASKS
+from tests.samples.schedule_sizes import sizes_for
+from tests.samples.tied_models import TIED
+
+from .device import Device
+from .jitter import Jitter
+from .section import Rows
+from .training import Case, by_definition, by_threads, distance, repeatable, task_on
+
+MODELS = {
+    "MLP": TASKS["mlp"],
+    "tied GPT": TIED["language model"],
+    "BatchNorm": TASKS["batch norm"],
+    "dropout": TASKS["drawing"],
+}
+WITHIN = 1e-6
+WITHIN_HALF = 1e-3  # of a 16-bit forward: a sum in another order turns a rounding
+NUM_BATCHES = 6
+ON_A_GPU = {"seconds": 95.0, "seeds": 3}
+ELSEWHERE = {"seconds": 6.0, "seeds": 1}
+
+
+@dataclasses.dataclass
+class Tally:
+    """Of the runs of one row of the table."""
+
+    runs: int = 0
+    equal: int = 0
+    farthest: float = 0.0
+    worst: str = ""
+
+    def add(self, apart: float, what: str) -> None:
+        self.runs += 1
+        self.equal += apart == 0
+        if apart > self.farthest:
+            self.farthest, self.worst = apart, what
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """What matters most comes first."""
+    options = (
+        Case(clips=True),
+        Case(precision="bf16"),
+        Case(precision="fp16"),
+        Case(accumulate=2),
+        Case(steps_itself=True),
+    )
+    for depth, name in itertools.product((2, 3, 4), MODELS):
+        yield name, Case(depth, depth + 1)
+        if depth == 2:
+            yield from ((name, each) for each in options if name == "MLP")
+    for depth, schedule in itertools.product((2, 4, 3), pd2.schedule_names()):
+        if schedule in ("2bw", "pipedream"):  # pipedream's delay is another for every stage
+            continue
+        for sizes in sizes_for(schedule, depth):
+            case = Case(depth, sizes.num_microbatches, schedule, sizes.stages_per_rank)
+            yield from ((name, case) for name in MODELS)
+
+
+def row_of(name: str, case: Case) -> str:
+    kind = case.precision or "float32"
+    kind += ", clipped" * case.clips + ", accumulated" * (case.accumulate > 1)
+    kind += ", own step" * case.steps_itself
+    return f"{name}, {kind}"
+
+
+def run(device: Device, rows: Rows) -> None:
+    sizes = ON_A_GPU if device.is_gpu else ELSEWHERE
+    end = time.monotonic() + sizes["seconds"]
+    tallies: dict[str, Tally] = {}
+    left_out = 0
+    with repeatable():
+        for name, case in cases():
+            if time.monotonic() > end:
+                left_out += 1
+                continue
+            tally = tallies.setdefault(row_of(name, case), Tally())
+            for seed, apart in differences(device, name, case, int(sizes["seeds"])):
+                tally.add(apart, f"{case}, jitter {seed}")
+    for row, tally in tallies.items():
+        within = WITHIN_HALF if "16" in row else WITHIN
+        detail = f"farthest {tally.farthest:.1e} of {within:g}, {tally.equal} of {tally.runs} equal"
+        rows.check(row, tally.farthest <= within, f"{detail} {tally.worst}".rstrip())
+    rows.note("cases for which no time was left", str(left_out))
+
+
+def differences(
+    device: Device, name: str, case: Case, num_seeds: int
+) -> Iterator[tuple[int | None, float]]:
+    """Without jitter, then with; seeds and distances."""
+    task = task_on(MODELS[name], device)
+    batches = task.batches([2 * case.num_microbatches] * NUM_BATCHES)
+    want = by_definition(task, batches, case)
+    yield None, distance(by_threads(device, task, batches, case), want)
+    for seed in range(num_seeds):
+        with Jitter(device, seed) as jitter:
+            got = by_threads(device, task, batches, case, jitter=jitter, at_every_place=jitter.here)
+        yield seed, distance(got, want)

@@ -1,0 +1,92 @@
+"""What a section of the check is, and the rows that it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["pass", "FAIL", "not measured", "not there", "noted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A question to the device.
+
+    Attributes:
+        seconds: after so many the section has failed.
+        passes_if: what its rows say, for the table.
+        function: "module:name", called with a ``Device`` and ``Rows``.
+        environment: variables of its process.
+    """
+
+    name: str
+    seconds: float
+    passes_if: str
+    function: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One answer. A limit is part of the name's meaning: ``value`` must be within it."""
+
+    name: str
+    status: Status
+    value: float | None = None
+    limit: str = ""
+    detail: str = ""
+
+
+class Rows:
+    """Writes each row at once: what a section has found is kept if it hangs later.
+
+    Args:
+        measures: the device is one whose figures mean something. Of another a figure is taken, to
+            see that it can be, and not written down.
+    """
+
+    def __init__(self, path: Path, *, measures: bool) -> None:
+        self._path = path
+        self._measures = measures
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        self._write(Row(name, "pass" if passed else "FAIL", detail=detail))
+
+    def figure(
+        self,
+        name: str,
+        value: float,
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        detail: str = "",
+    ) -> None:
+        """Without a limit the figure is for information. NaN is within none."""
+        limits = [f"<= {at_most:g}"] if at_most is not None else []
+        limits += [f">= {at_least:g}"] if at_least is not None else []
+        limit = ", ".join(limits)
+        if not self._measures:
+            self._write(Row(name, "not measured", limit=limit))
+            return
+        within = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+        status: Status = "noted" if not limits else "pass" if within else "FAIL"
+        self._write(Row(name, status, value, limit, detail))
+
+    def absent(self, name: str, why: str) -> None:
+        """What the section asks about does not exist here, and says so itself."""
+        self._write(Row(name, "not there", detail=why))
+
+    def note(self, name: str, detail: str) -> None:
+        self._write(Row(name, "noted", detail=detail))
+
+    def _write(self, row: Row) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,108 @@
+"""Who waits for the device between two batches of the steady state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import pipedream2bw as pd2
+
+from .blocks import blocks
+from .device import Device
+from .section import Rows
+from .training import adamw_of
+
+NUM_STAGES, M = 2, 4
+WARM_UP, STEADY = 4, 10
+AT_MOST = 2.0
+"""A batch: one wait of the updates' thread for norms, one of the losses'."""
+
+
+@dataclasses.dataclass
+class Waits:
+    """How often a thread waited for the device: one that runs Python code, or the engine's own."""
+
+    by_python: int | None = None
+    by_engine: int = 0
+
+
+def run(device: Device, rows: Rows) -> None:
+    for clips in (False, True):
+        what = "with clipping" if clips else "without clipping"
+        waits = count(device, clips=clips)
+        if waits.by_python is None:
+            rows.absent(f"{what}: the caller's waits", "this device counts those of all together")
+        else:
+            rows.check(f"{what}: the caller's waits", waits.by_python == 0, str(waits.by_python))
+        others = waits.by_engine
+        rows.check(
+            f"{what}: waits of all other threads",
+            others <= AT_MOST * (STEADY + 1),  # a batch that began before may end meanwhile
+            f"{others / STEADY:g} a batch",
+        )
+
+
+def count(device: Device, *, clips: bool) -> Waits:
+    x = torch.randn(2 * M, 16, 64, device=device.torch)
+    with pd2.PipelineModule(
+        blocks(4, 64, device.torch),
+        F.mse_loss,
+        num_stages=NUM_STAGES,
+        num_microbatches=M,
+        example_args=(x,),
+        timeout=60.0,
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(
+            adamw_of(device, pipe.parameters()), max_grad_norm=1.0 if clips else None
+        )
+
+        def train(batches: int) -> None:
+            for _ in range(batches):
+                pipe.train_step(x, target=x)
+                opt.step()
+
+        train(WARM_UP)
+        device.synchronize()
+        with counted(device) as waits:
+            train(STEADY)
+        pipe.flush()
+    return waits
+
+
+@contextlib.contextmanager
+def counted(device: Device) -> Iterator[Waits]:
+    """Gives what is filled in at the end, as the device itself counts."""
+    waits = Waits()
+    if device.type == "checked":
+        from tests.device import checked
+
+        before = checked.count(checked.Ordering.HOST_WAIT)
+        yield waits
+        waits.by_engine = checked.count(checked.Ordering.HOST_WAIT) - before
+        return
+    # A thread of C++ writes its warnings to stderr, which is a file here.
+    kept = os.dup(2)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as seen:
+        path = Path(folder) / "stderr"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 2)
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            os.dup2(kept, 2)
+            os.close(file)
+            os.close(kept)
+        mark = "synchronizing CUDA operation"
+        waits.by_python = sum(mark in str(warning.message) for warning in seen)
+        waits.by_engine = path.read_text(errors="replace").count(mark)

@@ -1,0 +1,175 @@
+"""The machine code of the CUDA kernels: what nvcc makes of them without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = sorted((ROOT / "csrc" / "kernels" / "cuda").glob("*.cu"))
+ARCHITECTURES = (80, 90, 120)  # of those that setup.py builds for: compiling takes seconds each
+
+STEPS = [
+    f"{rule}/{weights}"
+    for rule in ("SgdStep", "AdamStep")
+    for weights in ("float", "double", "kBfloat16", "kFloat16", "SplitWeights")
+]
+NORMS = [
+    f"{kernel}/{kind}/{dtype}"
+    for kernel in ("sum", "finish")
+    for kind in ("kOne", "kTwo", "kMax")
+    for dtype in ("float", "double")
+]
+
+
+def find(tool: str) -> str | None:
+    on_path = shutil.which(tool)
+    usual = Path("/usr/local/cuda/bin") / tool
+    return on_path or (str(usual) if usual.is_file() else None)
+
+
+def needed(tool: str) -> str:
+    found = find(tool)
+    if found is None:
+        pytest.skip(f"there is no {tool}")
+    return found
+
+
+def kernel_of(symbol: str) -> str:
+    """Which variant a mangled name stands for, as in STEPS and NORMS."""
+    if "step_kernel" in symbol:
+        rule = "SgdStep" if "SgdStep" in symbol else "AdamStep"
+        for weights, part in (
+            ("SplitWeights", "SplitWeights"),
+            ("kBfloat16", "MasterWeightsILNS0_10HalfFormatE0E"),
+            ("kFloat16", "MasterWeightsILNS0_10HalfFormatE1E"),
+            ("float", "PlainWeightsIfE"),
+            ("double", "PlainWeightsIdE"),
+        ):
+            if part in symbol:
+                return f"{rule}/{weights}"
+    found = re.search(r"(sum|finish)_kernelILNS0_8NormKindE(\d)E([fd])E", symbol)
+    assert found is not None, symbol
+    kinds = ("kOne", "kTwo", "kMax")
+    return f"{found[1]}/{kinds[int(found[2])]}/{'float' if found[3] == 'f' else 'double'}"
+
+
+@dataclass
+class Usage:
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    registers: int
+
+
+@dataclass
+class Compiled:
+    usage: dict[str, Usage]  # by kernel: what ptxas says
+    ptx: dict[str, str]  # by kernel
+    object_file: Path
+
+
+def compile_kernels(folder: Path, architecture: int) -> Compiled:
+    nvcc = needed("nvcc")
+    usage: dict[str, Usage] = {}
+    ptx: dict[str, str] = {}
+    for source in KERNELS:
+        command = [nvcc, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{architecture}"]
+        command += ["-Xptxas=-v", "--keep", f"--keep-dir={folder}", "-c", str(source)]
+        object_file = folder / f"{source.stem}.o"
+        result = subprocess.run(
+            [*command, "-o", str(object_file)], capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+        for symbol, stack, stores, loads, registers in re.findall(
+            r"Function properties for (\S+)\n\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
+            r"(\d+) bytes spill loads\n.*Used (\d+) registers",
+            result.stderr,
+        ):
+            usage[kernel_of(symbol)] = Usage(int(stack), int(stores), int(loads), int(registers))
+        text = (folder / f"{source.stem}.ptx").read_text("utf-8")
+        for entry in re.split(r"\.entry\s+", text)[1:]:
+            ptx[kernel_of(re.split(r"\W", entry, maxsplit=1)[0])] = entry
+    return Compiled(usage, ptx, object_file)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids="sm_{}".format)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compile_kernels(tmp_path_factory.mktemp("cuda"), request.param)
+
+
+def test_no_kernel_keeps_numbers_in_memory(compiled: Compiled) -> None:
+    assert sorted(compiled.usage) == sorted([*STEPS, *NORMS])
+    for kernel, usage in compiled.usage.items():
+        assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), kernel
+        # 65,536 registers of a multiprocessor hold two blocks of 256 threads at least.
+        assert usage.registers <= 128, kernel
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
+    compiled: Compiled, step: str
+) -> None:
+    rule, weights = step.split("/")
+    # An instruction reads 16 bytes; a pack has as many elements as 16 bytes of its smallest.
+    wide = {"float": 1, "double": 1}.get(weights, 2)  # of a pack of gradients or of state
+    of_weights_in = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 2}.get(weights, 1)
+    of_weights_out = {"kBfloat16": 1, "kFloat16": 1, "SplitWeights": 1}.get(weights, 1)
+    of_masters_out = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 1}.get(weights, 0)
+    reads = writes = 0
+    for num_states in (0, 1) if rule == "SgdStep" else (2, 3):
+        reads += wide * (1 + num_states) + of_weights_in
+        writes += wide * num_states + of_masters_out
+    ptx = compiled.ptx[step]
+    # Loops may be unrolled, so that an instruction is there several times, and weights are copied.
+    assert count(r"ld\.global\.cs\.v4\.[a-z]32", ptx) >= reads + 1
+    assert count(r"st\.global\.cs\.v4\.[a-z]32", ptx) >= writes
+    assert count(r"st\.global\.wb\.v4\.[a-z]32", ptx) >= 2 * of_weights_out + 1
+    assert ".local" not in ptx
+    assert count(r"st\.global\S*\.v[48]\.[a-z](8|16)|st\.global\S*\.v2\.", ptx) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("kind", ["kOne", "kTwo", "kMax"])
+def test_a_norm_reads_16_bytes_at_a_time(compiled: Compiled, kind: str, dtype: str) -> None:
+    ptx = compiled.ptx[f"sum/{kind}/{dtype}"]
+    assert count(r"ld\.global\.cs\.v4\.[a-z]32", ptx) >= 1
+    assert ".local" not in ptx
+    assert count(r"\b(atom|red)\.", ptx) == 0
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_products_and_sums_are_fused_only_where_the_arithmetic_says_so(
+    compiled: Compiled, step: str
+) -> None:
+    ptx = compiled.ptx[step]
+    # A product without a rounding mode may be fused with the sum that follows.
+    assert count(r"\bmul\.f(32|64)\b", ptx) == 0
+    assert count(r"\b(fma|div|sqrt)\.(approx|full)\b", ptx) == 0
+    assert "ftz" not in ptx
+    assert count(r"\bfma\.rn\.f(32|64)\b", ptx) > 0
+
+
+def test_the_machine_code_has_whole_accesses_and_no_local_memory(compiled: Compiled) -> None:
+    cuobjdump = needed("cuobjdump")
+    sass = subprocess.run(
+        [cuobjdump, "-sass", str(compiled.object_file)], capture_output=True, text=True, check=True
+    ).stdout
+    functions = re.split(r"Function : ", sass)[1:]
+    assert len(functions) == len(STEPS) + len(NORMS)
+    for function in functions:
+        kernel = kernel_of(function.split()[0])
+        assert count(r"\b(LDL|STL)\b", function) == 0, kernel
+        if not kernel.startswith("finish"):
+            assert count(r"LDG\.E\.\S*128", function) > 0, kernel
+        if kernel in STEPS:
+            assert count(r"STG\.E\.\S*128", function) > 0, kernel

@@ -1,0 +1,80 @@
+"""What processes' devices must be, by facts about machines that are not at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipedream2bw.ranks.device_groups import check_built
+from pipedream2bw.ranks.devices import (
+    DeviceFacts,
+    check_apart,
+    check_device,
+    check_sums,
+    why_not_apart,
+)
+
+FACTS = DeviceFacts(
+    device="cuda:1", num_visible=4, host="one", uuid="GPU-1", backend="nccl", local_rank="1"
+)
+
+
+def changed(**changes: object) -> DeviceFacts:
+    return dataclasses.replace(FACTS, **changes)  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_there_is_accepted() -> None:
+    check_device(FACTS, num_processes=2)
+    check_device(changed(device="cuda:3"), num_processes=1)
+    check_device(changed(device="cuda", num_visible=1, local_rank=None), num_processes=2)
+    check_device(changed(device="cuda", local_rank=None), num_processes=1)
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cuda:4", 4), ("cuda:0", 0), ("cuda", 0)])
+def test_a_device_that_is_not_there_is_refused(device: str, visible: int) -> None:
+    with pytest.raises(ValueError, match=f"device: {device}, .*sees: {visible}: there is none"):
+        check_device(changed(device=device, num_visible=visible), num_processes=2)
+
+
+def test_a_process_that_sees_all_devices_has_to_name_its_own() -> None:
+    with pytest.raises(ValueError, match=r"device: cuda, .* 4: without LOCAL_RANK"):
+        check_device(changed(device="cuda", local_rank=None), num_processes=2)
+    check_device(changed(device="cuda"), num_processes=2)
+
+
+def test_two_ranks_on_one_device_are_refused_with_nccl_alone() -> None:
+    other = changed(device="cuda:0", uuid="GPU-0")
+    check_apart([other, FACTS, changed(uuid="GPU-7", host="two")])
+    # Each process may see one device alone, which it calls the first.
+    seen_alone = changed(device="cuda:0", num_visible=1)
+    with pytest.raises(ValueError, match="rank 1: cuda:1 of one, rank 2: cuda:0 of one: this is"):
+        check_apart([other, FACTS, seen_alone])
+    text = why_not_apart([other, FACTS, seen_alone])
+    assert text is not None
+    assert "rank 1: cuda:1 of one, rank 2" in text
+    check_apart([changed(backend="gloo"), changed(backend="gloo")])
+    assert why_not_apart([other, FACTS]) is None
+
+
+def test_devices_without_a_name_in_the_world_are_told_apart_by_machine_and_number() -> None:
+    nameless = changed(uuid="")
+    check_apart([nameless, changed(uuid="", device="cuda:2")])
+    check_apart([nameless, changed(uuid="", host="two")])
+    check_apart([nameless, changed(uuid="", visible="2,3")])
+    with pytest.raises(ValueError, match="rank 0: cuda:1 of one, rank 1: cuda:1 of one"):
+        check_apart([nameless, nameless])
+
+
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_sums_on_devices_need_a_backend_for_them(backend: str | None) -> None:
+    check_sums(FACTS, "width: 2")
+    with pytest.raises(ValueError, match=f"cuda:1, backend .*: {backend}, width: 2"):
+        check_sums(changed(backend=backend), "width: 2")
+
+
+def test_gpus_need_a_torch_with_nccl_to_join() -> None:
+    check_built("cuda", has_nccl=True)
+    check_built("cpu", has_nccl=False)
+    with pytest.raises(ValueError, match="cuda, backends of this torch: gloo without nccl"):
+        check_built("cuda", has_nccl=False)
