@@ -135,7 +135,7 @@ class Writer:
         """Begins, in a thread that does not keep the program from ending."""
         name = f"pipedream2bw: checkpoint {saving.step}"
         thread = threading.Thread(target=self._run, args=(saving,), name=name, daemon=True)
-        _copies[thread] = self._cut.copied
+        _ends_soon[thread] = lambda: self._cut.copied.done() or self._is_ended()
         thread.start()
 
     def _run(self, saving: Saving) -> None:
@@ -191,7 +191,7 @@ class Writer:
         if is_settled():
             return
         saving.done.set_exception(error)  # training need not wait for what follows
-        _copies.pop(threading.current_thread())
+        _ends_soon.pop(threading.current_thread())
         waiting = self._waiting(name)
         with contextlib.suppress(TimeoutError):
             while not self._is_ended() and not is_settled():
@@ -343,8 +343,10 @@ class Writer:
         return False
 
 
-_copies: weakref.WeakKeyDictionary[threading.Thread, Future[None]] = weakref.WeakKeyDictionary()
-"""The threads that write, and what is done when each has what it writes."""
+_ends_soon: weakref.WeakKeyDictionary[threading.Thread, Callable[[], bool]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The threads that write, and whether each has what it writes, or knows that it never will."""
 
 
 @atexit.register
@@ -353,8 +355,8 @@ def _finish_writing() -> None:
 
     That would abort the process: C++ functions are left that must not be left so.
     """
-    for thread, copied in list(_copies.items()):
-        thread.join(_AT_EXIT_SECONDS if copied.done() else 0)
+    for thread, ends_soon in list(_ends_soon.items()):
+        thread.join(_AT_EXIT_SECONDS if ends_soon() else 0)
         if thread.is_alive():
             log.warning("%s was not saved: the program ended first", thread.name)
 
