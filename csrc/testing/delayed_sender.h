@@ -25,7 +25,17 @@ class DelayedSender : public Sender {
       : sender_(std::move(sender)), calls_(shortest, longest, seed) {}
   ~DelayedSender() override { abort(); }
 
-  void send(LayoutId layout, Message message) override {
+  void abort() override {
+    {
+      const std::lock_guard lock(mutex_);
+      error_ = std::make_exception_ptr(ChannelAborted());
+    }
+    sender_->abort();
+  }
+  std::int64_t buffer_bytes() const override { return sender_->buffer_bytes(); }
+
+ private:
+  void transfer(LayoutId layout, Message message) override {
     if (const std::exception_ptr error = this->error()) {
       std::rethrow_exception(error);
     }
@@ -41,16 +51,6 @@ class DelayedSender : public Sender {
       }
     });
   }
-  void abort() override {
-    {
-      const std::lock_guard lock(mutex_);
-      error_ = std::make_exception_ptr(ChannelAborted());
-    }
-    sender_->abort();
-  }
-  std::int64_t buffer_bytes() const override { return sender_->buffer_bytes(); }
-
- private:
   std::exception_ptr error() {
     const std::lock_guard lock(mutex_);
     return error_;

@@ -38,16 +38,12 @@ def train_over_a_group(rank: int, world: int, schedules: list[str]) -> None:
 
 
 def train_every_schedule(rank: int, world: int, schedules: list[str]) -> None:
-    # With skip connections an action sends several messages, between which nothing may wait for
-    # the device; first uses do not come there.
-    train_schedules(rank, world, schedules, "drawing", drains=0.0)
-    train_schedules(rank, world, schedules, "mlp", drains=0.05)
+    for name in ("drawing", "mlp"):  # the first has skip connections: several messages an action
+        train_schedules(rank, world, schedules, name)
 
 
-def train_schedules(
-    rank: int, world: int, schedules: list[str], name: str, *, drains: float
-) -> None:
-    device = join(rank, drains)
+def train_schedules(rank: int, world: int, schedules: list[str], name: str) -> None:
+    device = join(rank, drains=0.05)
     for schedule in schedules:
         of_ranks = [sizes for sizes in sizes_for(schedule, world) if sizes.stages_per_rank == 1]
         if not of_ranks:

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -54,18 +55,34 @@ using LayoutId = std::int64_t;
 class Sender {
  public:
   virtual ~Sender() = default;
-  // Of a message that is void only `requires_grad` counts: whether its gradients will come. Between
-  // processes that is what the messages of the layout so far have been, or nothing if there was
-  // none: the receiver gets one of meaningless content then, or one that is void.
+  // Does all for the message that send() gets next that takes memory, or that the receiver may have
+  // to wait for before it can send something itself: the header of a new layout. send() does it
+  // otherwise. Of a message that is void only `requires_grad` counts: whether its gradients will
+  // come. Between processes that is what the messages of the layout so far have been, or nothing if
+  // there was none: the receiver gets one of meaningless content then, or one that is void.
   // Throws ValueError, before anything is sent, for a message that is not of its layout.
-  virtual void send(LayoutId layout, Message message) = 0;
-  // Sends the header of a message that send() gets next, if its layout is new: the receiver may
-  // have to wait for it before it can send something itself. send() does it otherwise.
-  virtual void announce(LayoutId, const Message&) {}
+  void prepare(LayoutId layout, Message& message) {
+    if (!is_prepared_) {
+      lay_out(layout, message);
+      is_prepared_ = true;
+    }
+  }
+  void send(LayoutId layout, Message message) {
+    prepare(layout, message);
+    is_prepared_ = false;
+    transfer(layout, std::move(message));
+  }
   // Ends all waiting, now and later, with ChannelAborted.
   virtual void abort() = 0;
   // Bytes of buffers for messages under way.
   virtual std::int64_t buffer_bytes() const { return 0; }
+
+ private:
+  virtual void lay_out(LayoutId, Message&) {}
+  // Begins the transfer of a message that has been laid out.
+  virtual void transfer(LayoutId layout, Message message) = 0;
+
+  bool is_prepared_ = false;
 };
 
 // The receiving end. One thread receives; expect() and abort() may be called from any.
@@ -74,11 +91,13 @@ class Receiver {
   virtual ~Receiver() = default;
   // Announces the next message, in order; its transfer may begin at once.
   virtual void expect(LayoutId layout) = 0;
-  // Begins the transfer of the oldest expected message that has not begun. For channels that begin
-  // none by themselves before receive(); others do nothing. May wait for the message's header. The
-  // thread that receives calls it.
+  // These three are for channels that begin no transfer by themselves before receive(); others do
+  // nothing. The thread that receives calls them.
+  // Takes memory for the oldest expected message that has none. May wait for the message's header.
+  virtual void reserve() {}
+  // Begins the transfer of the oldest that has memory and has not begun.
   virtual void post() {}
-  // The same for the oldest expected message, if it has not begun.
+  // Both for the oldest expected message, if it has not begun.
   virtual void prepare() {}
   // The oldest expected message, waiting for it if need be.
   virtual Message receive() = 0;

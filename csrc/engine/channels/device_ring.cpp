@@ -223,22 +223,17 @@ void DeviceRing::abort() {
   release();
 }
 
-void DeviceRingSender::send(LayoutId layout, Message message) {
-  const bool is_first = !layouts_.knows(layout);
-  const Message* header = layouts_.header_of(layout, message);
+void DeviceRingSender::lay_out(LayoutId layout, Message& message) {
+  const Message* const header = layouts_.lay_out(layout, message);
+  new_header_ = header != nullptr ? pack(*header) : at::Tensor();
+}
+
+void DeviceRingSender::transfer(LayoutId, Message message) {
   Note note{};
-  at::Tensor packed;
-  std::size_t bytes = 0;
-  if (header == nullptr) {
-    note.is_void = 1;
-  } else {
-    message = layouts_.laid_out(std::move(message), *header);
-    bytes = bytes_in_slot(*header);
-    if (is_first) {
-      packed = pack(*header);
-      note.header_words = static_cast<std::uint64_t>(packed.numel());
-    }
-  }
+  note.is_void = message.is_void ? 1 : 0;
+  const at::Tensor packed = std::exchange(new_header_, {});
+  note.header_words = packed.defined() ? static_cast<std::uint64_t>(packed.numel()) : 0;
+  const std::size_t bytes = bytes_in_slot(message);
   std::string address;
   if (bytes > ring_->slot_bytes()) {
     address = ring_->grow(bytes);
@@ -255,11 +250,11 @@ void DeviceRingSender::send(LayoutId layout, Message message) {
     throw ChannelAborted();
   }
   std::memcpy(to, &note, sizeof note);
-  if (is_first && header != nullptr) {
+  if (packed.defined()) {
     std::memcpy(to + sizeof note, packed.const_data_ptr(), packed.nbytes());
   }
   std::memcpy(to + note.bytes() - address.size(), address.data(), address.size());
-  if (header != nullptr) {
+  if (!message.is_void) {
     Fence::here(device_).hold_back(ring_->stream());
     ring_->begin_write();
     for_each_in_slot(message.tensors, ring_->slot(), [&](const at::Tensor& from, std::byte* place) {

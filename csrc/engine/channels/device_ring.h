@@ -100,15 +100,18 @@ class DeviceRingSender : public Sender {
       : ring_(std::move(ring)), device_(device), peer_rank_(peer_rank) {}
   const std::string& address() const { return ring_->address(); }
   bool is_idle() const { return ring_->is_idle(); }
-  void send(LayoutId layout, Message message) override;
   void abort() override { ring_->abort(); }
   std::int64_t buffer_bytes() const override { return ring_->memory_bytes(); }
 
  private:
+  void lay_out(LayoutId layout, Message& message) override;
+  void transfer(LayoutId layout, Message message) override;
+
   const std::unique_ptr<DeviceRing> ring_;
   const c10::Device device_;
   const int peer_rank_;
   SentLayouts layouts_{device_};
+  at::Tensor new_header_;  // of the message that comes next; undefined: the receiver knows it
 };
 
 class DeviceRingReceiver : public Receiver {

@@ -23,17 +23,6 @@ class LocalChannel : public Sender, public Receiver {
         outbound_(source == destination ? std::nullopt : own_stream(source)),
         inbound_(source == destination ? std::nullopt : own_stream(destination)) {}
 
-  void send(LayoutId, Message message) override {
-    message.ready = Fence::here(source_);
-    if (source_ != destination_) {
-      copy(message);
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      messages_.push_back(std::move(message));
-    }
-    arrived_.notify_one();
-  }
   void expect(LayoutId) override {}
   Message receive() override {
     std::unique_lock lock(mutex_);
@@ -60,6 +49,17 @@ class LocalChannel : public Sender, public Receiver {
   }
 
  private:
+  void transfer(LayoutId, Message message) override {
+    message.ready = Fence::here(source_);
+    if (source_ != destination_) {
+      copy(message);
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      messages_.push_back(std::move(message));
+    }
+    arrived_.notify_one();
+  }
   void copy(Message& message) const {
     message.ready.hold_back(outbound_ ? outbound_ : inbound_);
     const OnStream from(outbound_);

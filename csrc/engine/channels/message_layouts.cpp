@@ -79,18 +79,16 @@ Message unpack(const at::Tensor& packed) {
   return header;
 }
 
-const Message* SentLayouts::header_of(LayoutId layout, const Message& message) {
+const Message* SentLayouts::lay_out(LayoutId layout, Message& message) {
   auto known = headers_.find(layout);
-  if (known == headers_.end()) {
+  const bool is_new = known == headers_.end();
+  if (is_new) {
     if (message.is_void) {
       return nullptr;
     }
     known = headers_.emplace(layout, form_of(message)).first;
   }
-  return &known->second;
-}
-
-Message SentLayouts::laid_out(Message message, const Message& header) const {
+  const Message& header = known->second;
   if (message.is_void) {  // zeros will do
     message = header;
     std::ranges::fill(message.tensors, at::Tensor());
@@ -103,7 +101,7 @@ Message SentLayouts::laid_out(Message message, const Message& header) const {
   for (std::size_t i = 0; i < message.tensors.size(); ++i) {
     message.tensors[i] = laid_out(message, i, header);
   }
-  return message;
+  return is_new ? &header : nullptr;
 }
 
 at::Tensor SentLayouts::laid_out(const Message& message, std::size_t i,

@@ -22,13 +22,11 @@ class SentLayouts {
   // `device`: of the messages' tensors.
   explicit SentLayouts(c10::Device device) : device_(device) {}
 
-  // The message's header; null of a void message of a layout that is not known.
-  const Message* header_of(LayoutId layout, const Message& message);
-  bool knows(LayoutId layout) const { return headers_.count(layout) > 0; }
-  // The message as its header says that it is: strides included, with zeros in place of gradients
-  // that there are none of, and of all that a void message has not. Throws ValueError if it is
-  // another one.
-  Message laid_out(Message message, const Message& header) const;
+  // Makes the message what its layout's header says, which is the form of the first: strides
+  // included, with zeros in place of gradients that there are none of, and of all that a void
+  // message has not. One of a layout that is not known stays void. Gives the header if it is new.
+  // Throws ValueError for another message.
+  const Message* lay_out(LayoutId layout, Message& message);
 
  private:
   at::Tensor laid_out(const Message& message, std::size_t i, const Message& header) const;

@@ -117,30 +117,21 @@ void ProcessGroupSender::send_header(const std::vector<at::Tensor>& words) {
   keep(sent_headers_, std::move(sent));
 }
 
-void ProcessGroupSender::announce(LayoutId layout, const Message& message) {
-  if (is_announced_) {
-    return;
-  }
-  is_announced_ = true;
-  const bool is_first = !layouts_.knows(layout);
-  const Message* header = layouts_.header_of(layout, message);
-  if (header == nullptr) {
+void ProcessGroupSender::lay_out(LayoutId layout, Message& message) {
+  const Message* const header = layouts_.lay_out(layout, message);
+  if (message.is_void) {
     send_header({at::tensor({kIsVoid}, at::kLong)});
-  } else if (is_first) {
+  } else if (header != nullptr) {
     const at::Tensor packed = pack(*header);
     send_header({at::tensor({packed.numel()}, at::kLong), packed});
   }
 }
 
-void ProcessGroupSender::send(LayoutId layout, Message message) {
-  announce(layout, message);
-  is_announced_ = false;
-  const Message* header = layouts_.header_of(layout, message);
-  if (header == nullptr) {
+void ProcessGroupSender::transfer(LayoutId, Message message) {
+  if (message.is_void) {
     return;
   }
-  message = layouts_.laid_out(std::move(message), *header);
-  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), *header);
+  const std::size_t ring_bytes = bytes_through(peer_.ring.get(), message);
   if (ring_bytes > 0) {
     send_through_ring(message.tensors, ring_bytes);
     return;
@@ -252,15 +243,25 @@ void ProcessGroupReceiver::expect(LayoutId layout) {
   post_ahead();
 }
 
+void ProcessGroupReceiver::reserve() {
+  if (posted_ahead_ == 0) {
+    reserve_next();
+  }
+}
+
 void ProcessGroupReceiver::post() {
   if (posted_ahead_ == 0) {
-    begin_next();
+    const std::lock_guard lock(mutex_);
+    const auto next = std::ranges::find(posted_, false, &Posted::has_begun);
+    PD2_ASSERT(next != posted_.end(), "no message has memory");
+    begin(*next);
   }
 }
 
 void ProcessGroupReceiver::prepare() {
   if (posted_ahead_ == 0 && is_idle()) {
-    begin_next();
+    reserve_next();
+    post();
   }
 }
 
@@ -272,7 +273,7 @@ bool ProcessGroupReceiver::is_idle() const {
   return posted_.empty();
 }
 
-void ProcessGroupReceiver::begin_next() {
+void ProcessGroupReceiver::reserve_next() {
   std::optional<LayoutId> unknown;
   {
     const std::lock_guard lock(mutex_);
@@ -294,17 +295,18 @@ void ProcessGroupReceiver::begin_next() {
     known_.emplace(*unknown, *std::move(header));
   }
   const std::lock_guard lock(mutex_);
-  if (!post_next()) {
+  if (!make_room()) {
     throw ChannelAborted();
   }
 }
 
 void ProcessGroupReceiver::post_ahead() {
-  while (posted_.size() < posted_ahead_ && post_next()) {
+  while (posted_.size() < posted_ahead_ && make_room()) {
+    begin(posted_.back());
   }
 }
 
-bool ProcessGroupReceiver::post_next() {
+bool ProcessGroupReceiver::make_room() {
   if (aborted_ || expected_.empty()) {
     return false;
   }
@@ -325,19 +327,23 @@ bool ProcessGroupReceiver::post_next() {
     }
     posted.message.tensors.push_back(std::move(tensor));
   }
-  if (posted.ring_bytes == 0) {
-    const auto begin = [this](auto& bytes) {
-      const Work work = peer_.group->recv(bytes, peer_.number, tag_);
-      tag_ = (tag_ + 1) % kTags;
-      return work;
-    };
-    posted.works = with_peer(timeout_, peer_.rank, [&] {
-      return begin_all(peer_, bytes_of(posted.message.tensors), begin);
-    });
-  }
   posted_.push_back(std::move(posted));
   expected_.pop_front();
   return true;
+}
+
+void ProcessGroupReceiver::begin(Posted& next) {
+  next.has_begun = true;
+  if (next.ring_bytes > 0 || next.message.is_void) {
+    return;
+  }
+  const auto receive = [this](auto& bytes) {
+    const Work work = peer_.group->recv(bytes, peer_.number, tag_);
+    tag_ = (tag_ + 1) % kTags;
+    return work;
+  };
+  next.works = with_peer(timeout_, peer_.rank,
+                         [&] { return begin_all(peer_, bytes_of(next.message.tensors), receive); });
 }
 
 void ProcessGroupReceiver::wait(const Work& work) {
@@ -370,11 +376,14 @@ std::optional<Message> ProcessGroupReceiver::receive_header() {
 
 Message ProcessGroupReceiver::receive() {
   if (is_idle()) {
-    begin_next();
+    reserve_next();
   }
   Posted next;
   {
     const std::lock_guard lock(mutex_);
+    if (!posted_.front().has_begun) {
+      begin(posted_.front());
+    }
     next = std::move(posted_.front());
     posted_.pop_front();
     post_ahead();

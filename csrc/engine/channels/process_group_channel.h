@@ -56,8 +56,6 @@ class ProcessGroupSender : public Sender {
   // Makes the connection, which the first message would make otherwise. The other end calls it too;
   // both wait for each other.
   void connect();
-  void send(LayoutId layout, Message message) override;
-  void announce(LayoutId layout, const Message& message) override;
   void abort() override;
   // Of messages through the group: what is kept until they have been sent.
   std::int64_t buffer_bytes() const override;
@@ -69,6 +67,8 @@ class ProcessGroupSender : public Sender {
     std::vector<at::Tensor> tensors;  // what they send
     std::int64_t bytes = 0;
   };
+  void lay_out(LayoutId layout, Message& message) override;
+  void transfer(LayoutId layout, Message message) override;
   void send_header(const std::vector<at::Tensor>& words);
   void send_through_ring(const std::vector<at::Tensor>& tensors, std::size_t bytes);
   void keep(std::deque<Unawaited>& sent, Unawaited newest);
@@ -80,8 +80,7 @@ class ProcessGroupSender : public Sender {
   const std::size_t max_unawaited_;
   int tag_ = 0;
   SentLayouts layouts_{peer_.device};
-  bool is_announced_ = false;  // the header of the message that comes next, if it has one
-  mutable std::mutex mutex_;   // guards what abort() touches
+  mutable std::mutex mutex_;  // guards what abort() touches
   std::deque<Unawaited> sent_headers_, sent_;
   bool aborted_ = false;
 };
@@ -93,6 +92,7 @@ class ProcessGroupReceiver : public Receiver {
   ProcessGroupReceiver(Peer peer, std::size_t posted_ahead);
   void connect();  // as the sender's
   void expect(LayoutId layout) override;
+  void reserve() override;
   void post() override;
   void prepare() override;
   Message receive() override;
@@ -104,11 +104,13 @@ class ProcessGroupReceiver : public Receiver {
   struct Posted {
     Message message;
     std::size_t ring_bytes = 0;  // what comes through the ring
+    bool has_begun = false;
     std::vector<Work> works;
   };
-  bool is_idle() const;                     // nothing has begun
-  void begin_next();                        // waits for its header, if the layout is new
-  bool post_next();                         // holds mutex_; false if its layout is not known yet
+  bool is_idle() const;                     // nothing has memory
+  void reserve_next();                      // waits for its header, if the layout is new
+  bool make_room();                         // holds mutex_; false if its layout is not known yet
+  void begin(Posted& next);                 // holds mutex_
   void post_ahead();                        // holds mutex_
   std::optional<Message> receive_header();  // none: the message is void
   void receive_through_ring(const Posted& next);

@@ -48,7 +48,13 @@ StagedSender::~StagedSender() {
   thread_.join();
 }
 
-void StagedSender::send(LayoutId layout, Message message) {
+void StagedSender::lay_out(LayoutId layout, Message& message) {
+  if (!message.is_void) {  // which has no content
+    layouts_.lay_out(layout, message);
+  }
+}
+
+void StagedSender::transfer(LayoutId layout, Message message) {
   {
     const std::lock_guard lock(mutex_);
     if (error_) {
@@ -56,9 +62,7 @@ void StagedSender::send(LayoutId layout, Message message) {
     }
   }
   Staged staged{layout};
-  if (!message.is_void) {  // which has no content
-    const Message* header = layouts_.header_of(layout, message);
-    message = layouts_.laid_out(std::move(message), *header);
+  if (!message.is_void) {
     staged.sources = std::move(message.tensors);
     message.tensors = empty_like(staged.sources, at::kCPU, !device_.is_cpu());
     staged.copied = copy(staged.sources, message.tensors, copies_, device_);

@@ -28,7 +28,6 @@ class StagedSender : public Sender {
   StagedSender(const StagedSender&) = delete;
   StagedSender& operator=(const StagedSender&) = delete;
   ~StagedSender() override;
-  void send(LayoutId layout, Message message) override;
   void abort() override;
   std::int64_t buffer_bytes() const override;
 
@@ -39,6 +38,8 @@ class StagedSender : public Sender {
     std::vector<at::Tensor> sources{};  // of which it is the copy
     Fence copied{};
   };
+  void lay_out(LayoutId layout, Message& message) override;
+  void transfer(LayoutId layout, Message message) override;
   void hand_over();
 
   const std::shared_ptr<Sender> hosts_;
@@ -58,6 +59,7 @@ class StagedReceiver : public Receiver {
   StagedReceiver(std::shared_ptr<Receiver> hosts, c10::Device device)
       : hosts_(std::move(hosts)), device_(device) {}
   void expect(LayoutId layout) override { hosts_->expect(layout); }
+  void reserve() override { hosts_->reserve(); }
   void post() override { hosts_->post(); }
   void prepare() override { hosts_->prepare(); }
   Message receive() override;

@@ -55,12 +55,15 @@ void Executor::post_receives() {
 }
 
 void Executor::post(int action, bool before) {
-  for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
-    const EarlyReceive& each = (*posting_.early)[i];
-    if (each.action == action && each.before == before) {
-      int microbatch = each.receive.microbatch;
-      if (const Run* run = posting_.find(microbatch)) {
-        worker(each.receive.to).post(*run, microbatch, each.receive.from);
+  // All take their memory before any begins, see WorkerCallbacks.
+  for (const auto step : {&Receiver::reserve, &Receiver::post}) {
+    for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
+      const EarlyReceive& each = (*posting_.early)[i];
+      if (each.action == action && each.before == before) {
+        int microbatch = each.receive.microbatch;
+        if (const Run* run = posting_.find(microbatch)) {
+          worker(each.receive.to).post(*run, microbatch, each.receive.from, step);
+        }
       }
     }
   }

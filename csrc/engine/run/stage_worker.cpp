@@ -81,43 +81,37 @@ ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight
   return call;
 }
 
-void StageWorker::send(Sender& channel, LayoutId layout, Message message, bool is_only) const {
-  if (is_only) {
-    channel.announce(layout, message);
-    callbacks_.post_receives();
-  }
-  channel.send(layout, std::move(message));
-}
-
 void StageWorker::send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
                               InFlight* in_flight) {
   const Wiring& wiring = wirings_.at(run.wiring);
   PD2_ASSERT(!result || result->outbound.size() == wiring.outbound.size(),
              "a message for each edge");
   const LayoutId layout = this->layout(run, microbatch);
-  for (std::size_t e = 0; e < wiring.outbound.size(); ++e) {
+  std::vector<Message> messages(wiring.outbound.size());
+  for (std::size_t e = 0; e < messages.size(); ++e) {
     Sender& channel = *wiring.outbound[e].values;
+    Message& message = messages[e];
     bool expects_gradients = false;
-    const auto send = [&] {
-      Message& message = result->outbound[e];
+    const auto prepare = [&] {
+      message = std::move(result->outbound[e]);
       message.requires_grad.clear();
       for (at::Tensor& tensor : message.tensors) {
         message.requires_grad.push_back(in_flight && tensor.requires_grad());
         tensor = tensor.tensor_data();
       }
       expects_gradients = message.differentiable();
-      this->send(channel, layout, std::move(message), wiring.outbound.size() == 1);
+      channel.prepare(layout, message);
     };
-    if (result && attempt(run, send)) {
+    if (result && attempt(run, prepare)) {
       have_gradients_[{&channel, layout}] = expects_gradients;
     } else {
       result.reset();
       const auto known = have_gradients_.find({&channel, layout});
       expects_gradients = known != have_gradients_.end() && known->second;
-      Message message;
+      message = {};
       message.is_void = true;
       message.requires_grad = {expects_gradients};
-      this->send(channel, layout, std::move(message), wiring.outbound.size() == 1);
+      channel.prepare(layout, message);
     }
     if (in_flight) {
       in_flight->expects_gradients.push_back(expects_gradients);
@@ -125,6 +119,10 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
     if (expects_gradients) {
       wiring.outbound[e].gradients->expect(layout);
     }
+  }
+  callbacks_.post_receives();
+  for (std::size_t e = 0; e < messages.size(); ++e) {
+    wiring.outbound[e].values->send(layout, std::move(messages[e]));
   }
 }
 
@@ -174,17 +172,17 @@ void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
   }
 }
 
-void StageWorker::post(const Run& run, int microbatch, int sender) {
+void StageWorker::post(const Run& run, int microbatch, int sender, void (Receiver::*step)()) {
   const Wiring& wiring = wirings_.at(run.wiring);
   for (const InboundEdge& edge : wiring.inbound) {
     if (edge.producer == sender) {
-      edge.values->post();
+      (*edge.values.*step)();
     }
   }
   const auto in_flight = in_flight_.find({run.id, microbatch});
   for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
     if (wiring.outbound[e].consumer == sender && in_flight->second.expects_gradients[e]) {
-      wiring.outbound[e].gradients->post();
+      (*wiring.outbound[e].gradients.*step)();
     }
   }
 }

@@ -36,8 +36,9 @@ struct WorkerCallbacks {
   // Called while what the user's code raised is handled. False: it is a fault. `has_sent`: whether
   // another stage may have this one's gradients of the microbatch.
   std::function<bool(std::int64_t batch, bool has_sent)> discard;
-  // Posts the receives that belong after the action. Called before its send where it has one only:
-  // what is received so does not depend on it, and nothing can come between the two.
+  // Posts the receives that belong after the action. Called before its sends, which take no memory
+  // then: a device that is waited for between them, as whoever takes memory may do, would wait for
+  // what depends on the others.
   std::function<void()> post_receives;
 };
 
@@ -70,9 +71,9 @@ class StageWorker {
 
   // Begins the transfers of what the action will receive.
   void prepare(ActionKind kind, const Run& run, int microbatch);
-  // Begins the transfer of what another stage sends for the microbatch, of the next in order: of
-  // its values, if the stage comes before, else of its gradients.
-  void post(const Run& run, int microbatch, int sender);
+  // Calls `step`, reserve() or post(), for what another stage sends for the microbatch, the next in
+  // order: for its values, if the stage comes before, else for its gradients.
+  void post(const Run& run, int microbatch, int sender, void (Receiver::*step)());
 
   // Of a discarded batch's microbatch an action only receives and sends: what it receives means
   // nothing, and so does what it sends. Where the user's code raises, the batch is discarded and
@@ -137,7 +138,6 @@ class StageWorker {
   std::optional<ForwardResult> compute(const Run& run, int microbatch, ForwardCall call,
                                        InFlight& in_flight);
   // `is_only`: the action sends nothing else.
-  void send(Sender& channel, LayoutId layout, Message message, bool is_only) const;
   // `result` becomes none if it cannot be sent.
   void send_values(const Run& run, int microbatch, std::optional<ForwardResult>& result,
                    InFlight* in_flight);

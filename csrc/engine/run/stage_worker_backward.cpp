@@ -157,19 +157,13 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
   const ActionRange range(action);
   std::optional<double> sent_at;
   std::vector<bool> sent(wiring.inbound.size());
-  const auto send = [&](std::size_t e, Message message) {
-    sent_at = now();
-    this->send(*wiring.inbound[e].gradients, in_flight.layout, std::move(message),
-               wiring.inbound.size() == 1);
-    sent[e] = true;
-  };
-  const auto send_captured = [&](std::size_t e) {
+  const auto captured = [&](std::size_t e) {
     auto& sink = static_cast<InputSink&>(*in_flight.history.sinks[e]);
     Message message;
     message.tensors = std::move(sink.captured);
     message.tensors.resize(sink.num_inputs());
     message.requires_grad.assign(message.tensors.size(), false);
-    send(e, std::move(message));
+    return message;
   };
   bool is_good = !is_discarded(run);
   if (is_good) {
@@ -178,7 +172,9 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
     for (std::size_t e = 0; e < wiring.inbound.size() && stage_->on_host(); ++e) {
       if (in_flight.history.sinks[e]) {
         static_cast<InputSink&>(*in_flight.history.sinks[e]).on_captured = [&, e] {
-          send_captured(e);
+          sent_at = now();
+          wiring.inbound[e].gradients->send(in_flight.layout, captured(e));
+          sent[e] = true;
         };
       }
     }
@@ -191,16 +187,21 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
   if (is_good) {
     log(action, sent_at.value_or(now()));
   }
-  for (std::size_t e = 0; e < wiring.inbound.size(); ++e) {
-    if (!in_flight.owes_gradients[e] || sent[e]) {
-      continue;
+  std::vector<Message> messages(wiring.inbound.size());
+  for (std::size_t e = 0; e < messages.size(); ++e) {
+    if (in_flight.owes_gradients[e] && !sent[e]) {
+      if (is_good) {
+        messages[e] = captured(e);
+      } else {
+        messages[e].is_void = true;
+      }
+      wiring.inbound[e].gradients->prepare(in_flight.layout, messages[e]);
     }
-    if (is_good) {
-      send_captured(e);
-    } else {
-      Message message;
-      message.is_void = true;
-      send(e, std::move(message));
+  }
+  callbacks_.post_receives();
+  for (std::size_t e = 0; e < messages.size(); ++e) {
+    if (in_flight.owes_gradients[e] && !sent[e]) {
+      wiring.inbound[e].gradients->send(in_flight.layout, std::move(messages[e]));
     }
   }
   if (!is_good) {

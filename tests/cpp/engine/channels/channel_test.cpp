@@ -102,8 +102,8 @@ TEST_F(DelayedSenderTest, AbortEndsTheReceiverAndLaterSends) {
 
 TEST_F(DelayedSenderTest, WhatTheSenderThrowsTheNextSendThrows) {
   struct Failing : Sender {
-    void send(LayoutId, Message) override { throw std::runtime_error("no line"); }
     void abort() override {}
+    void transfer(LayoutId, Message) override { throw std::runtime_error("no line"); }
   };
   DelayedSender sender(std::make_shared<Failing>(), 0s, 0s, 0);
   EXPECT_THROW(

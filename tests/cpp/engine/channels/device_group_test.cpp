@@ -121,6 +121,46 @@ TEST_F(DeviceGroupTest, NoReceiveBeginsBeforeItIsAskedForOrAwaited) {
   EXPECT_EQ(num_begun(), 4);
 }
 
+TEST_F(DeviceGroupTest, MessagesHaveTheirMemoryBeforeAnyTransferBegins) {
+  for (int i = 0; i < 2; ++i) {
+    receiver.expect(0);
+    receiver.expect(1);
+  }
+  for (const LayoutId layout : {0, 1}) {
+    Message first = message_of(at::kFloat, 3 + layout);
+    sender.prepare(layout, first);
+    receiver.reserve();  // which the header is enough for
+    EXPECT_TRUE(sending->calls.empty());
+    EXPECT_TRUE(receiving->calls.empty());
+    if (layout == 0) {
+      receiver.post();
+      sender.send(layout, first);
+      sending->calls.clear();
+      receiving->calls.clear();
+    }
+  }
+  receiver.reserve();
+  EXPECT_TRUE(receiving->calls.empty());
+  receiver.post();
+  EXPECT_EQ(receiving->calls, (Calls{"start", "recv Byte[16]", "recv Byte[32]", "end"}));
+  receiver.post();
+  EXPECT_EQ(receiving->calls.at(5), "recv Byte[12]");
+}
+
+TEST_F(DeviceGroupTest, WhatIsPreparedHasTheFormOfItsLayout) {
+  sender.send(0, message_of(at::kFloat, 3));
+  Message second = message_of(at::kFloat, 3);
+  second.tensors.at(2) = second.tensors.at(2).contiguous();
+  sender.prepare(0, second);
+  EXPECT_EQ(second.tensors.at(2).strides(), (at::IntArrayRef{1, 3}));
+  Message other = message_of(at::kFloat, 4);
+  sender.send(0, second);
+  EXPECT_THROW(sender.prepare(0, other), ValueError);
+  other.is_void = true;
+  sender.prepare(0, other);  // what stands for it is prepared anew
+  EXPECT_EQ(other.tensors.at(0).sizes(), at::IntArrayRef{3});
+}
+
 TEST_F(DeviceGroupTest, AMessageIsKeptAndCountedUntilItIsSent) {
   constexpr std::int64_t kBytes = 3 * 5 * 4;
   for (int i = 1; i <= 6; ++i) {  // more than a host's group may have under way

@@ -104,8 +104,8 @@ TEST_F(StagedChannelTest, AbortEndsBothEnds) {
 
 TEST(StagedSenderTest, WhatTheOtherSenderThrowsTheNextSendThrows) {
   struct Failing : Sender {
-    void send(LayoutId, Message) override { throw std::runtime_error("no line"); }
     void abort() override {}
+    void transfer(LayoutId, Message) override { throw std::runtime_error("no line"); }
   };
   StagedSender sender(std::make_shared<Failing>(), at::kCPU);
   EXPECT_THROW(
