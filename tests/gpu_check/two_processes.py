@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.ranks import channels
+from pipedream2bw.ranks.device_rings import DeviceRing, make_device_ring
 from tests.runs.launch import RankError, RankResult, run_ranks
 from tests.runs.trajectory import Trajectory, by_oracle, copy_of
 from tests.samples.models import TASKS, WIDTH
@@ -26,25 +29,29 @@ WITHIN = 1e-6
 SOON = 5.0  # seconds after a failure the other process has raised
 SECONDS = 25.0
 TOO_MUCH = 1 << 50  # bytes
+SHARED, STAGED = "the device's shared memory", "staged in the hosts' memory"
+"""How messages travel; the first is what two processes get that can open each other's memory."""
 
 
 def run(device: Device, rows: Rows) -> None:
-    trained = _ranks(device, "trains", rows)
-    if trained is None:
-        return
     with repeatable():
         task = task_on(TASKS["mlp"], device)
         want = by_oracle(task, task.batches([2 * M] * BATCHES), M, sgd)
-    state = {name: value for each in trained for name, value in each.value["state"].items()}
-    got = Trajectory(trained[0].value["losses"], state)
-    on_host = {name: value.cpu() for name, value in want.state.items()}
-    apart = distance(got, Trajectory(want.losses, on_host))
-    rows.check("as the unsplit model", apart <= WITHIN, f"{apart:.1e}")
+    want.state = {name: value.cpu() for name, value in want.state.items()}
+    for how in (SHARED, STAGED):
+        trained = _ranks(device, how, rows)
+        if trained is None:
+            return
+        state = {name: value for each in trained for name, value in each.value["state"].items()}
+        apart = distance(Trajectory(trained[0].value["losses"], state), want)
+        rows.check(f"{how}: as the unsplit model", apart <= WITHIN, f"{apart:.1e}")
+        rings = [each.value["rings"] for each in trained]
+        expected = [2 if how == SHARED else 0] * 2  # one for each direction
+        rows.check(f"{how}: such channels", rings == expected, f"{rings}, expected {expected}")
     for how in ("kill -9", "an exception", "out of memory"):
         failed = _ranks(device, how, rows)
         if failed is not None:
             _judge(how, failed, rows)
-    rows.absent("CUDA IPC", "the package has no channel of that kind")
 
 
 def _ranks(device: Device, how: str, rows: Rows) -> list[RankResult] | None:
@@ -102,10 +109,22 @@ class Failing(nn.Module):
 def one_rank(rank: int, world_size: int, device_type: str, how: str) -> dict[str, Any]:
     device = open_device(device_type)
     assert dist.get_backend() == "gloo"
-    told = _train(device) if how == "trains" else _fail(device, rank, how)
+    told = _train_by(how, device) if how in (SHARED, STAGED) else _fail(device, rank, how)
     races = unordered_accesses(device)
     assert not races, races[:3]
     return told
+
+
+def _train_by(how: str, device: Device) -> dict[str, Any]:
+    rings = []
+
+    def make(*args: Any) -> DeviceRing | None:
+        ring = make_device_ring(*args) if how == SHARED else None
+        rings.append(ring is not None)
+        return ring
+
+    with mock.patch.object(channels, "make_device_ring", make):
+        return {**_train(device), "rings": sum(rings)}
 
 
 def _train(device: Device) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class Walk {
         lists_(lists),
         messages_(schedule, edges, lowest(lists)),
         states_(messages_.size(), kReceived),
+        launched_(messages_.size()),
+        is_one_of_several_(messages_.size()),
         ranks_(lists.size()),
         early_(lists.size()),
         shares_(schedule.num_stages, kNone) {
@@ -151,6 +153,7 @@ class Walk {
     int next = 0;
     bool waits_for_device = false;  // after `next`; if not, for messages, or it has finished
     bool is_awake = false;
+    int launched = 0;        // when its last action was
     std::vector<int> sends;  // launched, and not known to be received
   };
 
@@ -188,12 +191,27 @@ class Walk {
 
   // Posts what the next action consumes; whether all of it is there.
   bool receive_all(int rank) {
+    std::vector<int> messages;
+    messages_.consumed_by(action(rank), [&](int message) { messages.push_back(message); });
+    std::ranges::sort(messages, {}, [&](int message) { return launched_[message]; });
     bool is_there = true;
-    messages_.consumed_by(action(rank), [&](int message) {
+    for (const int message : messages) {
+      const State before = states_[message];
+      if (messages.size() > 1 && before == kNotSent) is_one_of_several_[message] = true;
+      if (messages.size() > 1 && before == kSent) post_in_order(message);
       post(message);
       is_there = is_there && states_[message] == kReceived;
-    });
+    }
     return is_there;
+  }
+
+  // A post may wait for its message's header, and so for its sending: of several messages that are
+  // consumed together the one that is sent first has to be posted first.
+  void post_in_order(int message) {
+    const Receive& receive = messages_[message];
+    const int rank = schedule_.placement[receive.to];
+    early_[rank].push_back(
+        {.action = ranks_[rank].next, .moment = Moment::kBefore, .receive = receive});
   }
 
   void post(int message) {
@@ -205,8 +223,11 @@ class Walk {
 
   void launch(int rank) {
     const Action& action = this->action(rank);
+    ranks_[rank].launched = ++num_launched_;
     messages_.sent_by(action, [&](int message) {
+      launched_[message] = num_launched_;
       if (states_[message] == kPosted) {
+        if (is_one_of_several_[message]) post_in_order(message);
         states_[message] = kReceived;
         wake(schedule_.placement[messages_[message].to]);
       } else {
@@ -222,14 +243,11 @@ class Walk {
     }
   }
 
-  // The two copies of a stage add up their gradients: after a batch's last backward the device is
-  // busy until the other copy has come there too, and again in the update. They are numbered.
+  // The two copies of a stage add up their gradients in the update: the device is busy until the
+  // other copy has come there too. Gives the batch.
   std::optional<int> share_of(const Action& action) const {
-    const int m = schedule_.num_microbatches;
-    const int batch = relative_batch(action.microbatch, m);
-    if (action.kind == kUpdate) return 2 * batch + 1;
-    const bool adds = action.kind == kBackward || action.kind == kWeightGrad;
-    return adds && action.microbatch == batch * m + m - 1 ? std::optional(2 * batch) : std::nullopt;
+    if (action.kind != kUpdate) return std::nullopt;
+    return relative_batch(action.microbatch, schedule_.num_microbatches);
   }
   bool waits_for_copy(int rank) const {
     const std::optional<int> twin = schedule_.twin(action(rank).stage);
@@ -244,9 +262,14 @@ class Walk {
       const int rank = schedule_.placement[receive.to];
       const RankState& receiver = ranks_[rank];
       const bool is_at_end = has_finished(rank) && receiver.next > 0;
-      early_[rank].push_back({.action = receiver.next - (is_at_end ? 1 : 0),
-                              .before = !receiver.waits_for_device && !is_at_end,
-                              .receive = receive});
+      // An update sends nothing, and the sum in it may last.
+      const bool is_before =
+          !is_at_end && (!receiver.waits_for_device || action(rank).kind == kUpdate);
+      const Moment moment = is_before                                ? Moment::kBefore
+                            : launched_[message] < receiver.launched ? Moment::kWithSends
+                                                                     : Moment::kAfterSends;
+      early_[rank].push_back(
+          {.action = receiver.next - (is_at_end ? 1 : 0), .moment = moment, .receive = receive});
       post(message);
     }
   }
@@ -266,6 +289,9 @@ class Walk {
   const Lists& lists_;
   const Messages messages_;
   std::vector<State> states_;  // by message
+  std::vector<int> launched_;  // by message: when the action that sends it was
+  int num_launched_ = 0;
+  std::vector<bool> is_one_of_several_;  // that were posted by an action that consumes them
   std::vector<RankState> ranks_;
   EarlyReceives early_;
   std::vector<int> shares_;  // by stage: the last of its sums with its copy

@@ -20,15 +20,21 @@
 // (each waits for its device, or for a message), every send that has been launched gets its receive
 // posted where the receiver is. Nothing waits for such a post: its message is under way.
 //
-// Between the first send that an action launches and the last receive that is posted at its end
-// nothing may wait for the device; nor may the sums of gradients over stages' copies, whose kernels
-// spin as well, be launched anywhere but in the batch's last backward and in the update.
+// Memory for a message may take a wait for the device, and comes first: for what an action sends
+// and for what is posted with that, before any of it begins. A receive is posted with an action's
+// sends if its message was launched before the action was, so that it does not depend on it; else
+// after them, when the message, and so its size, may depend on them. Ranks that wait there, for
+// their sends, wait for ranks whose actions were launched earlier: in no circle.
+//
+// The sums of gradients over stages' copies, whose kernels spin as well, must be launched in the
+// update alone.
 
 #pragma once
 
 #include "core/schedule/unroll.h"
 
 #include <array>
+#include <cstdint>
 #include <vector>
 
 namespace pd2 {
@@ -52,14 +58,16 @@ struct Receive {
   auto operator<=>(const Receive&) const = default;
 };
 
+// In an action: before its own receives are posted, with its sends, or after them.
+enum class Moment : std::uint8_t { kBefore, kWithSends, kAfterSends };
+
 // A receive that is posted before the action that consumes its message.
 struct EarlyReceive {
-  // In the list that is being run: the receive is posted when this action has launched its sends;
-  // or, if `before`, when it has posted its own receives and before it waits for them. In an empty
-  // list it is {0, before}. The action itself may be skipped, as one of a microbatch before the
-  // run's first; a receive of such a microbatch is skipped, and no other.
+  // In the list that is being run; {0, kBefore} in an empty one. The action itself may be skipped,
+  // as one of a microbatch before the run's first; a receive of such a microbatch is skipped, and
+  // no other.
   int action = 0;
-  bool before = false;
+  Moment moment = Moment::kBefore;
   Receive receive;
 
   bool operator==(const EarlyReceive&) const = default;

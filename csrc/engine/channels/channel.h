@@ -95,7 +95,7 @@ class Receiver {
   // nothing. The thread that receives calls them.
   // Takes memory for the oldest expected message that has none. May wait for the message's header.
   virtual void reserve() {}
-  // Begins the transfer of the oldest that has memory and has not begun.
+  // Begins the transfer of the oldest that has not begun, after reserve() if it has no memory.
   virtual void post() {}
   // Both for the oldest expected message, if it has not begun.
   virtual void prepare() {}

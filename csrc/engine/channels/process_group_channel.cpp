@@ -250,17 +250,26 @@ void ProcessGroupReceiver::reserve() {
 }
 
 void ProcessGroupReceiver::post() {
-  if (posted_ahead_ == 0) {
+  if (posted_ahead_ > 0) {
+    return;
+  }
+  const auto begin_oldest = [this] {
     const std::lock_guard lock(mutex_);
-    const auto next = std::ranges::find(posted_, false, &Posted::has_begun);
-    PD2_ASSERT(next != posted_.end(), "no message has memory");
-    begin(*next);
+    const auto oldest = std::ranges::find(posted_, false, &Posted::has_begun);
+    if (oldest == posted_.end()) {
+      return false;
+    }
+    begin(*oldest);
+    return true;
+  };
+  if (!begin_oldest()) {
+    reserve_next();
+    begin_oldest();
   }
 }
 
 void ProcessGroupReceiver::prepare() {
   if (posted_ahead_ == 0 && is_idle()) {
-    reserve_next();
     post();
   }
 }

@@ -43,7 +43,7 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
         [this] { return recording_.load(std::memory_order_relaxed); },
         [this](const ExecutedAction& action) { log(action); },
         [this](std::int64_t batch, bool has_sent) { return discard(batch, has_sent); },
-        [this] { post_receives(); }};
+        [this] { post_with_sends(); }};
     workers_.push_back(
         std::make_unique<StageWorker>(setup_, each, std::move(callbacks), std::move(updates)));
     const StageStreams* streams = &workers_.back()->streams();
@@ -359,7 +359,7 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
       worker(actions[i].stage).prepare(actions[i].kind, *run, microbatch);
       execute(actions[i], *run, microbatch);
     }
-    post_receives();
+    end_action();
   }
   if (actions.empty()) {
     begin_action(0);
@@ -424,7 +424,7 @@ void Executor::evaluate(const Run& run) {
       begin_action(action++);
       worker->prepare(ActionKind::kForward, run, number);
       worker->evaluate(run, number);
-      post_receives();
+      end_action();
     }
   }
 }

@@ -124,11 +124,11 @@ class Executor {
   void execute(const Action& action, const Run& run, int microbatch);
   // Gives the run of a microbatch of a list, and its number there; or null.
   using FindRun = std::function<const Run*(int& microbatch)>;
-  // Posts the receives of the plan that belong before the action.
+  // These post the receives of the plan that belong there: the second once, the last one too.
   void begin_action(int action);
-  // Posts those that belong after it, once.
-  void post_receives();
-  void post(int action, bool before);
+  void post_with_sends();
+  void end_action();
+  void post(Moment moment);
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
@@ -161,7 +161,7 @@ class Executor {
   Doing doing_;
   std::map<int, ReceivePlan> receives_;  // by wiring
   // Of the list, or evaluation, that is being executed: its part of the plan, the action, and
-  // whether the receives that belong after that have been posted.
+  // whether the receives that belong to its sends have been posted.
   struct Posting {
     const std::vector<EarlyReceive>* early = nullptr;
     FindRun find;

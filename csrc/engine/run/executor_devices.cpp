@@ -45,28 +45,36 @@ void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges) {
 void Executor::begin_action(int action) {
   posting_.action = action;
   posting_.is_done = false;
-  post(action, /*before=*/true);
+  post(Moment::kBefore);
 }
 
-void Executor::post_receives() {
+void Executor::post_with_sends() {
   if (!std::exchange(posting_.is_done, true)) {
-    post(posting_.action, /*before=*/false);
+    post(Moment::kWithSends);
   }
 }
 
-void Executor::post(int action, bool before) {
-  // All take their memory before any begins, see WorkerCallbacks.
-  for (const auto step : {&Receiver::reserve, &Receiver::post}) {
+void Executor::end_action() {
+  post_with_sends();
+  post(Moment::kAfterSends);
+}
+
+void Executor::post(Moment moment) {
+  const auto call = [&](void (Receiver::*step)()) {
     for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
       const EarlyReceive& each = (*posting_.early)[i];
-      if (each.action == action && each.before == before) {
+      if (each.action == posting_.action && each.moment == moment) {
         int microbatch = each.receive.microbatch;
         if (const Run* run = posting_.find(microbatch)) {
           worker(each.receive.to).post(*run, microbatch, each.receive.from, step);
         }
       }
     }
+  };
+  if (moment == Moment::kWithSends) {  // later ones may come only because earlier ones are posted
+    call(&Receiver::reserve);
   }
+  call(&Receiver::post);
 }
 
 void Executor::record(bool on) {

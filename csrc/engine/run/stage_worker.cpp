@@ -120,7 +120,7 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
       wiring.outbound[e].gradients->expect(layout);
     }
   }
-  callbacks_.post_receives();
+  callbacks_.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
     wiring.outbound[e].values->send(layout, std::move(messages[e]));
   }
@@ -188,7 +188,8 @@ void StageWorker::post(const Run& run, int microbatch, int sender, void (Receive
 }
 
 void StageWorker::forward(const Run& run, int microbatch) {
-  InFlight in_flight;
+  // From here on, as receives of its gradients may begin before its values are sent.
+  InFlight& in_flight = in_flight_[{run.id, microbatch}];
   in_flight.layout = layout(run, microbatch);
   in_flight.wiring = run.wiring;
   ForwardCall call = receive_values(run, microbatch, in_flight);
@@ -211,10 +212,9 @@ void StageWorker::forward(const Run& run, int microbatch) {
     return std::ranges::find(of_edges, true) != of_edges.end();
   };
   if (!has_graph && !any(in_flight.owes_gradients) && !any(in_flight.expects_gradients)) {
-    release(in_flight);
+    end_flight(run.id, microbatch);
     return;
   }
-  in_flight_.emplace(std::pair(run.id, microbatch), std::move(in_flight));
   most_in_flight_ = std::max(most_in_flight_.load(), static_cast<int>(in_flight_.size()));
 }
 

@@ -36,10 +36,8 @@ struct WorkerCallbacks {
   // Called while what the user's code raised is handled. False: it is a fault. `has_sent`: whether
   // another stage may have this one's gradients of the microbatch.
   std::function<bool(std::int64_t batch, bool has_sent)> discard;
-  // Posts the receives that belong after the action. Called before its sends, which take no memory
-  // then: a device that is waited for between them, as whoever takes memory may do, would wait for
-  // what depends on the others.
-  std::function<void()> post_receives;
+  // Posts the receives that belong to the action's sends. Called when these are prepared.
+  std::function<void()> post_with_sends;
 };
 
 // Used by one executor's thread; methods that other threads may call say so.
@@ -169,6 +167,7 @@ class StageWorker {
   };
   Incoming receive_gradients(const Run& run, InFlight& in_flight) const;
   void begin_gradients(const Run& run, int microbatch);
+  bool lets_sums_begin(const Run& run, int microbatch) const;
   void end_flight(std::int64_t run, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
   ExecutedAction begin(ActionKind kind, std::int64_t run, int microbatch,

@@ -44,8 +44,13 @@ void StageWorker::begin_gradients(const Run& run, int microbatch) {
     updates_.await(stage_->version_before_gradients(run.batch));
     stage_->begin_batch(run.batch);
   }
-  const bool is_last = run.ends_batch && microbatch == last_microbatch();
-  stage_->begin_microbatch(run.batch, is_last);
+  stage_->begin_microbatch(run.batch, lets_sums_begin(run, microbatch));
+}
+
+// A device's sums over the copies of two pipelines begin in the update: see receives.h.
+bool StageWorker::lets_sums_begin(const Run& run, int microbatch) const {
+  return run.ends_batch && microbatch == last_microbatch() &&
+         (setup_.schedule.num_pipelines == 1 || stage_->on_host());
 }
 
 void StageWorker::end_flight(std::int64_t run, int microbatch) {
@@ -61,8 +66,7 @@ void StageWorker::backward(const Run& run, int microbatch) {
   if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
-  const bool begins_sums =
-      stage_->has_replicas() && run.ends_batch && microbatch == last_microbatch();
+  const bool begins_sums = stage_->has_replicas() && lets_sums_begin(run, microbatch);
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   run_backward(ActionKind::kBackward, run, microbatch,
                [&](const auto& roots, const auto& gradients) {
@@ -198,7 +202,7 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
       wiring.inbound[e].gradients->prepare(in_flight.layout, messages[e]);
     }
   }
-  callbacks_.post_receives();
+  callbacks_.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
     if (in_flight.owes_gradients[e] && !sent[e]) {
       wiring.inbound[e].gradients->send(in_flight.layout, std::move(messages[e]));

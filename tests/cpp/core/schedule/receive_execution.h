@@ -1,6 +1,7 @@
 // A reference for plan_receives(): ranks with devices that spin, as NCCL makes them. Hosts launch
-// ahead, devices follow, and wherever it is asked for a host waits for all that its device has to
-// do. It knows nothing of plans but where they say that a receive is posted.
+// ahead, devices follow, and wherever it is asked for, and memory is taken, a host waits for all
+// that its device has to do. For memory of what it receives it waits for a header first. It knows
+// nothing of plans but where they say that a receive is posted.
 
 #pragma once
 
@@ -75,8 +76,18 @@ class ReceiveExecution {
   using Ends = std::pair<int, int>;  // stages: from, to
 
   struct Op {
-    enum Kind { kPost, kConsume, kCompute, kSend, kShare, kDrain, kFinish } kind;
-    Ends ends = {};      // of kPost, kConsume, kSend
+    enum Kind {
+      kReserve,
+      kPost,
+      kConsume,
+      kCompute,
+      kAnnounce,
+      kSend,
+      kShare,
+      kDrain,
+      kFinish
+    } kind;
+    Ends ends = {};      // of a message
     int microbatch = 0;  // from the run's first
     int stage = 0;       // of kShare
   };
@@ -87,7 +98,7 @@ class ReceiveExecution {
   };
   struct Channel {
     int expected = 0, posted = 0, consumed = 0;  // by the receiver's host
-    int launched = 0;                            // by the sender's host
+    int announced = 0, launched = 0;             // by the sender's host
     int sent = 0;                                // given to the network: computed, too
     int arrived = 0;
   };
@@ -131,44 +142,64 @@ class ReceiveExecution {
         if (chance(drains_.in_actions)) program.push_back({.kind = Op::kDrain});
       };
       const std::vector<Action>& all = actions(schedule_.ranks[r], list);
-      const auto early = [&](int place, bool before) {
+      using Receives = std::vector<std::pair<Ends, int>>;
+      const auto reserve = [&](const Receives& receives) {
+        for (const auto& [ends, number] : receives) {
+          program.push_back({Op::kReserve, ends, number, 0});
+          drain();
+        }
+      };
+      const auto post = [&](const Receives& receives, bool at_once = false) {
+        if (at_once) reserve(receives);
+        for (const auto& each : receives) {
+          if (!at_once) reserve({each});
+          program.push_back({Op::kPost, each.first, each.second, 0});
+        }
+      };
+      const auto early = [&](int place, Moment moment) {
         if (posting_ != Posting::kPlanned) return;
+        Receives receives;
         for (const EarlyReceive& each : plan_.of(static_cast<int>(r), list)) {
           const int number = batch * m + each.receive.microbatch;
-          if (each.action != place || each.before != before || number < 0) continue;
-          program.push_back({Op::kPost, {each.receive.from, each.receive.to}, number, 0});
+          if (each.action != place || each.moment != moment || number < 0) continue;
+          receives.push_back({{each.receive.from, each.receive.to}, number});
         }
+        post(receives, moment == Moment::kWithSends);
       };
       for (int place = 0; place < static_cast<int>(all.size()); ++place) {
         const Action& action = all[place];
         const int number = batch * m + action.microbatch;
         const bool exists = number >= 0;
+        early(place, Moment::kBefore);
         if (exists && !posts_ahead()) {
           for (const Ends& ends : messages(action.stage, action.kind, false)) {
-            program.push_back({Op::kPost, ends, number, 0});
+            post({{ends, number}});
           }
         }
-        early(place, true);
         if (exists) {
           drain();
           for (const Ends& ends : messages(action.stage, action.kind, false)) {
             program.push_back({Op::kConsume, ends, number, 0});
           }
           program.push_back({.kind = Op::kCompute});
-          drain();
+          if (schedule_.num_pipelines == 2 && action.kind == ActionKind::kUpdate) {
+            program.push_back({.kind = Op::kShare, .stage = action.stage});
+          }
+          for (const Ends& ends : messages(action.stage, action.kind, true)) {
+            drain();
+            program.push_back({Op::kAnnounce, ends, number, 0});
+          }
+        }
+        early(place, Moment::kWithSends);
+        if (exists) {
           for (const Ends& ends : messages(action.stage, action.kind, true)) {
             program.push_back({Op::kSend, ends, number, 0});
           }
-          const bool ends_batch = number % m == m - 1 && (action.kind == ActionKind::kBackward ||
-                                                          action.kind == ActionKind::kWeightGrad);
-          if (schedule_.num_pipelines == 2 && (ends_batch || action.kind == ActionKind::kUpdate)) {
-            program.push_back({.kind = Op::kShare, .stage = action.stage});
-          }
         }
-        early(place, false);
+        early(place, Moment::kAfterSends);
         if (exists) drain();
       }
-      if (all.empty()) early(0, true);
+      if (all.empty()) early(0, Moment::kBefore);
     }
     if (!posts_ahead() || list == ListKind::kEpilogue) return;
     for (int stage = 0; stage < schedule_.num_stages; ++stage) {
@@ -218,6 +249,12 @@ class ReceiveExecution {
         break;
       case Op::kFinish:
         if (!rank.compute.empty()) return false;
+        break;
+      case Op::kReserve:
+        if (channel.announced <= op.microbatch) return false;
+        break;
+      case Op::kAnnounce:
+        ++channel.announced;
         break;
       case Op::kPost:
         if (channel.posted > op.microbatch) break;  // it has been, early

@@ -43,16 +43,16 @@ std::string named(const Schedule& schedule) {
          " ranks=" + std::to_string(schedule.ranks.size());
 }
 
-// "1F0 2B-1": the gradients of microbatch -1, from stage 2, when 1F0 has launched its sends;
-// "<-1F0": before it waits for its own messages.
+// "1F0 2B-1": the gradients of microbatch -1, from stage 2, with the sends of 1F0; "1F0->" after
+// them; "<-1F0": before it waits for its own messages.
 std::string text(const Schedule& schedule, const ReceivePlan& plan, int rank, ListKind list) {
   std::string text;
   for (const EarlyReceive& each : plan.of(rank, list)) {
     const Action& action = actions(schedule.ranks[rank], list).at(each.action);
     const char kind = each.receive.from < each.receive.to ? 'F' : 'B';
-    text += (text.empty() ? "" : ", ") + std::string(each.before ? "<-" : "") + to_string(action) +
-            " " + std::to_string(each.receive.from) + kind +
-            std::to_string(each.receive.microbatch);
+    text += (text.empty() ? "" : ", ") + std::string(each.moment == Moment::kBefore ? "<-" : "") +
+            to_string(action) + (each.moment == Moment::kAfterSends ? "-> " : " ") +
+            std::to_string(each.receive.from) + kind + std::to_string(each.receive.microbatch);
   }
   return text;
 }
@@ -65,15 +65,15 @@ TEST(Receives, ArePostedWhereTheNextActionWouldComeTooLate) {
   EXPECT_EQ(text(two, of_two, 0, ListKind::kPrologue), "0F1 1B0, 0F2 1B1, 0B1 1B2");
   EXPECT_EQ(text(two, of_two, 0, ListKind::kSteady), "0F1 1B0, 0F2 1B1, 0B1 1B2");
   EXPECT_EQ(text(two, of_two, 0, ListKind::kEpilogue), "");
-  EXPECT_EQ(text(two, of_two, 1, ListKind::kPrologue), "1B0 0F1, 1B1 0F2");
-  EXPECT_EQ(text(two, of_two, 1, ListKind::kSteady), "1B0 0F1, 1B1 0F2");
+  EXPECT_EQ(text(two, of_two, 1, ListKind::kPrologue), "1B0-> 0F1, 1B1-> 0F2");
+  EXPECT_EQ(text(two, of_two, 1, ListKind::kSteady), "1B0-> 0F1, 1B1-> 0F2");
 
   const Schedule three = make_schedule("2bw", 3, 3);
   const ReceivePlan of_three = plan_receives(three, chain_edges(3));
-  EXPECT_EQ(text(three, of_three, 0, ListKind::kPrologue), "0B0 1B1");
-  EXPECT_EQ(text(three, of_three, 0, ListKind::kSteady), "0F1 1B-1, 0F2 1B0, 0B0 1B1");
+  EXPECT_EQ(text(three, of_three, 0, ListKind::kPrologue), "0B0-> 1B1");
+  EXPECT_EQ(text(three, of_three, 0, ListKind::kSteady), "0F1-> 1B-1, 0F2-> 1B0, 0B0-> 1B1");
   EXPECT_EQ(text(three, of_three, 1, ListKind::kSteady),
-            "1B-1 2B0, 1B-1 0F1, 1B0 0F2, 1B0 2B1, 1B1 2B2");
+            "1B-1 2B0, 1B-1 0F1, 1B0 0F2, 1B0-> 2B1, 1B1 2B2");
   EXPECT_EQ(text(three, of_three, 2, ListKind::kSteady), "");
 }
 
@@ -123,9 +123,21 @@ TEST(Receives, AnEvaluationOfAStageTwiceOnARankPostsAheadOfASkip) {
   std::vector<StageEdge> edges = chain_edges(4);
   edges.push_back({0, 3});
   const EarlyReceives expected = {
-      {{.action = 0, .before = false, .receive = {.from = 1, .to = 2, .microbatch = 0}}},
-      {{.action = 0, .before = false, .receive = {.from = 0, .to = 3, .microbatch = 0}}}};
+      {{.action = 0,
+        .moment = Moment::kAfterSends,
+        .receive = {.from = 1, .to = 2, .microbatch = 0}}},
+      {{.action = 0,
+        .moment = Moment::kWithSends,
+        .receive = {.from = 0, .to = 3, .microbatch = 0}},
+       {.action = 1, .receive = {.from = 2, .to = 3, .microbatch = 0}}}};
   EXPECT_EQ(plan_receives(schedule, edges).evaluation, expected);
+}
+
+TEST(Receives, OfSeveralThatAreConsumedTogetherTheFirstThatIsSentIsPostedFirst) {
+  const Schedule schedule = make_schedule("2bw", 3, 3);
+  const ReceivePlan plan = plan_receives(schedule, {{0, 1}, {1, 2}, {0, 2}});
+  const std::string of_last = text(schedule, plan, 2, ListKind::kSteady);
+  EXPECT_EQ(of_last, "<-2F0 0F0, <-2F0 1F0, 2B0-> 0F1, <-2F1 1F1, 2B1 0F2, <-2F2 1F2");
 }
 
 TEST(Receives, TwoAheadSpinsForWhatItsOwnRankHasNotLaunched) {
