@@ -1,6 +1,7 @@
 #include "core/simulate/launches.h"
 
 #include "core/schedule/unroll.h"
+#include "core/simulate/actions.h"
 #include "core/simulate/channels.h"
 
 #include <algorithm>
@@ -54,7 +55,6 @@ class LaunchedExecution {
         costs_(costs),
         launches_(launches),
         channels_(schedule, costs),
-        num_batches_(num_batches),
         num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
         arrival_(channels_.count() * num_microbatches_, kUnknown),
         link_free_(channels_.count(), 0),
@@ -127,24 +127,17 @@ class LaunchedExecution {
   };
 
   int rank_of(int stage) const { return schedule_.placement[stage]; }
-  const StageCosts& cost_of(int stage) const { return costs_.stages[stage % schedule_.depth()]; }
   int batch(const Step& step) const {
     return batch_of(step.microbatch, schedule_.num_microbatches);
   }
-  int version_read(const Step& step) const {
-    return std::max(batch(step) - schedule_.delay[step.stage], 0);
-  }
+  int version_read(const Step& step) const { return pd2::version_read(schedule_, step); }
   bool is_made(const Step& step) const {
     return version_read(step) == 0 || versions_[step.stage].made[version_read(step)] != kUnknown;
   }
   Stream& updates_of(Rank& rank) const { return launches_.one_stream ? rank.compute : rank.update; }
 
   double seconds(const Step& step) const {
-    const StageCosts& cost = cost_of(step.stage);
-    if (step.kind == kForward) return cost.forward;
-    if (step.kind == kUpdate) return cost.all_reduce + cost.update;
-    return (step.kind != kWeightGrad ? cost.input_grad : 0) +
-           (step.kind != kInputGrad ? cost.weight_grad : 0);
+    return pd2::seconds(cost_of(schedule_, costs_, step.stage), step.kind);
   }
 
   // The host of a rank.
@@ -160,7 +153,7 @@ class LaunchedExecution {
         step.kind == kForward && version_read(step) > 0 && !stage.launched[version_read(step)];
     if (rank.waits) return;
     ++rank.next;
-    const double takes = cost_of(step.stage).recompute;
+    const double takes = cost_of(schedule_, costs_, step.stage).recompute;
     const double now = events_.now();
     if (takes > 0 && begins_backward(step.kind)) {
       Step again = step;
@@ -267,7 +260,7 @@ class LaunchedExecution {
     const double now = events_.now();
     const double end = std::max(now + work.takes, work.all_launched);
     if (work.step) {
-      record(number, *work.step, now, end);
+      result_.timeline[number].push_back(simulated(schedule_, *work.step, now, end));
       if (work.step->kind == kUpdate) {
         versions_[work.step->stage].stepped[batch(*work.step) + 1] = now;
       } else {
@@ -327,10 +320,8 @@ class LaunchedExecution {
       const std::int64_t slot = index(each, step.microbatch);
       double time = events_.now();
       if (receiver != number) {
-        const EdgeCosts& edge = channel.edge;
-        link_free_[each] = std::max(time, link_free_[each]) +
-                           (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
-        time = link_free_[each] + edge.latency;
+        link_free_[each] = std::max(time, link_free_[each]) + pd2::seconds(channel.edge);
+        time = link_free_[each] + channel.edge.latency;
       }
       events_.at(time, [this, slot, receiver] {
         arrival_[slot] = events_.now();
@@ -343,24 +334,10 @@ class LaunchedExecution {
     return channel * num_microbatches_ + microbatch;
   }
 
-  void record(int rank, const Step& step, double start, double end) {
-    const int m = schedule_.num_microbatches;
-    const bool is_update = step.kind == kUpdate;
-    result_.timeline[rank].push_back(
-        {.stage = step.stage,
-         .kind = step.kind,
-         .batch = batch(step),
-         .microbatch = is_update ? m - 1 : static_cast<int>(step.microbatch % m),
-         .version = is_update ? batch(step) + 1 : version_read(step),
-         .start = start,
-         .end = end});
-  }
-
   const Schedule& schedule_;
   const Costs& costs_;
   const LaunchCosts& launches_;
   const Channels channels_;
-  const int num_batches_;
   const std::int64_t num_microbatches_;  // of the run
   int first_ = 0, last_ = 0;
   Events events_;

@@ -4,6 +4,7 @@
 #include "core/schedule/errors.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
+#include "core/simulate/actions.h"
 #include "core/simulate/channels.h"
 #include "core/simulate/launches.h"
 
@@ -64,29 +65,6 @@ void check_launches(const LaunchCosts& launches) {
         std::pair("update", launches.update), std::pair("reads", launches.reads)}) {
     PD2_CHECK(count >= 0, "launches' ", name, ": ", count, ": must be >= 0");
   }
-}
-
-double seconds(const StageCosts& stage, ActionKind kind) {
-  switch (kind) {
-    case kForward:
-      return stage.forward;
-    case kBackward:
-      return stage.input_grad + stage.weight_grad;
-    case kInputGrad:
-      return stage.input_grad;
-    case kWeightGrad:
-      return stage.weight_grad;
-    case kUpdate:
-      return stage.all_reduce + stage.update;
-    case kRecompute:
-      return stage.recompute;
-  }
-  return 0;
-}
-
-// The copies of a stage cost the same.
-const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
-  return costs.stages[stage % schedule.depth()];
 }
 
 // With one version the next forward waits for the update in any case.
@@ -185,7 +163,7 @@ class Execution {
       if (const int read = batch - schedule_.delay[step.stage]; step.kind == kForward && read > 0) {
         start = std::max(start, update_end(step.stage, read - 1));
       }
-      record(number, step, start, start + takes);
+      timeline_[number].push_back(simulated(schedule_, step, start, start + takes));
       rank.free_at = is_beside ? start : start + takes;
       if (step.kind == kUpdate) {
         update_end(step.stage, batch) = start + takes;
@@ -218,7 +196,7 @@ class Execution {
     rank.has_recomputed = true;
     Step again = step;
     again.kind = kRecompute;
-    record(number, again, rank.free_at, rank.free_at + takes);
+    timeline_[number].push_back(simulated(schedule_, again, rank.free_at, rank.free_at + takes));
     rank.free_at += takes;
   }
 
@@ -232,24 +210,9 @@ class Execution {
         continue;
       }
       const EdgeCosts& edge = channel.edge;
-      link_free_[number] = std::max(sender.free_at, link_free_[number]) +
-                           (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+      link_free_[number] = std::max(sender.free_at, link_free_[number]) + seconds(edge);
       arrive(slot, receiver, link_free_[number] + edge.latency);
     }
-  }
-
-  void record(int rank, const Step& step, double start, double end) {
-    const int m = schedule_.num_microbatches;
-    const int batch = batch_of(step.microbatch, m);
-    const bool is_update = step.kind == kUpdate;
-    timeline_[rank].push_back(
-        {.stage = step.stage,
-         .kind = step.kind,
-         .batch = batch,
-         .microbatch = is_update ? m - 1 : static_cast<int>(step.microbatch % m),
-         .version = is_update ? batch + 1 : std::max(batch - schedule_.delay[step.stage], 0),
-         .start = start,
-         .end = end});
   }
 
   int missing_sender(const Step& step) const {
