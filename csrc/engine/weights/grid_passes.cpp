@@ -44,13 +44,12 @@ kernels::NormKind norm_kind(double norm_type) {
 }  // namespace
 
 void upload_on_grid(const FlatStep& step, at::Tensor& table, const GridDevice& device) {
-  const kernels::StepControl control{.gradient_scale = step.gradient_scale};
   const bool is_double = step.arrays.kind == kernels::WeightsKind::kDouble;
   const bool is_sgd = step.arrays.rule == kernels::StepRule::kSgd;
-  upload_bytes(is_sgd ? (is_double ? kernels::sgd_table<double>(step.runs, control)
-                                   : kernels::sgd_table<float>(step.runs, control))
-                      : (is_double ? kernels::adam_table<double>(step.runs, control)
-                                   : kernels::adam_table<float>(step.runs, control)),
+  upload_bytes(is_sgd ? (is_double ? kernels::sgd_table<double>(step.runs, step.gradient_scale)
+                                   : kernels::sgd_table<float>(step.runs, step.gradient_scale))
+                      : (is_double ? kernels::adam_table<double>(step.runs, step.gradient_scale)
+                                   : kernels::adam_table<float>(step.runs, step.gradient_scale)),
                step.device, device.pins_memory, table);
 }
 

@@ -162,7 +162,7 @@ PD2_HOST_DEVICE void step_thread(const StepArrays<Weights>& a, const GridThread&
     const std::int64_t begin = run.begin + skipped;
     const std::int64_t left = run.end - begin;
     const int n = static_cast<int>(left < kStepChunk ? left : kStepChunk);
-    if (run.num_states == kCopied || control.skips != 0) {
+    if (run.num_states == kCopied) {
       if (a.w != a.weights.w_out) copy_chunk(a.w + begin, a.weights.w_out + begin, n, place.thread);
     } else if (run.num_states == kFewest) {
       step_chunk(arrays_at<kFewest>(a, begin, run.state + skipped), n, place.thread, run.step,

@@ -14,13 +14,13 @@ std::int32_t num_states(const SgdOptions& options) { return options.momentum != 
 std::int32_t num_states(const AdamOptions& options) { return options.amsgrad ? 3 : 2; }
 
 template <typename Step, typename Options>
-std::vector<std::byte> table(std::span<const StepOfRun> runs, StepControl control) {
+std::vector<std::byte> table(std::span<const StepOfRun> runs, double gradient_scale) {
   static_assert(std::is_trivially_copyable_v<StepRun<Step>>);
   static_assert(sizeof(StepControl) % alignof(StepRun<Step>) == 0);
   std::vector<std::byte> bytes(sizeof(StepControl) + runs.size() * sizeof(StepRun<Step>));
   std::byte* end = bytes.data() + sizeof(StepControl);
-  control.num_runs = static_cast<std::int32_t>(runs.size());
-  control.num_chunks = 0;
+  StepControl control{.gradient_scale = gradient_scale,
+                      .num_runs = static_cast<std::int32_t>(runs.size())};
   for (const StepOfRun& given : runs) {
     const auto* options = std::get_if<Options>(&given.options);
     const StepRun<Step> run{given.begin,
@@ -40,17 +40,17 @@ std::vector<std::byte> table(std::span<const StepOfRun> runs, StepControl contro
 }  // namespace
 
 template <typename T>
-std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, const StepControl& control) {
-  return table<SgdStep<Number<T>>, SgdOptions>(runs, control);
+std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, double gradient_scale) {
+  return table<SgdStep<Number<T>>, SgdOptions>(runs, gradient_scale);
 }
 template <typename T>
-std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, const StepControl& control) {
-  return table<AdamStep<Number<T>>, AdamOptions>(runs, control);
+std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, double gradient_scale) {
+  return table<AdamStep<Number<T>>, AdamOptions>(runs, gradient_scale);
 }
 
-template std::vector<std::byte> sgd_table<float>(std::span<const StepOfRun>, const StepControl&);
-template std::vector<std::byte> sgd_table<double>(std::span<const StepOfRun>, const StepControl&);
-template std::vector<std::byte> adam_table<float>(std::span<const StepOfRun>, const StepControl&);
-template std::vector<std::byte> adam_table<double>(std::span<const StepOfRun>, const StepControl&);
+template std::vector<std::byte> sgd_table<float>(std::span<const StepOfRun>, double);
+template std::vector<std::byte> sgd_table<double>(std::span<const StepOfRun>, double);
+template std::vector<std::byte> adam_table<float>(std::span<const StepOfRun>, double);
+template std::vector<std::byte> adam_table<double>(std::span<const StepOfRun>, double);
 
 }  // namespace pd2::kernels

@@ -20,9 +20,6 @@ struct StepControl {
   double gradient_scale = 1;  // gradients are multiplied by it first, as clipping does
   std::int64_t num_chunks = 0;
   std::int32_t num_runs = 0;
-  // Nothing is stepped, all weights are copied: a gradient overflowed. May be written by the
-  // device.
-  std::int32_t skips = 0;
 };
 
 // Elements of the flat arrays that are stepped alike; `Step` holds the coefficients.
@@ -44,8 +41,8 @@ struct StepOfRun {
 // T is the type of the arithmetic. The runs' options are all of one optimizer, which the launch
 // names, or none. The runs' order does not matter.
 template <typename T>
-std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, const StepControl& control);
+std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, double gradient_scale);
 template <typename T>
-std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, const StepControl& control);
+std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, double gradient_scale);
 
 }  // namespace pd2::kernels
