@@ -337,12 +337,6 @@ EarlyReceives early_receives(const Schedule& schedule, const std::vector<StageEd
 
 }  // namespace
 
-std::vector<StageEdge> chain_edges(int depth) {
-  std::vector<StageEdge> edges;
-  for (int stage = 0; stage + 1 < depth; ++stage) edges.push_back({stage, stage + 1});
-  return edges;
-}
-
 ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges) {
   check_form(schedule);
   for (const StageEdge& edge : edges) {

@@ -45,9 +45,6 @@ struct StageEdge {
   int to = 0;
 };
 
-// Each stage's with the next: all edges of a chain.
-std::vector<StageEdge> chain_edges(int depth);
-
 // A message, as its receiver knows it: values if `from` < `to`, gradients otherwise. `to` consumes
 // it in its F, or its B (I), of the microbatch, which counts as the list's actions do.
 struct Receive {
@@ -90,9 +87,9 @@ struct ReceivePlan {
   }
 };
 
-// Of a schedule that passes validate(), in which the model's stages have these edges (between
-// stages of one rank nothing is received). Throws ValueError if there is no safe plan: if a rank
-// waits in a batch's list for what another one does in the next batch's.
+// Plans for a schedule that passes validate(), in which the model's stages have these edges
+// (between stages of one rank nothing is received). Throws ValueError if there is no safe plan: if
+// a rank waits in a batch's list for what another one does in the next batch's.
 ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges);
 
 }  // namespace pd2

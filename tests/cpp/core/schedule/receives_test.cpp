@@ -30,6 +30,13 @@ using testing::value_error;
 constexpr Drains kAlways = {.in_actions = 1, .between_batches = 1};
 constexpr Drains kBetweenBatches = {.in_actions = 0, .between_batches = 1};
 
+// Those of a chain: each stage's with the next.
+std::vector<StageEdge> chain_edges(int depth) {
+  std::vector<StageEdge> edges;
+  for (int stage = 0; stage + 1 < depth; ++stage) edges.push_back({stage, stage + 1});
+  return edges;
+}
+
 std::string execution(const Schedule& schedule, Posting posting, Drains drains, unsigned seed = 1,
                       const std::vector<StageEdge>& extra = {}) {
   std::vector<StageEdge> edges = chain_edges(schedule.depth());

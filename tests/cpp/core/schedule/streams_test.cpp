@@ -1,13 +1,12 @@
 // The fences between a rank's streams order all that uses the same memory, for every schedule, and
 // which of them could be done without is known.
 
-#include "core/schedule/streams.h"
-
 #include "core/schedule/generate.h"
 #include "core/schedule/validate.h"
 #include "made_schedules.h"
 #include "sanitized.h"
 #include "schedule_mutations.h"
+#include "stream_program.h"
 
 #include <gtest/gtest.h>
 
@@ -19,7 +18,10 @@
 namespace pd2 {
 namespace {
 
+using testing::FenceKind;
+using testing::GradientPlaces;
 using testing::made_schedules;
+using testing::stream_problem;
 using enum FenceKind;
 using enum GradientPlaces;
 
@@ -34,7 +36,7 @@ std::string named(const Schedule& schedule, GradientPlaces places) {
 
 std::set<FenceKind> needed_fences(const Schedule& schedule, GradientPlaces places) {
   std::set<FenceKind> needed;
-  for (int i = 0; i < kNumFences; ++i) {
+  for (int i = 0; i < testing::kNumFences; ++i) {
     const auto fence = static_cast<FenceKind>(i);
     if (!stream_problem(schedule, places, fence).empty()) needed.insert(fence);
   }

@@ -34,7 +34,7 @@
 #include <string_view>
 #include <vector>
 
-namespace pd2 {
+namespace pd2::testing {
 
 enum class StreamKind { kCaller, kInputs, kReceives, kCompute, kSends, kUpdates, kLosses };
 inline constexpr int kNumStreams = 7;
@@ -174,4 +174,4 @@ void StreamProgram::run(int num_batches, Use use) {
   use_all(drain());
 }
 
-}  // namespace pd2
+}  // namespace pd2::testing

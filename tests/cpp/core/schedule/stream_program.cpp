@@ -1,4 +1,4 @@
-#include "core/schedule/streams.h"
+#include "stream_program.h"
 
 #include "core/check.h"
 
@@ -7,7 +7,7 @@
 #include <map>
 #include <utility>
 
-namespace pd2 {
+namespace pd2::testing {
 namespace {
 
 using enum ActionKind;
@@ -278,4 +278,4 @@ std::string stream_problem(const Schedule& schedule, GradientPlaces gradients,
   return "";
 }
 
-}  // namespace pd2
+}  // namespace pd2::testing
