@@ -49,6 +49,12 @@ py::list to_python(std::vector<Message>& messages) {
   return list;
 }
 
+// In the order of bind_forward().
+py::object to_python(const ForwardCall& call, const py::list& inbound) {
+  return make(call_type, py::make_tuple(call.run, call.microbatch, call.slot, inbound, call.again,
+                                        call.loss_scale, call.given));
+}
+
 // Structure and tensors, in the order of bind_forward().
 Message message_of(const py::tuple& fields) {
   Message message;
@@ -136,9 +142,7 @@ void bind_forward(py::module_& module) {
 std::function<GivenInputs(const ForwardCall&)> look_in_python(py::function function) {
   return [held = shared_python(std::move(function))](const ForwardCall& call) {
     const py::gil_scoped_acquire gil;
-    const py::tuple found =
-        (*held)(make(call_type, py::make_tuple(call.run, call.microbatch, call.slot, py::list(),
-                                               call.again, call.loss_scale, call.given)));
+    const py::tuple found = (*held)(to_python(call, py::list()));
     return GivenInputs{found[0].cast<std::vector<at::Tensor>>(), found[1].cast<std::int64_t>(),
                        found[2].cast<std::string>()};
   };
@@ -147,10 +151,10 @@ std::function<GivenInputs(const ForwardCall&)> look_in_python(py::function funct
 Forward forward_in_python(py::function function) {
   return [held = shared_python(std::move(function))](ForwardCall call) {
     const py::gil_scoped_acquire gil;
-    const py::tuple result = (*held)(make(
-        call_type, py::make_tuple(call.run, call.microbatch, call.slot, to_python(call.inbound),
-                                  call.again, call.loss_scale, std::move(call.given))));
-    call.inbound.clear();  // while Python's lock is held, which freeing tensors may need
+    const py::tuple result = (*held)(to_python(call, to_python(call.inbound)));
+    // While Python's lock is held, which freeing tensors may need.
+    call.inbound.clear();
+    call.given.reset();
     return result_of(result);
   };
 }
