@@ -21,9 +21,8 @@ at::Tensor copy_alike(const at::Tensor& tensor);
 // Gives `to`, made by empty_alike(from) or from one like it, the elements of `from`.
 void copy_elements(const at::Tensor& from, const at::Tensor& to);
 
-// Appends what the tensors are, but for their elements and addresses.
+// Appends what the tensors are, but for their elements and addresses; or a number.
 void describe(std::string& text, std::span<const at::Tensor> tensors);
-// Appends a number.
 void describe(std::string& text, std::int64_t number);
 
 }  // namespace pd2

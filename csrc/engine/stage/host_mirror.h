@@ -29,7 +29,7 @@ namespace pd2 {
 // copies go through is page-locked; masters and moments, which never leave the host, lie on huge
 // pages. On the CPU a copy is done when the call returns.
 //
-// fetch() and begin_rest() are called by whoever may touch the device's gradients; what concerns a
+// fetch() and fetch_rest() are called by whoever may touch the device's gradients; what concerns a
 // step, by the thread that makes the update.
 class HostMirror {
  public:
@@ -67,7 +67,6 @@ class HostMirror {
   void release();
   // Whether it may be, after some time at most; `compute` is held back until it is.
   bool wait_until_released(std::chrono::milliseconds at_most, const MaybeStream& compute);
-  bool is_stepping() const { return is_stepping_; }
 
   // Of the batch that is being updated; the host waits until it is there.
   at::Tensor gradient(std::size_t dtype, std::size_t index) const;

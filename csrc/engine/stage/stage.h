@@ -113,8 +113,8 @@ class Stage {
   WeightStore& versions() { return versions_; }
   const WeightStore& versions() const { return versions_; }
 
-  // Other stages hold these parameters, too: all their gradients are added up. `copy`
-  // is the stage's number among those of `sum`. Before the first batch.
+  // Other stages hold these parameters, too: all their gradients are added up. `copy` is the
+  // stage's number among those of `sum`. Before the first batch.
   void tie(std::shared_ptr<TiedSum> sum, std::size_t copy, std::vector<std::size_t> parameters);
   bool is_tied() const { return !ties_.empty(); }
 
@@ -152,8 +152,8 @@ class Stage {
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
   // where the buffers cannot take turns. Those of a tied stage always do, and with a spare buffer
-  // it is for that. Gradients that wait for
-  // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
+  // it is for that. Gradients that wait for their step are summed before they are moved; throws
+  // ChannelAborted when stopped meanwhile.
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
@@ -242,12 +242,16 @@ class Stage {
     bool is_reduced = false;
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
+  // Whether gradients are added up with those of replicas or of the stage's copy.
+  bool sums() const { return replicas_ || copies_.sum; }
   // A fused optimizer's part of one dtype's parameters.
   struct Fused {
     std::size_t buffer;
     std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
     std::size_t bucket;  // of the host's
+    // Of each member what `all` says of it.
+    std::vector<bool> of_members(const std::vector<bool>& all) const;
   };
   // Where a parameter is among the fused optimizers.
   struct Stepped {

@@ -17,13 +17,9 @@ void Stage::step_on_host(std::span<const GroupOptions> groups) {
       if (fused.bucket != bucket) {
         continue;
       }
-      const std::vector<bool>& has_gradient = host_->has_gradient(fused.buffer);
-      std::vector<bool> of_members;
-      for (std::size_t member : fused.members) {
-        of_members.push_back(has_gradient[member]);
-      }
       const at::Tensor& weights = host_->weights(fused.buffer);
-      fused.optimizer->step(weights, host_->gradients(fused.buffer), weights, groups, of_members,
+      fused.optimizer->step(weights, host_->gradients(fused.buffer), weights, groups,
+                            fused.of_members(host_->has_gradient(fused.buffer)),
                             masters_[fused.buffer], update_.gradient_scale);
     }
     host_->send(bucket, slots_[update_.to][host_->buckets()[bucket].dtype]);

@@ -51,6 +51,14 @@ void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& r
   optimizers_.push_back(std::move(fused));
 }
 
+std::vector<bool> Stage::Fused::of_members(const std::vector<bool>& all) const {
+  std::vector<bool> mine;
+  for (const std::size_t member : members) {
+    mine.push_back(all[member]);
+  }
+  return mine;
+}
+
 int Stage::write_next(std::span<const GroupOptions> groups) {
   PD2_ASSERT(stepped_.size() == places_.size(), "the stage has no optimizer");
   const int from = update_.from, to = update_.to;
@@ -60,14 +68,11 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     return to;
   }
   for (Fused& fused : optimizers_) {
-    const std::vector<bool>& has_gradient = gradients_[fused.buffer]->has_gradient(gradients);
-    std::vector<bool> of_members;
-    for (std::size_t member : fused.members) {
-      of_members.push_back(has_gradient[member]);
-    }
-    fused.optimizer->step(slots_[from][fused.buffer],
-                          gradients_[fused.buffer]->gradients(gradients), slots_[to][fused.buffer],
-                          groups, of_members, masters_[fused.buffer], update_.gradient_scale);
+    const GradAccumulator& accumulator = *gradients_[fused.buffer];
+    fused.optimizer->step(slots_[from][fused.buffer], accumulator.gradients(gradients),
+                          slots_[to][fused.buffer], groups,
+                          fused.of_members(accumulator.has_gradient(gradients)),
+                          masters_[fused.buffer], update_.gradient_scale);
   }
   if (to != from && optimizers_.empty()) {
     PD2_ASSERT(!rotates() || places_.empty(),
