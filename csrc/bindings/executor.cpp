@@ -43,9 +43,9 @@ void bind_graphs(py::module_& module) {
       std::pair("backwards", &GraphReport::backwards), std::pair("others", &GraphReport::others));
   module.def(
       "has_device_graphs",
-      [](c10::Device device) { return device_graphs(device.type()) != nullptr; },
+      [](c10::Device device) { return find_device_graphs(device.type()) != nullptr; },
       py::arg("device"));
-  bind_registration(module, "register_device_graphs", &set_device_graphs);
+  bind_registration(module, "register_device_graphs", &register_device_graphs);
 }
 
 void bind_structs(py::module_& module) {

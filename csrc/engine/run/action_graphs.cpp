@@ -101,7 +101,7 @@ std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const
     return nullptr;
   }
   std::string refusal;
-  if (!device_graphs(mine.stage->streams().device.type())) {
+  if (!find_device_graphs(mine.stage->streams().device.type())) {
     refusal = detail::concat("device ", mine.stage->streams().device.str(), " records no work");
   } else if (mine.recompute) {
     refusal = "the stage recomputes";
@@ -117,7 +117,7 @@ std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const
 ActionGraphs::ActionGraphs(Stage& stage, const GraphSetup& setup, std::string refusal)
     : stage_(stage),
       setup_(setup),
-      make_(device_graphs(stage.streams().device.type())),
+      make_(find_device_graphs(stage.streams().device.type())),
       refusal_(std::move(refusal)) {
   PD2_CHECK(refusal_.empty() || setup.use != UseGraphs::kAlways, "graphs: True, but ", refusal_);
 }

@@ -53,10 +53,10 @@ class CudaGraph : public DeviceGraph {
 };
 
 [[maybe_unused]] const bool is_set = [] {
-  set_device_graphs(c10::DeviceType::CUDA,
-                    [](const DeviceGraph* beside) -> std::unique_ptr<DeviceGraph> {
-                      return std::make_unique<CudaGraph>(static_cast<const CudaGraph*>(beside));
-                    });
+  register_device_graphs(
+      c10::DeviceType::CUDA, [](const DeviceGraph* beside) -> std::unique_ptr<DeviceGraph> {
+        return std::make_unique<CudaGraph>(static_cast<const CudaGraph*>(beside));
+      });
   return true;
 }();
 

@@ -12,11 +12,11 @@ ByDeviceType<MakeDeviceGraph>& table() {
 
 }  // namespace
 
-void set_device_graphs(c10::DeviceType type, const MakeDeviceGraph& make) {
+void register_device_graphs(c10::DeviceType type, const MakeDeviceGraph& make) {
   table().set(type, make);
 }
 
-MakeDeviceGraph device_graphs(c10::DeviceType type) {
+MakeDeviceGraph find_device_graphs(c10::DeviceType type) {
   const MakeDeviceGraph* const make = table().find(type);
   return make ? *make : nullptr;
 }

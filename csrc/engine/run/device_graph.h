@@ -35,8 +35,8 @@ class DeviceGraph {
 using MakeDeviceGraph = std::unique_ptr<DeviceGraph> (*)(const DeviceGraph* beside);
 
 // How graphs are made for devices of a type. From any thread.
-void set_device_graphs(c10::DeviceType type, const MakeDeviceGraph& make);
+void register_device_graphs(c10::DeviceType type, const MakeDeviceGraph& make);
 // Null: the work of such devices cannot be recorded.
-MakeDeviceGraph device_graphs(c10::DeviceType type);
+MakeDeviceGraph find_device_graphs(c10::DeviceType type);
 
 }  // namespace pd2
