@@ -73,12 +73,11 @@ class StageWorker {
   // order: for its values, if the stage comes before, else for its gradients.
   void post(const Run& run, int microbatch, int sender, void (Receiver::*step)());
 
-  // Of a discarded batch's microbatch an action only receives and sends: what it receives means
-  // nothing, and so does what it sends. Where the user's code raises, the batch is discarded and
-  // the action goes on like that.
+  // The next four execute an action; the last two are the halves of a backward. If the batch is
+  // discarded, they only receive and send, and neither messages mean anything. If the user's code
+  // raises, they discard the batch and go on like that.
   void forward(const Run& run, int microbatch);
   void backward(const Run& run, int microbatch);
-  // The two halves of a backward.
   void input_grad(const Run& run, int microbatch);
   void weight_grad(const Run& run, int microbatch);
   StageUpdates& updates() { return updates_; }
