@@ -13,7 +13,7 @@ from torch import nn
 from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
-from .fused import fused_kind
+from .fused import fused_kind, parameters_of
 from .staleness import Remedies
 
 
@@ -89,11 +89,6 @@ def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:
     given = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
     found = [
@@ -164,7 +159,10 @@ def _check_masters(session: Session, optimizers: Sequence[torch.optim.Optimizer]
 def _check_on_host(
     session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
 ) -> None:
-    """On every device alike, so that what a CPU accepts works elsewhere."""
+    """Refuses optimizers that cannot work on the host, if they are to.
+
+    On every device alike, so that what a CPU accepts works elsewhere.
+    """
     if not session.stages.options.optimizer_on_host:
         return
     dtypes = {

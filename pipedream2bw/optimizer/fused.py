@@ -117,7 +117,7 @@ def load_states(
         for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
             optimizer.load_state_dict({**theirs, "state": {}})
             numbers = itertools.chain(*(group["params"] for group in theirs["param_groups"]))
-            for number, parameter in zip(numbers, _parameters_of(optimizer), strict=True):
+            for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
                 if number in theirs["state"]:
                     optimizer.state[parameter] = theirs["state"][number]
         return
@@ -128,7 +128,8 @@ def load_states(
             optimizer.load_state_dict(theirs)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .checks import parameters_of
 from .cut import StateByName, as_torch_has_it
+from .fused import parameters_of
 
 
 def state_of_all(

@@ -14,10 +14,18 @@ from ..ranks.agreement import Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of, common_defaults, parameters_of
+from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
-from .fused import Holder, fused_kind, fused_options, load_states, show_states, take_states
+from .fused import (
+    Holder,
+    fused_kind,
+    fused_options,
+    load_states,
+    parameters_of,
+    show_states,
+    take_states,
+)
 from .loss_scale import LossScale, NewestScale
 from .names import state_of_all, states_of_each
 from .own_step import (

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .checks import parameters_of
+from .fused import parameters_of
 from .staleness import StepCorrection
 
 
