@@ -10,11 +10,10 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from .. import _C
 from ..ranks.channels import end_of_channel, make_ring
 from ..ranks.deadline import Deadline
 from ..ranks.device_groups import go_over_hosts
-from ..ranks.device_rings import make_device_ring
+from ..ranks.device_rings import ChannelEnds, make_device_ring
 from ..ranks.groups import new_group
 from .profile import Profile
 from .records import ProfiledLinks
@@ -97,22 +96,19 @@ def _measured_pair(
     The channels end with the call, and so before the group that they send over.
     """
     leads = dist.get_rank() == pair[0]
-    ends: list[tuple[_C.Sender | None, _C.Receiver | None]] = []
+    ends: list[ChannelEnds] = []
     for source, destination in (pair, pair[::-1]):
         shared = None
         if device.type != "cpu":
             shared = make_device_ring(hosts, (source, destination), device, _UNDER_WAY, deadline)
         if shared is not None:
-            if isinstance(shared.end, _C.DeviceRingSender):
-                ends.append((shared.end, None))
-            else:
-                ends.append((None, shared.end))
+            ends.append(shared.ends)
             continue
         ring, headers = None, None
         if go_over_hosts({device.type}):
             ring = make_ring(group, source, destination, _UNDER_WAY, deadline)
         else:
-            headers = (hosts.group_name, pair[1] if leads else pair[0], source)
+            headers = (hosts, source)
         ends.append(
             end_of_channel(
                 group, source, destination, device, _UNDER_WAY, ring=ring, headers=headers

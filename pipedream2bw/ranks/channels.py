@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .. import _C
 from .deadline import Deadline
 from .device_groups import TIMEOUT, backends_of, go_over_hosts
-from .device_rings import DeviceRing, agreed_by_all, make_device_ring
+from .device_rings import ChannelEnds, DeviceRing, agreed_by_all, make_device_ring
 from .grid import RankGrid
 from .groups import destroy_groups, new_group
 from .peer_watch import PeerWatch
@@ -107,10 +107,7 @@ class Channels:
             ring = made[edge]
             assert ring is not None
             watch.add(ring)
-            if isinstance(ring.end, _C.DeviceRingSender):
-                self.senders[edge] = ring.end
-            else:
-                self.receivers[edge] = ring.end
+            self._keep(edge, ring.ends)
         watch.start()
         self._watches.append(watch)
         return with_rings
@@ -146,28 +143,25 @@ class Channels:
             ring = make_ring(group, *peers, self._most_under_way, self._deadline)
         else:
             assert self._control is not None
-            peer = peers[1] if dist.get_rank() == peers[0] else peers[0]
-            headers = (self._control.group_name, peer, source * grid.num_stages + destination)
-        is_source = dist.get_rank() == peers[0]
-        sender, receiver = end_of_channel(
-            group,
-            *peers,
-            ends[0 if is_source else 1],
-            self._most_under_way,
-            ring=ring,
-            headers=headers,
+            headers = (self._control, source * grid.num_stages + destination)
+        device = ends[peers.index(dist.get_rank())]
+        own = end_of_channel(
+            group, *peers, device, self._most_under_way, ring=ring, headers=headers
         )
+        self._keep(edge, own)
+        if not on_hosts:
+            self._unconnected += [
+                end
+                for end in own
+                if isinstance(end, (_C.ProcessGroupSender, _C.ProcessGroupReceiver))
+            ]
+
+    def _keep(self, edge: tuple[int, int], own: ChannelEnds) -> None:
+        sender, receiver = own
         if sender is not None:
             self.senders[edge] = sender
         if receiver is not None:
             self.receivers[edge] = receiver
-        if not on_hosts:
-            ends_here = (sender, receiver)
-            self._unconnected += [
-                end
-                for end in ends_here
-                if isinstance(end, (_C.ProcessGroupSender, _C.ProcessGroupReceiver))
-            ]
 
     def close(self) -> None:
         """Drops the channels and their connections; peers that wait get an error."""
@@ -188,27 +182,31 @@ def end_of_channel(
     most_under_way: int,
     *,
     ring: _C.SharedRing | None = None,
-    headers: tuple[str, int, int] | None = None,
-) -> tuple[_C.Sender | None, _C.Receiver | None]:
-    """This process's end of a channel from one rank of a group to another: one of the two.
+    headers: tuple[dist.ProcessGroup, int] | None = None,
+) -> ChannelEnds:
+    """This process's end of a channel from one rank of a group to another.
 
     Args:
         device: of this end's tensors.
         ring: memory that both ranks share.
-        headers: for a group of devices: a group of hosts, the peer in it and a tag of this
-            channel's own there. None: the group is one of hosts.
+        headers: for a group of devices: a group of hosts, and a tag of this channel's own there.
+            None: the group is one of hosts.
     """
     is_source = dist.get_rank() == source
     peer = destination if is_source else source
     on_hosts = headers is None
     is_staged = on_hosts and device.type != "cpu"
+    way_of_headers = None
+    if headers is not None:
+        hosts, tag = headers
+        way_of_headers = (hosts.group_name, dist.get_group_rank(hosts, peer), tag)
     options: dict[str, Any] = {
         "group": group.group_name,
         "peer": dist.get_group_rank(group, peer),
         "peer_rank": peer,
         "device": torch.device("cpu") if on_hosts else device,
         "ring": ring,
-        "headers": headers,
+        "headers": way_of_headers,
     }
     if is_source:
         sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)

@@ -15,6 +15,9 @@ from .deadline import Deadline
 
 _HOST = torch.device("cpu")
 
+ChannelEnds = tuple[_C.Sender | None, _C.Receiver | None]
+"""A process's end of a channel: one of the two."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRing:
@@ -28,6 +31,13 @@ class DeviceRing:
     end: _C.DeviceRingSender | _C.DeviceRingReceiver
     rank: int
     process: int
+
+    @property
+    def ends(self) -> ChannelEnds:
+        """The end as that which sends or that which receives."""
+        if isinstance(self.end, _C.DeviceRingSender):
+            return self.end, None
+        return None, self.end
 
 
 def make_device_ring(
