@@ -161,23 +161,20 @@ class StageWeights:
         return list(self.named_buffers().values())
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """The same by name."""
-        named = {}
-        for name in self.buffer_names:
-            owner, _, leaf = name.rpartition(".")
-            buffer = self._root.get_submodule(owner)._buffers[leaf]
-            if buffer is not None:
-                named[name] = buffer
-        return named
+        """The stage's buffers as they are now, by name."""
+        return {name: holder[leaf] for name, (holder, leaf) in self._places().items()}
 
     def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
         """The modules' dictionaries that hold the stage's buffers, and the names there."""
-        places = []
+        return list(self._places().values())
+
+    def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        places = {}
         for name in self.buffer_names:
             owner, _, leaf = name.rpartition(".")
             holder = self._root.get_submodule(owner)._buffers
             if holder[leaf] is not None:
-                places.append((holder, leaf))
+                places[name] = (holder, leaf)
         return places
 
     def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
