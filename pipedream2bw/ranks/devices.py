@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..accelerator import module_of
 from .agreement import ControlPlane
 from .device_groups import backends_of
 
@@ -44,7 +45,7 @@ class DeviceFacts:
 
 def facts_of(device: torch.device) -> DeviceFacts:
     """What this process knows of ``device``, which is none of the host."""
-    module = torch.get_device_module(device)
+    module = module_of(device.type)
     num_visible = module.device_count()
     known = _has_index(device) and device.index < num_visible
     properties = getattr(module, "get_device_properties", None)
@@ -96,26 +97,25 @@ def check_sums(facts: DeviceFacts, what: str) -> None:
         )
 
 
-def check_apart(everyone: Sequence[DeviceFacts]) -> None:
-    """Raises ValueError if two ranks have one device and a backend that cannot serve both."""
+def why_not_apart(everyone: Sequence[DeviceFacts]) -> str | None:
+    """Says which ranks have one device that NCCL is to serve; None if there are none."""
     owners: dict[tuple[str, ...], int] = {}
     for rank, facts in enumerate(everyone):
         first = owners.setdefault(facts.identity, rank)
         if first != rank and "nccl" in (facts.backend, everyone[first].backend):
-            raise ValueError(
+            return (
                 f"rank {first}: {everyone[first].device} of {everyone[first].host}, rank {rank}: "
                 f"{facts.device} of {facts.host}: this is one device, and NCCL needs one for each "
                 "process; init_process_group('gloo') lets them share it"
             )
-
-
-def why_not_apart(everyone: Sequence[DeviceFacts]) -> str | None:
-    """What :func:`check_apart` raises, None if it does not."""
-    try:
-        check_apart(everyone)
-    except ValueError as error:
-        return str(error)
     return None
+
+
+def check_apart(everyone: Sequence[DeviceFacts]) -> None:
+    """Raises ValueError if two ranks have one device and a backend that cannot serve both."""
+    why_not = why_not_apart(everyone)
+    if why_not is not None:
+        raise ValueError(why_not)
 
 
 def agree_on_devices(
@@ -123,13 +123,13 @@ def agree_on_devices(
 ) -> str | None:
     """Checks the devices of this process's stages. Every rank calls it, and all raise.
 
-    Returns:
-        Why no process group can join ranks' devices, for an error: two ranks have one device, which
-        is none where nothing but messages needs such a group and processes can share the
-        device's memory. None: nothing is against it. The same on all ranks.
-
     Args:
         summed: what makes several processes add up tensors of their devices; None: nothing does.
+
+    Returns:
+        Why no process group can join ranks' devices, None if one can; the same on all ranks. It is
+        an error only where such a group is needed: messages between two ranks of one device go
+        through its memory.
 
     Raises:
         ValueError: naming the rule and both values.
