@@ -14,7 +14,7 @@ def device_types() -> list[str]:
 
 
 def module_of(device_type: str) -> Any:
-    """What ``torch.cuda`` is for CUDA."""
+    """The module of torch for a type of device, as ``torch.cuda`` is CUDA's."""
     return torch.get_device_module(device_type)
 
 

@@ -39,10 +39,10 @@ class SessionModule(nn.Module):
     # ------------------------------------------------------------------ reports
 
     def graph_report(self) -> dict[int, StageGraphs]:
-        """What became of ``graphs=`` on each stage of this process.
+        """What each stage of this process has recorded with ``graphs=``, and what not and why.
 
-        Of a device's memory they take a microbatch's activations for each that is in flight, times
-        the stage's weight versions.
+        Of a device's memory graphs take a microbatch's activations for each that is in flight,
+        times the stage's weight versions.
         """
         stages = self.session.stages
         return {each.index: graphs_of(each.executor.graph_report(each.index)) for each in stages}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from .. import _C
 
 TIMEOUT = datetime.timedelta(days=1)
-"""Of a group that carries messages: the engine's own rules end waiting, while the group would count
-the user's pauses too, and end the process."""
+"""The timeout of a group that carries messages, which never comes: the engine's own rules end
+waiting, while the group would count the user's pauses too, and end the process."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"  # ErrorHandlingMode of torch's ProcessGroupNCCL.hpp
@@ -45,7 +45,7 @@ def go_over_hosts(device_types: Collection[str]) -> bool:
 
 
 def runs_on_device(group: dist.ProcessGroup) -> bool:
-    """Whether any of a group's transfers do."""
+    """Whether any of a group's transfers run on a device, where no thread waits for them."""
     return any(
         device != "cpu" and backend != "gloo" for device, backend in backends_of(group).items()
     )

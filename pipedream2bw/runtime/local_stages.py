@@ -61,7 +61,7 @@ def _keeping(errors: weakref.ref[_KeptErrors]) -> Callable[[BaseException], int]
 
 
 def is_apart_from_host(device: torch.device) -> bool:
-    """Whether a stage there can leave its optimizer to the host; on the CPU it has it there."""
+    """Whether a stage on the device has its memory elsewhere than in the host."""
     return device.type != "cpu"
 
 
