@@ -118,11 +118,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for weights in self._weights:
             dtypes.update(zip(map(id, weights.originals), weights.stepped_dtypes(), strict=True))
         self._kinds = [
-            fused_kind(
-                optimizer,
-                [dtypes[id(p)] for p in parameters_of(optimizer) if id(p) in dtypes],
-            )
-            for optimizer in optimizers
+            fused_kind(each, [dtypes[id(p)] for p in parameters_of(each) if id(p) in dtypes])
+            for each in optimizers
         ]
         self._share()
         self._corrections: dict[int, StepCorrection] = {}  # by stage
@@ -193,8 +190,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 self.state.update(optimizer.state)
 
     def _make_steppers(self) -> None:
-        # As the last step() saw them.
-        self._options = {
+        self._options = {  # as the last step() saw them
             number: options_of(optimizer.param_groups)
             for number, optimizer in enumerate(self._wrapped)
             if self._kinds[number] is None
