@@ -23,7 +23,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
       versions_(num_versions),
       copies_(std::move(copies)) {
   PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
-  const bool is_summed = replicas || copies_.sum;
+  const bool sums = replicas || copies_.sum;
   PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
   // By the dtype of the weights and that of what is stepped.
   std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<std::size_t>> by_dtype;
@@ -51,7 +51,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     }
     packings_.push_back(std::make_unique<FlatPacking>(tensors));
     const FlatPacking& packing = *packings_.back();
-    const std::int64_t num_flags = GradAccumulator::num_flags(packing, is_summed);
+    const std::int64_t num_flags = GradAccumulator::num_flags(packing, sums);
     for (auto& slot : slots_) {
       slot.push_back(packing.allocate(dtype, can_rotate ? num_flags : 0));
     }
@@ -77,7 +77,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
         std::make_unique<GradAccumulator>(packing, std::move(tensor_names), std::move(buffers)));
   }
   if (steps_on_host) {
-    host_ = std::make_unique<HostMirror>(*streams_, gradients_, bucket_bytes, !is_summed);
+    host_ = std::make_unique<HostMirror>(*streams_, gradients_, bucket_bytes, !sums);
     restart_delay();
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -226,8 +226,8 @@ void Stage::begin_update(std::int64_t batch) {
     update_.sum = replicas_->end_batch(update_.gradients);
   }
   if (host_) {
-    host_->begin_update(sums());
-    if (!sums()) {
+    host_->begin_update(is_summed());
+    if (!is_summed()) {
       host_->fetch_rest(update_.gradients);
     }
   }
@@ -280,7 +280,7 @@ void Stage::reduce(const std::function<bool()>& is_stopped) {
       gradient->read_flags(update_.gradients);
     }
   }
-  if (host_ && sums()) {
+  if (host_ && is_summed()) {
     host_->fetch_rest(update_.gradients);
   }
 }

@@ -242,8 +242,8 @@ class Stage {
     bool is_reduced = false;
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
-  // Whether gradients are added up with those of replicas or of the stage's copy.
-  bool sums() const { return replicas_ || copies_.sum; }
+  // Whether the gradients are added up with those of replicas or of the stage's copy.
+  bool is_summed() const { return replicas_ || copies_.sum; }
   // A fused optimizer's part of one dtype's parameters.
   struct Fused {
     std::size_t buffer;
