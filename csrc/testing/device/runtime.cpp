@@ -110,8 +110,8 @@ void Runtime::drain_maybe(Lock& lock, int device, const std::string& name, const
     errors_.push_back("'" + name + "' waits for a drain of the device: " + pending_text());
     throw StuckError(errors_.back());
   }
-  const bool by_chance = drains_.probability > 0 && std::uniform_real_distribution<double>(
-                                                        0.0, 1.0)(random_) < drains_.probability;
+  const bool by_chance =
+      drains_.probability > 0 && std::bernoulli_distribution(drains_.probability)(random_);
   if (why.never || (!by_chance && !(why.is_first && drains_.at_first_use))) return;
   ++num_drains_;
   ++draining_[device];
@@ -227,6 +227,7 @@ void Runtime::synchronize_device(int device) {
 bool Runtime::query(const Clock& clock) {
   const Lock lock(mutex_);
   if (is_pending(clock)) return false;
+  if (!over_.covers(clock) && std::bernoulli_distribution()(random_)) return false;  // not yet
   over_.join(clock);
   return true;
 }

@@ -91,7 +91,7 @@ class Runtime {
   void join_host(const Clock& clock);
   void synchronize_stream(StreamNumber stream);
   void synchronize_device(int device);
-  // Whether it is over; if so, the host knows it from now on.
+  // Whether it is over; if so, the host knows it from now on. At random it says: not yet.
   bool query(const Clock& clock);
   bool is_over(const Clock& clock) const;
 

@@ -1,0 +1,152 @@
+"""Leaves out each wait and each record_stream of whole trainings, one at a time.
+
+The checked device must find each that is missing, or prove by its clocks that another one gives the
+same order. One that it does neither for is missed: a needless one cannot be told from a blind
+checker then.
+
+    python -m tests.device.prove              every one of all trainings: half an hour
+    python -m tests.device.prove --every 10   a sample
+    python -m tests.device.prove --only tied
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import pipedream2bw as pd2
+from tests.device import checked
+from tests.device.on_device import batch_on, on, places
+from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
+from tests.samples.models import TASKS, Task
+from tests.samples.tied_models import TIED
+from tests.unit.training.test_precision import SKIPS, float_token_loss
+
+NUM_BATCHES = 3
+KINDS = [checked.Ordering.STREAM_WAIT, checked.Ordering.RECORD_STREAM, checked.Ordering.HOST_WAIT]
+FOUND, IMPLIED, MISSED, NOT_REACHED = "found", "implied", "missed", "not reached"
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is trained, on two devices in turn.
+
+    Attributes:
+        optimizer: options of PipelineOptimizer.
+        options: of PipelineModule.
+    """
+
+    task: Task
+    num_stages: int = 3
+    m: int = 3
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, device: str) -> Trajectory:
+        """Trains there; the state is the host's."""
+        task = self.task if device == "cpu" else on(self.task, device)
+        options = self.options
+        if device != "cpu":
+            options = {**options, "devices": places(self.num_stages, 2)}
+        batches = [batch_on(each, device) for each in self.task.batches([self.m] * NUM_BATCHES)]
+        with make_pipeline(task, self.num_stages, self.m, batches[0], **options) as pipe:
+            adam = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
+            opt = pd2.PipelineOptimizer(adam, **self.optimizer)
+            losses = []
+            for batch in batches:
+                losses.append(pipe.train_step(*batch.args, target=batch.target))
+                opt.step()
+            state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+        return Trajectory([float(loss) for loss in losses], copy_of(state))
+
+
+_LANGUAGE_MODEL = TIED["language model"]
+_ON_HOST = {"optimizer_device": "cpu", "bucket_cap_mb": 1e-4}
+
+TRAININGS = {
+    "2bw, skips, clipping": Training(SKIPS, optimizer={"max_grad_norm": 0.1}),
+    "1f1b, recomputation": Training(SKIPS, options={"schedule": "1f1b", "recompute": True}),
+    "halves of backwards": Training(SKIPS, options={"schedule": "zero_bubble"}),
+    "chimera": Training(SKIPS, num_stages=2, m=4, options={"schedule": "chimera"}),
+    "tied": Training(
+        Task(_LANGUAGE_MODEL.build, _LANGUAGE_MODEL.draw, float_token_loss),
+        num_stages=2,
+        options={"split": ["blocks.2"]},
+    ),
+    "split masters, loss scale": Training(
+        SKIPS,
+        optimizer={"loss_scale": pd2.LossScale(2.0**10), "max_grad_norm": 0.1},
+        options={"precision": "bf16", "split_master": True},
+    ),
+    "optimizer on the host": Training(SKIPS, options=_ON_HOST),
+    "graphs": Training(TASKS["mlp"], num_stages=2, m=6, options={"graphs": True}),
+}
+
+
+def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) -> str:
+    """What becomes of the training without the n-th of a kind."""
+    checked.drop_nth(kind, n)
+    is_same = True
+    try:
+        assert_same(training.run("checked:0"), want)
+    except Exception:
+        is_same = False
+    gc.collect()  # what the exception held
+    errors, implied = checked.errors(), checked.left_out_is_implied()
+    checked.drop_nth(kind, 0)
+    for device in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(device)
+    checked.clear_errors()
+    if errors or not is_same:
+        return FOUND
+    return NOT_REACHED if implied is None else IMPLIED if implied else MISSED
+
+
+def prove(training: Training, every: int) -> Iterator[tuple[checked.Ordering, int, str]]:
+    """Gives what became of each that was left out; one of ``every``."""
+    want = training.run("cpu")
+    assert_same(training.run("checked:0"), want)  # first uses
+    for kind in KINDS:
+        checked.drop_nth(kind, 0)
+        assert_same(training.run("checked:0"), want)
+        for n in range(1, checked.count(kind) + 1, every):
+            yield kind, n, judge(training, want, kind, n)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--every", type=int, default=1, help="one of so many is left out")
+    parser.add_argument("--only", default="", help="trainings whose name has this in it")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    checked.set_timeout(20.0)
+    missed = 0
+    print(f"{'training':28}{'kind':16}" + "".join(f"{word:>12}" for word in ("left out", *WORDS)))
+    for name, training in TRAININGS.items():
+        if given.only not in name:
+            continue
+        counts = {kind: Counter[str]() for kind in KINDS}
+        for kind, n, word in tqdm(prove(training, given.every), desc=name, disable=None):
+            counts[kind][word] += 1
+            if word == MISSED:
+                print(f"  missed: {kind.name} {n}", flush=True)
+        for kind, found in counts.items():
+            numbers = [found.total(), *(found[word] for word in WORDS)]
+            print(f"{name:28}{kind.name.lower():16}" + "".join(f"{each:12}" for each in numbers))
+        missed += sum(found[MISSED] for found in counts.values())
+    return 1 if missed else 0
+
+
+WORDS = (FOUND, IMPLIED, NOT_REACHED, MISSED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
