@@ -49,6 +49,20 @@ def attempt(call: Callable[[], Any]) -> tuple[str, str, float]:
 # ---------------------------------------------------------------- what the ranks run
 
 
+def one_refuses(control: ControlPlane, rank: int, *, refusing: int, number: int) -> dict[str, Any]:
+    """One rank refuses an operation, on which all agree afterwards."""
+
+    def refuse() -> Announcement:
+        if rank == refusing:
+            raise TypeError("on purpose")
+        return Announcement()
+
+    return {
+        "refused": attempt(lambda: control.agree(Operation.flush, number, refuse)),
+        "after": control.agree(Operation.flush, number, lambda: Announcement(rank)),
+    }
+
+
 def agree(rank: int, world: int) -> dict[str, Any]:
     """Everything after which all ranks are still there."""
     torch.set_num_threads(1)
@@ -66,13 +80,7 @@ def agree(rank: int, world: int) -> dict[str, Any]:
 
     seen["tables"] = [announce(number) for number in range(500)]
 
-    def refuse() -> Announcement:
-        if rank == 1:
-            raise TypeError("on purpose")
-        return Announcement()
-
-    seen["refused"] = attempt(lambda: control.agree(Operation.flush, 500, refuse))
-    seen["after"] = control.agree(Operation.flush, 500, lambda: Announcement(rank))
+    seen |= one_refuses(control, rank, refusing=1, number=500)
     seen |= make_together(rank, control)
     operation = Operation.flush if rank == 0 else Operation.close
     seen["different"] = attempt(lambda: control.agree(operation, 501, Announcement))

@@ -17,7 +17,7 @@ import torch
 
 from pipedream2bw.ranks.agreement import Announcement, Operation
 from tests.distributed.test_clipping import check as clips_as_unsplit
-from tests.distributed.test_control import SOON, attempt, make, on_linux
+from tests.distributed.test_control import SOON, attempt, make, on_linux, one_refuses
 from tests.runs.discarding import Failure, Outcome, batches, train
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_same_state
@@ -51,13 +51,7 @@ def agree(rank: int, world: int) -> dict[str, Any]:
 
     seen["tables"] = [announce(number) for number in range(300)]
 
-    def refuse() -> Announcement:
-        if rank == 4:
-            raise TypeError("on purpose")
-        return Announcement()
-
-    seen["refused"] = attempt(lambda: control.agree(Operation.flush, 300, refuse))
-    seen["after"] = control.agree(Operation.flush, 300, lambda: Announcement(rank))
+    seen |= one_refuses(control, rank, refusing=4, number=300)
     control.close()
     return seen
 
