@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import checked
-from tests.device.test_runtime import recorded, stream
+from tests.device.races import recorded, stream
 from tests.runs.launch import run_ranks
 
 SECONDS = 30.0
@@ -396,12 +396,18 @@ def test_the_first_message_waits_for_the_other_rank() -> None:
     assert in_threads(program) == ["waited"] * 2
 
 
+def after_a_message(rank: int, group: Any) -> torch.Tensor:
+    """Both ranks have exchanged the tensor that comes back, and no device is busy with it."""
+    x = full(1.0)
+    both_ready(rank, group, x).wait()
+    torch.accelerator.synchronize()
+    group.barrier().wait()
+    return x
+
+
 def test_abort_ends_what_waits() -> None:
     def program(rank: int, group: Any) -> str:
-        x = full(1.0)
-        both_ready(rank, group, x).wait()
-        torch.accelerator.synchronize()
-        group.barrier().wait()
+        x = after_a_message(rank, group)
         if rank == 0:
             return "idle"
         work = group.recv([x], 0, 0)
@@ -418,10 +424,7 @@ def test_abort_ends_what_waits() -> None:
 
 def test_a_wait_with_a_timeout_waits_on_the_host() -> None:
     def program(rank: int, group: Any) -> str:
-        x = full(1.0)
-        both_ready(rank, group, x).wait()
-        torch.accelerator.synchronize()
-        group.barrier().wait()
+        x = after_a_message(rank, group)
         if rank == 0:
             time.sleep(0.5)
             group.send([x], 1, 0)

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.device import checked
 from tests.device.checked import Ordering
-
-SIZE = 1000
-
-
-@contextlib.contextmanager
-def race(*names: str) -> Iterator[None]:
-    """The block must raise a race between operators of these names, and between them alone."""
-    with pytest.raises(RuntimeError, match="race: ") as raised:
-        yield
-    for name in names:
-        assert f"'{name}'" in str(raised.value) or name in str(raised.value)
-    assert str(raised.value.args[0]).startswith(checked.errors()[-1])
-    checked.clear_errors()
-
-
-def stream(device: str = "checked:0") -> torch.Stream:
-    return torch.Stream(device)
-
-
-def zeros(device: str = "checked:0") -> torch.Tensor:
-    return torch.zeros(SIZE, device=device)
-
-
-def current() -> torch.Stream:
-    return torch.accelerator.current_stream()
-
-
-def recorded(on: torch.Stream | None = None) -> torch.Event:
-    event = torch.Event("checked")
-    event.record(on or current())
-    return event
-
+from tests.device.races import SIZE, current, race, recorded, stream, zeros
 
 # --- races
 
@@ -286,145 +254,13 @@ def test_copies_between_devices_order_both() -> None:
         y.to("checked:2")
 
 
-# --- memory
-
-
-def test_new_and_freed_memory_is_poison() -> None:
-    x = torch.empty(SIZE, device="checked")
-    assert x.isnan().all().item()
-    address = x.data_ptr()
-    x.zero_()
-    del x
-    y = torch.empty(SIZE, device="checked")
-    assert y.data_ptr() == address
-    assert y.isnan().all().item()
-    assert torch.empty(3, dtype=torch.bfloat16, device="checked").isnan().all().item()
-
-
-def test_memory_is_aligned() -> None:
-    for size in (1, 100, 1000):
-        assert torch.empty(size, device="checked").data_ptr() % 512 == 0
-
-
-def test_freed_memory_that_another_stream_reads_is_a_race() -> None:
-    x, side = zeros(), stream()
-    side.wait_stream(current())
-    with side:
-        x * 2
-    del x
-    with race("allocation", "aten::mul"):
-        torch.empty(1, device="checked")
-
-
-def test_freed_memory_may_be_ordered_before_it_is_used_again() -> None:
-    x, side = zeros(), stream()
-    side.wait_stream(current())
-    with side:
-        x * 2
-    del x
-    current().wait_stream(side)
-    torch.empty(SIZE, device="checked")
-
-
-def test_recorded_memory_is_no_race() -> None:
-    x, side = zeros(), stream()
-    side.wait_stream(current())
-    with side:
-        x * 2
-    x.record_stream(side)
-    del x
-    torch.empty(SIZE, device="checked").add_(1)
-
-
-def test_recording_on_a_wrong_stream_is_a_race() -> None:
-    x, side = zeros(), stream()
-    side.wait_stream(current())
-    with side:
-        x * 2
-    x.record_stream(stream())
-    del x
-    with race("allocation", "aten::mul"):
-        torch.empty(1, device="checked")
-
-
-def test_memory_of_another_stream_must_be_ordered() -> None:
-    zeros()
-    side = stream()
-    x = torch.empty(SIZE, device="checked")
-    with race("aten::zero_", "allocation"), side:
-        x.zero_()
-
-
-def test_freed_memory_goes_back_to_its_stream() -> None:
-    side = stream()
-    with side:
-        address = zeros().data_ptr()
-    assert torch.empty(SIZE, device="checked").data_ptr() != address
-    with side:
-        assert torch.empty(SIZE, device="checked").data_ptr() == address
+# --- streams and events
 
 
 def test_pool_gives_streams_of_both_priorities() -> None:
     ids = {torch.Stream("checked:2", priority=p).stream_id for p in (0, -1) for _ in range(40)}
     assert len(ids) == 64
     assert torch.Stream("checked:2").device == torch.device("checked:2")
-
-
-# --- pinned memory
-
-
-def test_host_reads_beside_a_copy() -> None:
-    x, pinned = zeros(), torch.zeros(SIZE).pin_memory()
-    assert pinned.is_pinned()
-    pinned.copy_(x, non_blocking=True)
-    pinned.sum()
-    with race("copy to the host", "aten::sum"):
-        torch.accelerator.synchronize()
-    pinned.sum()
-
-
-def test_host_writes_beside_a_copy() -> None:
-    pinned = torch.zeros(SIZE).pin_memory()
-    x = pinned.to("checked", non_blocking=True)
-    pinned.sum()  # reads beside a read
-    pinned.fill_(1)
-    with race("copy from the host", "aten::fill_"):
-        x.add_(1)
-    current().synchronize()
-    pinned.fill_(1)
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-def test_copies_on_two_streams_race_for_pinned_memory(to_host: bool) -> None:
-    x, pinned, side = zeros(), torch.zeros(SIZE).pin_memory(), stream()
-    y = zeros()
-    side.wait_stream(current())
-    if to_host:
-        pinned.copy_(x, non_blocking=True)
-    else:
-        x.copy_(pinned, non_blocking=True)
-    with race("copy to the host"), side:
-        pinned.copy_(y, non_blocking=True)
-
-
-def test_waiting_for_a_copy_is_enough() -> None:
-    x, pinned = zeros().add_(2), torch.zeros(SIZE).pin_memory()
-    pinned.copy_(x, non_blocking=True)
-    recorded().synchronize()
-    assert pinned.sum().item() == 2 * SIZE
-
-
-def test_other_host_memory_goes_through_a_buffer() -> None:
-    host = torch.ones(SIZE)
-    x = host.to("checked", non_blocking=True)
-    host.fill_(2)
-    back = torch.zeros(SIZE).copy_(x, non_blocking=True)
-    assert back.sum().item() == SIZE
-    pinned = x.to("cpu", non_blocking=True)  # torch's own choice
-    assert pinned.is_pinned()
-
-
-# --- events
 
 
 def test_elapsed_time() -> None:
