@@ -102,6 +102,5 @@ def check_on_device(
         devices=None if num_devices is None else places(num_stages, num_devices),
         **options,
     )
-    on_host = {name: tensor.cpu() for name, tensor in got.state.items()}
-    held = {name: want.state[name] for name in on_host}  # of this process, if there are several
-    assert_same(Trajectory(got.losses, on_host), Trajectory(want.losses, held), exact=exact)
+    held = {name: want.state[name] for name in got.state}  # of this process, if there are several
+    assert_same(got.on_host(), Trajectory(want.losses, held), exact=exact)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import pipedream2bw as pd2
 from tests.device.on_device import batch_on, check_on_device, on, places
-from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
+from tests.runs.trajectory import Trajectory, assert_same, copy_of, go_on, make_pipeline
 from tests.samples.models import Task
 from tests.samples.schedule_sizes import sizes_for
 from tests.samples.tied_models import TIED
@@ -46,7 +46,7 @@ def train(
     num_stages: int,
     device: str,
     opt_options: dict[str, Any] | None = None,
-    flush_after: int = -1,
+    flush_after: Collection[int] = (),
     **options: Any,
 ) -> Trajectory:
     """Trains on a device, "cpu" or two checked ones; the state is the host's."""
@@ -56,14 +56,7 @@ def train(
         options["devices"] = places(num_stages, 2)
     with make_pipeline(task, num_stages, m, batches[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()), **opt_options or {})
-        losses = []
-        for number, batch in enumerate(batches):
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-            if number == flush_after:
-                pipe.flush()
-        state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
-    return Trajectory([float(loss) for loss in losses], copy_of(state))
+        return go_on(pipe, opt, batches, flush_after=flush_after).on_host()
 
 
 def check(task: Task, num_stages: int, m: int, make: MakeOptimizer, **options: Any) -> None:
@@ -111,7 +104,7 @@ def test_it_is_the_cpus_optimizer_to_the_bit(schedule: str, optimizer: str, prec
     "options",
     [
         {"opt_options": {"max_grad_norm": 0.1}},
-        {"opt_options": {"clip_grad_value": 0.01}, "flush_after": 2},
+        {"opt_options": {"clip_grad_value": 0.01}, "flush_after": [2]},
         {"spare_buffer": True, "recompute": True},
         {"warmup_batches": 2},
         {"opt_options": {"max_grad_norm": 0.1}, "schedule": "1f1b"},
@@ -139,21 +132,12 @@ def test_saving_and_loading_leaves_the_state_on_the_host(precision: str, tmp_pat
     batches = [batch_on(batch, "checked:0") for batch in task.batches([6] * NUM_BATCHES)]
     make = OPTIMIZERS["adam"]
 
-    def go_on(pipe: Any, opt: Any, first: int, last: int) -> Trajectory:
-        losses = []
-        for batch in batches[first:last]:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-        state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
-        return Trajectory([float(loss) for loss in losses], state)
-
     with make_pipeline(task, 2, 3, batches[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
-        go_on(pipe, opt, 0, 3)
-        weights = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+        weights = go_on(pipe, opt, batches[:3]).on_host().state
         moments = copy.deepcopy(opt.state_dict())
         pd2.save(tmp_path / "saved", pipe, opt).wait()
-        want = go_on(pipe, opt, 3, NUM_BATCHES)
+        want = go_on(pipe, opt, batches[3:])
     for values in moments["state"].values():
         assert {value.device.type for value in values.values()} == {"cpu"}
     for way in ("state_dict", "checkpoint"):
@@ -164,7 +148,7 @@ def test_saving_and_loading_leaves_the_state_on_the_host(precision: str, tmp_pat
                 opt.load_state_dict(moments)
             else:
                 pd2.load(tmp_path / "saved", pipe, opt)
-            assert_same(go_on(pipe, opt, 3, NUM_BATCHES), want)
+            assert_same(go_on(pipe, opt, batches[3:]), want)
             for values in opt.state_dict()["state"].values():
                 assert {value.device.type for value in values.values()} == {"cpu"}
 
@@ -196,10 +180,7 @@ def test_nothing_of_it_counts_on_the_device() -> None:
     batches = [batch_on(batch, "checked:0") for batch in task.batches([4] * 3)]
     with make_pipeline(task, 2, 2, batches[0], precision="bf16", **ON_HOST) as pipe:
         opt = pd2.PipelineOptimizer(Adam(pipe.parameters()))
-        for batch in batches:
-            pipe.train_step(*batch.args, target=batch.target)
-            opt.step()
-        pipe.flush()
+        go_on(pipe, opt, batches)
         elements = sum(p.numel() for p in pipe.parameters())
         reports = pipe.memory_report().values()
         assert sum(each.weights + each.gradients for each in reports) == 8 * elements

@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 import pipedream2bw as pd2
 from tests.runs.launch import RankError, run_ranks
-from tests.runs.trajectory import Trajectory, by_oracle, copy_of
+from tests.runs.trajectory import by_oracle
 from tests.samples.models import TASKS
 
 from .device import Device, open_device
 from .section import Rows
-from .training import distance, sgd, sgd_of, task_on
+from .training import by_processes, distance, sgd, task_on
 
 M, BATCHES = 4, 5
 SECONDS = 15.0
@@ -63,20 +63,7 @@ def one_rank(rank: int, world_size: int, device_type: str) -> Answers:
     order = bool((sums == 4).all())
     task = task_on(TASKS["mlp"], device)
     batches = task.batches([2 * M] * BATCHES)
-    with pd2.PipelineModule(
-        task.model(),
-        task.loss_fn,
-        num_stages=1,
-        num_microbatches=M,
-        example_args=batches[0].args,
-        timeout=SECONDS,
-    ) as pipe:
-        opt = pd2.PipelineOptimizer(sgd_of(device, pipe.parameters()))
-        losses = []
-        for batch in batches:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-        got = Trajectory([loss.item() for loss in losses], copy_of(pipe.state_dict()))
+    got = by_processes(device, task, batches, num_stages=1, num_microbatches=M, timeout=SECONDS)
     apart = distance(got, by_oracle(task, batches, M, sgd))
     return [
         ("a sum is in the order of streams", order, ""),

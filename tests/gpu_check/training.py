@@ -1,4 +1,4 @@
-"""One training by the pipeline's threads on the device, and by the definition."""
+"""One training by the pipeline on the device, in threads or processes, and by the definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream2bw import _C
 from tests.device.on_device import moved
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Batch
-from tests.runs.trajectory import Trajectory, by_oracle, copy_of, make_pipeline
+from tests.runs.trajectory import Trajectory, by_oracle, copy_of, go_on, make_pipeline
 from tests.samples.models import Task, whole
 
 from .device import Device
@@ -152,6 +152,28 @@ def by_threads(
         state = copy_of(pipe.state_dict())
         at_every_place()
         return Trajectory([loss.item() for loss in losses], state)
+
+
+def by_processes(
+    device: Device,
+    task: Task,
+    batches: list[Batch],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    timeout: float,
+) -> Trajectory:
+    """Every process of the default group calls it."""
+    with pd2.PipelineModule(
+        task.model(),
+        task.loss_fn,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        example_args=batches[0].args,
+        timeout=timeout,
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(sgd_of(device, pipe.parameters()))
+        return go_on(pipe, opt, batches)
 
 
 def by_definition(task: Task, batches: list[Batch], case: Case) -> Trajectory:

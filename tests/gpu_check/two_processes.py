@@ -17,12 +17,12 @@ import pipedream2bw as pd2
 from pipedream2bw.ranks import channels
 from pipedream2bw.ranks.device_rings import DeviceRing, make_device_ring
 from tests.runs.launch import RankError, RankResult, run_ranks
-from tests.runs.trajectory import Trajectory, by_oracle, copy_of
+from tests.runs.trajectory import Trajectory, by_oracle
 from tests.samples.models import TASKS, WIDTH
 
 from .device import Device, open_device, unordered_accesses
 from .section import Rows
-from .training import distance, repeatable, sgd, sgd_of, task_on
+from .training import by_processes, distance, repeatable, sgd, sgd_of, task_on
 
 M, BATCHES, FAILS_AT = 4, 6, 3
 WITHIN = 1e-6
@@ -36,8 +36,7 @@ SHARED, STAGED = "the device's shared memory", "staged in the hosts' memory"
 def run(device: Device, rows: Rows) -> None:
     with repeatable():
         task = task_on(TASKS["mlp"], device)
-        want = by_oracle(task, task.batches([2 * M] * BATCHES), M, sgd)
-    want.state = {name: value.cpu() for name, value in want.state.items()}
+        want = by_oracle(task, task.batches([2 * M] * BATCHES), M, sgd).on_host()
     for how in (SHARED, STAGED):
         trained = _ranks(device, how, rows)
         if trained is None:
@@ -131,21 +130,10 @@ def _train(device: Device) -> dict[str, Any]:
     with repeatable():
         task = task_on(TASKS["mlp"], device)
         batches = task.batches([2 * M] * BATCHES)
-        with pd2.PipelineModule(
-            task.model(),
-            task.loss_fn,
-            num_stages=2,
-            num_microbatches=M,
-            example_args=batches[0].args,
-            timeout=SECONDS,
-        ) as pipe:
-            opt = pd2.PipelineOptimizer(sgd_of(device, pipe.parameters()))
-            losses = []
-            for batch in batches:
-                losses.append(pipe.train_step(*batch.args, target=batch.target))
-                opt.step()
-            state = {name: value.cpu() for name, value in copy_of(pipe.state_dict()).items()}
-            return {"losses": [loss.item() for loss in losses], "state": state}
+        trained = by_processes(
+            device, task, batches, num_stages=2, num_microbatches=M, timeout=SECONDS
+        ).on_host()
+    return {"losses": trained.losses, "state": trained.state}
 
 
 def _fail(device: Device, rank: int, how: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ class Trajectory:
 
     losses: list[float]
     state: dict[str, torch.Tensor]
+
+    def on_host(self) -> Trajectory:
+        return Trajectory(self.losses, {name: value.cpu() for name, value in self.state.items()})
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -86,6 +89,24 @@ def by_pipeline(
                 optimizer.zero_grad()
         state = copy_of(pipe.state_dict())
         return Trajectory([loss.item() for loss in losses], state)
+
+
+def go_on(
+    pipe: pd2.PipelineModule,
+    optimizer: pd2.PipelineOptimizer,
+    batches: Iterable[Batch],
+    *,
+    flush_after: Collection[int] = (),
+) -> Trajectory:
+    """Trains a pipeline on batches, each of which is one step."""
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
+        optimizer.step()
+        if number in flush_after:
+            pipe.flush()
+    state = copy_of(pipe.state_dict())
+    return Trajectory([loss.item() for loss in losses], state)
 
 
 def by_oracle(

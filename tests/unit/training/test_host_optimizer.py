@@ -21,7 +21,14 @@ from pipedream2bw.runtime import local_stages
 from tests.references.mixed_oracle import half_away
 from tests.runs.discarding import Failure, batches
 from tests.runs.discarding import train as train_failing
-from tests.runs.trajectory import Trajectory, assert_same, by_oracle, copy_of, make_pipeline
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    by_oracle,
+    copy_of,
+    go_on,
+    make_pipeline,
+)
 from tests.samples.models import Task
 from tests.samples.tied_models import TIED
 from tests.unit.runtime.test_discarded_batches import COUNT, ROWS, check
@@ -138,10 +145,7 @@ def test_the_device_keeps_few_bytes_per_parameter(
     options = {"precision": precision, "split_master": split, **ON_HOST}
     with make_pipeline(MLP, 2, 2, batches[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(Adam(pipe.parameters()))
-        for batch in batches:
-            pipe.train_step(*batch.args, target=batch.target)
-            opt.step()
-        pipe.flush()
+        go_on(pipe, opt, batches)
         elements = sum(p.numel() for p in pipe.parameters())
         reports = pipe.memory_report().values()
         there = sum(each.weights + each.gradients for each in reports)
@@ -163,10 +167,7 @@ def test_saving_and_loading_loses_nothing(precision: str | None, tmp_path: Path)
     whole = train(SKIPS, given, 3, 3, make, **options)
     with make_pipeline(SKIPS, 3, 3, given[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
-        for batch in given[:3]:
-            pipe.train_step(*batch.args, target=batch.target)
-            opt.step()
-        weights, moments = copy_of(pipe.state_dict()), copy.deepcopy(opt.state_dict())
+        weights, moments = go_on(pipe, opt, given[:3]).state, copy.deepcopy(opt.state_dict())
         pd2.save(tmp_path / "saved", pipe, opt).wait()
     for way in ("state_dict", "checkpoint"):
         model = SKIPS.model(seed=6)
@@ -177,14 +178,8 @@ def test_saving_and_loading_loses_nothing(precision: str | None, tmp_path: Path)
                 opt.load_state_dict(moments)
             else:
                 pd2.load(tmp_path / "saved", pipe, opt)
-            losses = []
-            for batch in given[3:]:
-                losses.append(pipe.train_step(*batch.args, target=batch.target))
-                opt.step()
-            assert_same(
-                Trajectory([float(loss) for loss in losses], copy_of(pipe.state_dict())),
-                Trajectory(whole.losses[3:], whole.state),
-            )
+            got = go_on(pipe, opt, given[3:])
+            assert_same(got, Trajectory(whole.losses[3:], whole.state))
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

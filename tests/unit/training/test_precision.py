@@ -16,7 +16,14 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 import pipedream2bw as pd2
 from tests.references.mixed_oracle import MixedOracle, half_away, lowered
 from tests.references.oracle import Batch
-from tests.runs.trajectory import Trajectory, assert_same, by_oracle, copy_of, make_pipeline
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    by_oracle,
+    copy_of,
+    go_on,
+    make_pipeline,
+)
 from tests.samples.models import TASKS, Task, token_loss
 from tests.samples.tied_models import TIED
 from tests.unit.capture.test_train_and_eval_modes import Untraceable
@@ -59,14 +66,7 @@ def train(
 ) -> Trajectory:
     with make_pipeline(task, num_stages, m, batches[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()), **opt_options or {})
-        losses = []
-        for number, batch in enumerate(batches):
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-            if number in flush_after:
-                pipe.flush()
-        state = copy_of(pipe.state_dict())
-        return Trajectory([float(loss) for loss in losses], state)
+        return go_on(pipe, opt, batches, flush_after=flush_after)
 
 
 def define(
@@ -214,10 +214,7 @@ def test_saving_and_loading_loses_nothing(split: bool) -> None:
     whole = train(SKIPS, batches, 3, 3, make, **options)
     with make_pipeline(SKIPS, 3, 3, batches[0], **options) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
-        for batch in batches[:3]:
-            pipe.train_step(*batch.args, target=batch.target)
-            opt.step()
-        weights, moments = copy_of(pipe.state_dict()), copy.deepcopy(opt.state_dict())
+        weights, moments = go_on(pipe, opt, batches[:3]).state, copy.deepcopy(opt.state_dict())
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     unsplit = SKIPS.model(seed=5)
     unsplit.load_state_dict(weights)  # of the model as it was
@@ -225,14 +222,8 @@ def test_saving_and_loading_loses_nothing(split: bool) -> None:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))
         pipe.load_state_dict(unsplit.state_dict())
         opt.load_state_dict(moments)
-        losses = []
-        for batch in batches[3:]:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-        assert_same(
-            Trajectory([float(loss) for loss in losses], copy_of(pipe.state_dict())),
-            Trajectory(whole.losses[3:], whole.state),
-        )
+        got = go_on(pipe, opt, batches[3:])
+        assert_same(got, Trajectory(whole.losses[3:], whole.state))
         model = pipe.unsplit()
     assert isinstance(model, nn.Module)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
