@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import pytest
 import torch
 
@@ -103,8 +106,29 @@ def test_host_writes_beside_a_copy() -> None:
     pinned.fill_(1)
     with race("copy from the host", "aten::fill_"):
         x.add_(1)
-    current().synchronize()
+    with race("pinned memory was written before a copy from it was over"):
+        current().synchronize()
     pinned.fill_(1)
+
+
+def test_the_host_has_what_a_copy_gives_it_when_it_has_waited() -> None:
+    pinned = torch.zeros(SIZE).pin_memory()
+    seen = (ctypes.c_float * SIZE).from_address(pinned.data_ptr())  # which no operator tells of
+    pinned.copy_(zeros() + 3, non_blocking=True)
+    assert math.isnan(seen[0])
+    assert bool((pinned.to("checked", non_blocking=True) == 3).all())  # a stream has it
+    current().synchronize()
+    assert seen[0] == 3
+
+
+def test_what_the_host_writes_unseen_beside_a_copy_is_found() -> None:
+    pinned = torch.zeros(SIZE).pin_memory()
+    seen = (ctypes.c_float * SIZE).from_address(pinned.data_ptr())
+    x = pinned.to("checked", non_blocking=True)
+    seen[SIZE - 1] = 1.0
+    with race("pinned memory was written before a copy from it was over"):
+        current().synchronize()
+    x.add_(1)
 
 
 @pytest.mark.parametrize("to_host", [True, False])

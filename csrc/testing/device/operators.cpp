@@ -19,6 +19,7 @@
 
 #include <array>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -152,6 +153,10 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   const auto stream = current_stream_number(index_of(on_device.device()));
   GraphRecording::refuse(stream, "a copy between host and device");
   runtime.launch(stream, to_host ? "copy to the host" : "copy from the host", uses);
+  const bool is_late = pinned && on_host.is_non_overlapping_and_dense() && on_host.nbytes() > 0;
+  const std::span memory(static_cast<std::byte*>(on_host.data_ptr()),
+                         is_late ? on_host.nbytes() : 0);
+  if (is_late) runtime.hand_over(memory);
   {
     const InKernel in_kernel;
     CpuRun run("aten::_copy_from");
@@ -162,6 +167,8 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
       alias.copy_(on_host);
     }
   }
+  if (is_late && to_host) runtime.hold_back(stream, memory);
+  if (is_late && !to_host) runtime.watch(stream, memory);
   if (!non_blocking || (to_host && !pinned)) runtime.join_host(runtime.clock_of(stream));
 }
 

@@ -89,6 +89,7 @@ LaunchPtr Runtime::begin(StreamNumber stream, const std::string& name, std::span
 LaunchPtr Runtime::next_launch(StreamNumber stream, const std::string& name) {
   auto& clock = streams_[stream].clock;
   clock.join(over_);
+  note_known(stream, clock);
   const Tick tick = clock.at(stream) + 1;
   clock.set(stream, tick);
   const auto device = std::to_string(streams_[stream].device);
@@ -180,11 +181,14 @@ void Runtime::finish(const LaunchPtr& transfer) {
 }
 
 void Runtime::wait(StreamNumber stream, const Clock& for_clock) {
-  if (leave_out(Ordering::stream_wait)) {
-    set_left_out_is_implied(clock_of(stream).covers(for_clock));
-  } else {
+  if (!leave_out(Ordering::stream_wait)) {
     join(stream, for_clock);
+    return;
   }
+  const bool is_implied = clock_of(stream).covers(for_clock);
+  const Lock lock(mutex_);
+  left_out_is_implied_ = is_implied;
+  left_out_ = {stream, for_clock};
 }
 
 void Runtime::join(StreamNumber stream, const Clock& for_clock) {
@@ -202,6 +206,7 @@ void Runtime::synchronize(const Clock& clock) {
   }
   const Lock lock(mutex_);
   left_out_is_implied_ = over_.covers(clock);
+  left_out_ = {std::nullopt, clock};
 }
 
 void Runtime::join_host(const Clock& clock) {
@@ -210,6 +215,7 @@ void Runtime::join_host(const Clock& clock) {
   Lock lock(mutex_);
   await(lock, clock, "the host waits");
   over_.join(clock);
+  host_knows_more();
   raise_kept();
 }
 
@@ -229,6 +235,7 @@ bool Runtime::query(const Clock& clock) {
   if (is_pending(clock)) return false;
   if (!over_.covers(clock) && std::bernoulli_distribution()(random_)) return false;  // not yet
   over_.join(clock);
+  host_knows_more();
   return true;
 }
 

@@ -107,6 +107,15 @@ class Runtime {
   void give_memory(Address begin, std::size_t bytes, StreamNumber stream);
   void forget(Address begin, const Clock& over);
 
+  // --- copies with pinned memory of the host, which code may use that no operator sees
+  // What the stream's last launch has written there: the host has it when it knows that this is
+  // over. Until then there is poison.
+  void hold_back(StreamNumber stream, std::span<std::byte> written);
+  // What it has read there: it must not change before.
+  void watch(StreamNumber stream, std::span<std::byte> read);
+  // Lets the stream read there what streams have written.
+  void hand_over(std::span<std::byte> memory);
+
   // --- tests
   void set_drains(const DrainSettings& settings);
   void set_timeout(std::chrono::duration<double> timeout);
@@ -116,7 +125,9 @@ class Runtime {
   // Counts one; true if it must be left out.
   bool leave_out(Ordering kind);
   void set_left_out_is_implied(bool is_implied);
-  // Whether what was left out was known to the waiting stream already; nullopt if none was.
+  // Whether the waiting stream, or host, knew already what it was to wait for, or has come to know
+  // it since: then nothing that it did before needed the wait, or there is an error. nullopt if
+  // none was left out.
   std::optional<bool> left_out_is_implied() const;
   std::vector<std::string> errors() const;
   // Of a thread that cannot throw it.
@@ -166,6 +177,16 @@ class Runtime {
     AccessLog log;
   };
   std::map<Address, Memory> memory_;
+  struct HostCopy {
+    Clock clock;
+    std::span<std::byte> memory;
+    std::vector<std::byte> bytes;
+    bool is_write;
+  };
+  void host_knows_more();
+  // Looks whether a stream, or the host, has come to know what it was not let wait for.
+  void note_known(std::optional<StreamNumber> stream, const Clock& clock);
+  std::vector<HostCopy> host_copies_;  // that the host does not know to be over
 
   DrainSettings drains_;
   std::mt19937_64 random_;
@@ -181,6 +202,8 @@ class Runtime {
   };
   std::map<Ordering, Count> counts_;
   std::optional<bool> left_out_is_implied_;
+  // What a stream, or the host, was not let wait for.
+  std::optional<std::pair<std::optional<StreamNumber>, Clock>> left_out_;
   std::vector<std::string> errors_;
   std::optional<std::string> kept_;  // an error that could not be thrown where it was found
 };

@@ -53,7 +53,59 @@ void Runtime::add_memory(Address begin, std::size_t bytes) {
 
 void Runtime::remove_memory(Address begin) {
   const Lock lock(mutex_);
+  const Address end = memory_.at(begin).end;
   memory_.erase(begin);
+  std::erase_if(host_copies_, [&](const HostCopy& copy) {
+    const auto address = reinterpret_cast<Address>(copy.memory.data());
+    return begin <= address && address < end;
+  });
+}
+
+void Runtime::hold_back(StreamNumber stream, std::span<std::byte> written) {
+  hand_over(written);
+  const Lock lock(mutex_);
+  host_copies_.push_back(
+      {known_to(stream), written, {written.begin(), written.end()}, /*is_write=*/true});
+  std::ranges::fill(written, std::byte{0xff});
+}
+
+void Runtime::watch(StreamNumber stream, std::span<std::byte> read) {
+  const Lock lock(mutex_);
+  host_copies_.push_back({known_to(stream), read, {read.begin(), read.end()}, /*is_write=*/false});
+}
+
+void Runtime::hand_over(std::span<std::byte> memory) {
+  const Lock lock(mutex_);
+  std::erase_if(host_copies_, [&](const HostCopy& copy) {
+    const bool is_there = copy.memory.data() < memory.data() + memory.size() &&
+                          memory.data() < copy.memory.data() + copy.memory.size();
+    if (is_there && copy.is_write) std::ranges::copy(copy.bytes, copy.memory.begin());
+    return is_there && copy.is_write;
+  });
+}
+
+void Runtime::note_known(std::optional<StreamNumber> stream, const Clock& clock) {
+  if (left_out_ && left_out_->first == stream && clock.covers(left_out_->second)) {
+    left_out_is_implied_ = true;
+    left_out_.reset();
+  }
+}
+
+void Runtime::host_knows_more() {
+  note_known(std::nullopt, over_);
+  std::erase_if(host_copies_, [&](const HostCopy& copy) {
+    if (!over_.covers(copy.clock)) return false;
+    if (copy.is_write) {
+      std::ranges::copy(copy.bytes, copy.memory.begin());
+    } else if (!std::ranges::equal(copy.bytes, copy.memory)) {
+      errors_.push_back(
+          "race: pinned memory was written before a copy from it was over, as the "
+          "host found by " +
+          this_thread_text());
+      kept_ = errors_.back();
+    }
+    return true;
+  });
 }
 
 void Runtime::check_host_access(const Use& use, const std::string& name) {
@@ -109,6 +161,7 @@ void Runtime::drop_nth(Ordering kind, std::uint64_t n) {
   const Lock lock(mutex_);
   counts_[kind] = {0, n};
   left_out_is_implied_.reset();
+  left_out_.reset();
 }
 
 std::uint64_t Runtime::count(Ordering kind) const {
