@@ -348,6 +348,7 @@ class StageBytes:
     gradients: int
     optimizer_state: int
     padding: int
+    kept_gradients: int
     host_copies: int
     on_host: int
 

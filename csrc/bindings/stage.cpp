@@ -189,6 +189,7 @@ void bind_stage(py::module_& module) {
               std::pair("gradients", &StageBytes::gradients),
               std::pair("optimizer_state", &StageBytes::optimizer_state),
               std::pair("padding", &StageBytes::padding),
+              std::pair("kept_gradients", &StageBytes::kept_gradients),
               std::pair("host_copies", &StageBytes::host_copies),
               std::pair("on_host", &StageBytes::on_host));
   StageClass stage(module, "Stage");

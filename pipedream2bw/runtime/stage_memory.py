@@ -17,6 +17,8 @@ class StageMemory:
         masters: float32 weights that are stepped, with ``precision=``; with ``split_master`` what
             the rounding of the newest version took off.
         gradients: one buffer, float32 for half-precision parameters.
+        kept_gradients: on a device, the most gradients of a backward that waited at once to be
+            added to these together: up to 32 MiB, or one gradient that is larger.
         optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
             the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
@@ -38,6 +40,7 @@ class StageMemory:
     weights: int
     masters: int
     gradients: int
+    kept_gradients: int
     optimizer_state: int
     host_copies: int
     frozen_weights: int
@@ -70,6 +73,7 @@ def memory_of(stage: LocalStage) -> StageMemory:
         weights=engine.weights,
         masters=engine.masters,
         gradients=engine.gradients,
+        kept_gradients=engine.kept_gradients,
         optimizer_state=engine.optimizer_state + weights.correction_bytes(),
         host_copies=engine.host_copies,
         frozen_weights=weights.frozen_bytes,

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import pipedream2bw as pd2
+from tests.device.on_device import batch_on, on
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS, train
-from tests.runs.trajectory import assert_same
+from tests.runs.trajectory import assert_same, go_on, make_pipeline
 from tests.samples.models import Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
@@ -56,3 +57,15 @@ def test_every_option(options: dict[str, Any], precision: str) -> None:
 def test_tied_gradients_are_summed(schedule: str) -> None:
     task = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
     check(task, 2, 4, "adam", schedule=schedule, split=["blocks.2"])
+
+
+@pytest.mark.parametrize(("device", "num_kept"), [("checked:0", 1), ("cpu", 0)])
+def test_gradients_that_wait_to_be_added_are_reported(device: str, num_kept: int) -> None:
+    batches = [batch_on(batch, device) for batch in SKIPS.batches([4] * 2)]
+    task = SKIPS if device == "cpu" else on(SKIPS, device)
+    with make_pipeline(task, 2, 2, batches[0]) as pipe:
+        go_on(pipe, pd2.PipelineOptimizer(OPTIMIZERS["sgd"](pipe.parameters())), batches)
+        pipe.flush()
+        for each in pipe.memory_report().values():
+            assert each.weights > 0
+            assert each.kept_gradients == num_kept * each.weights // 2  # all of a backward's

@@ -106,7 +106,8 @@ void GradAccumulator::keep(std::size_t parameter, const at::Tensor& gradient) {
     add_kept();  // which comes first
   }
   kept_.push_back({parameter, gradient});
-  kept_bytes_ += gradient.nbytes();
+  kept_bytes_ += static_cast<std::int64_t>(gradient.nbytes());
+  most_kept_bytes_ = std::max(most_kept_bytes_.load(), kept_bytes_);
   if (kept_bytes_ >= group_bytes_) {
     add_kept();
   } else if (!std::exchange(awaits_end_, true)) {

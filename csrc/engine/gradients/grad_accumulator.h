@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -61,8 +62,8 @@ class GradAccumulator {
   void add(std::size_t parameter, const at::Tensor& gradient);
   // Gradients of so many bytes are added together, in the order in which they came; 0: each at
   // once, as on the CPU. Elsewhere kGroupBytes to begin with.
-  void add_in_groups(std::size_t bytes) { group_bytes_ = bytes; }
-  static constexpr std::size_t kGroupBytes = std::size_t{32} << 20;
+  void add_in_groups(std::int64_t bytes) { group_bytes_ = bytes; }
+  static constexpr std::int64_t kGroupBytes = std::int64_t{32} << 20;
 
   const FlatPacking& packing() const { return packing_; }
   // Called with the parameter whenever a gradient has been added.
@@ -107,6 +108,8 @@ class GradAccumulator {
   // Appends a buffer like the others; removes the last one.
   void add_buffer();
   void drop_last_buffer() { buffers_.pop_back(); }
+  // The most bytes of gradients that were kept at once to be added together. From any thread.
+  std::int64_t most_kept_bytes() const { return most_kept_bytes_; }
 
  private:
   class Hook;
@@ -132,9 +135,10 @@ class GradAccumulator {
     std::size_t parameter;
     at::Tensor gradient;
   };
-  std::size_t group_bytes_ = 0;
+  std::int64_t group_bytes_ = 0;
   std::vector<Kept> kept_;
-  std::size_t kept_bytes_ = 0;
+  std::int64_t kept_bytes_ = 0;
+  std::atomic<std::int64_t> most_kept_bytes_ = 0;
   bool awaits_end_ = false;  // of the backward, which adds what is kept
 };
 

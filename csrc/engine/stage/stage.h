@@ -28,6 +28,7 @@ struct StageBytes {
   std::int64_t weights = 0;
   std::int64_t masters = 0;
   std::int64_t gradients = 0;
+  std::int64_t kept_gradients = 0;  // to be added together: the most at once
   std::int64_t optimizer_state = 0;
   std::int64_t padding = 0;
   std::int64_t host_copies = 0;  // of weights and gradients, where the optimizer works on the host

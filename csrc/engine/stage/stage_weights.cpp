@@ -92,6 +92,7 @@ StageBytes Stage::bytes() const {
     }
     const std::int64_t num_gradients = has_two_gradients_ || (has_spare_ && rotates()) ? 2 : 1;
     bytes.gradients += num_gradients * packing.parameter_numel() * gradient_size;
+    bytes.kept_gradients += gradients_[buffer]->most_kept_bytes();
     bytes.padding +=
         num_versions_ * (slots_.front()[buffer].numel() - packing.parameter_numel()) * weight_size;
     bytes.padding += num_gradients * (flat.numel() - packing.parameter_numel()) * gradient_size;

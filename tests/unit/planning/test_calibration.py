@@ -36,6 +36,7 @@ def report(stage: Any, *, factor: float, padding: int) -> StageMemory:
         masters=0,
         gradients=int(stage.gradient_bytes),
         optimizer_state=int(stage.state_bytes),
+        kept_gradients=0,
         host_copies=0,
         on_host=0,
         frozen_weights=0,
