@@ -40,7 +40,7 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
         {"opt_options": {"max_grad_norm": 0.1}},
         {"opt_options": {"max_grad_norm": 0.1}, "schedule": "1f1b"},
         {"opt_options": {"max_grad_norm": 0.1}, "schedule": "chimera"},
-        {"opt_options": {"clip_grad_value": 0.01}, "flush_after": 2},
+        {"opt_options": {"clip_grad_value": 0.01}, "flush_after": [2]},
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
         {"spare_buffer": True, "recompute": True},
