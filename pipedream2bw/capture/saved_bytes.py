@@ -71,7 +71,9 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count(tensor)
-        return tensor
+        # A result holds its operator, which saves the result: of a graph that is dropped without
+        # a backward neither would ever be freed.
+        return tensor.detach()
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
