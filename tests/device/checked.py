@@ -34,6 +34,7 @@ from tests.device._checked import (
     set_eager_sends,
     set_sharing_delay,
     set_timeout,
+    settle_memory,
 )
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "set_eager_sends",
     "set_sharing_delay",
     "set_timeout",
+    "settle_memory",
 ]
 
 NAME = "checked"

@@ -9,12 +9,27 @@ import pytest
 from tests.device import checked
 from tests.device.prove import FOUND, IMPLIED, TRAININGS, prove
 
+WAIT, RECORD, HOST = (
+    checked.Ordering.STREAM_WAIT,
+    checked.Ordering.RECORD_STREAM,
+    checked.Ordering.HOST_WAIT,
+)
 
-@pytest.mark.parametrize(("name", "every"), [("2bw, skips, clipping", 20), ("graphs", 25)])
-def test_nothing_that_is_left_out_is_missed(name: str, every: int) -> None:
+
+@pytest.mark.parametrize(
+    ("name", "every", "needed"),
+    [
+        ("2bw, skips, clipping", 20, [WAIT, RECORD]),
+        ("optimizer on the host", 12, [WAIT, RECORD, HOST]),
+        ("graphs", 25, [WAIT, RECORD]),
+    ],
+)
+def test_nothing_that_is_left_out_is_missed(
+    name: str, every: int, needed: list[checked.Ordering]
+) -> None:
     seen = {kind: Counter[str]() for kind in checked.Ordering.__members__.values()}
     for kind, n, word in prove(TRAININGS[name], every):
         assert word in (FOUND, IMPLIED), (kind, n, word)
         seen[kind][word] += 1
-    for kind in (checked.Ordering.STREAM_WAIT, checked.Ordering.RECORD_STREAM):
+    for kind in needed:
         assert seen[kind][FOUND] > 0, kind

@@ -83,6 +83,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (stream != block.stream) block.recorded.insert(stream);
   }
   int device_of(const void* pointer) const;
+  void settle() {
+    const std::lock_guard lock(mutex_);
+    for (auto& [stream, pool] : pools_) {
+      std::ranges::for_each(std::exchange(pool.waiting, {}),
+                            [&, &to = pool](Block* block) { come_back(to, block); });
+      settle(pool, stream);
+    }
+  }
   void begin_graph(StreamNumber stream, const std::shared_ptr<GraphMemory>& memory) {
     const std::lock_guard lock(mutex_);
     memory->given.clear();
@@ -105,6 +113,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   static void free_block(void* block);
   void free(Block* block);
+  static void come_back(Pool& pool, Block* block);
   void settle(Pool& pool, StreamNumber stream);
   Block* take(Pool& pool, std::size_t bytes, StreamNumber stream, int device);
   Block* take_for_graph(GraphMemory& memory, std::size_t bytes, StreamNumber stream, int device);
@@ -190,12 +199,17 @@ void DeviceMemory::drop(GraphMemory* memory) {
   delete memory;
 }
 
+// The streams that it was recorded on are through.
+void DeviceMemory::come_back(Pool& pool, Block* block) {
+  Runtime::instance().forget(block->address(), block->until);
+  pool.unsettled.push_back(block);
+}
+
 void DeviceMemory::settle(Pool& pool, StreamNumber stream) {
   auto& runtime = Runtime::instance();
   std::erase_if(pool.waiting, [&](Block* block) {
     if (!runtime.is_over(block->until)) return false;
-    runtime.forget(block->address(), block->until);
-    pool.unsettled.push_back(block);
+    come_back(pool, block);
     return true;
   });
   while (!pool.unsettled.empty()) {
@@ -322,6 +336,8 @@ void register_allocator() { c10::SetAllocator(c10::DeviceType::PrivateUse1, &dev
 c10::Allocator* pinned_allocator() { return &PinnedMemory::instance(); }
 
 bool is_pinned(const void* pointer) { return PinnedMemory::instance().holds(pointer); }
+
+void settle_memory() { device_memory().settle(); }
 
 int device_of_memory(const void* pointer) { return device_memory().device_of(pointer); }
 

@@ -16,6 +16,10 @@ namespace pd2 {
 // freed memory holds NaN.
 void register_allocator();
 
+// Checks all freed blocks at once, each as an allocation on its stream does once the streams that
+// it was recorded on are through.
+void settle_memory();
+
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 

@@ -45,6 +45,7 @@ void bind_runtime(py::module_& module) {
   module.def("left_out_is_implied", [] { return Runtime::instance().left_out_is_implied(); });
   module.def("errors", [] { return Runtime::instance().errors(); });
   module.def("clear_errors", [] { Runtime::instance().clear_errors(); });
+  module.def("settle_memory", &settle_memory);
   module.def("set_sharing_delay",
              [](double seconds) { set_sharing_delay(std::chrono::duration<double>(seconds)); });
   module.def("default_generator", [](int device) { return default_generator(device); });
