@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +77,30 @@ def run(device: Device, rows: Rows) -> None:
     if large:
         apart = far_end(device)
         rows.check("2^31 + 5 elements, the end", apart == 0, f"{apart} elements differ")
+    under_sanitizer(device, rows)
+
+
+def under_sanitizer(device: Device, rows: Rows) -> None:
+    """Runs one size of every kind again under compute-sanitizer, in a process of its own."""
+    usual = Path("/usr/local/cuda/bin/compute-sanitizer")
+    tool = shutil.which("compute-sanitizer") or (str(usual) if usual.is_file() else None)
+    if not device.is_gpu or tool is None:
+        rows.absent("compute-sanitizer", "there is none" if device.is_gpu else "it is CUDA's")
+        return
+    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu_check.kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    shown = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+    rows.check("under compute-sanitizer", done.returncode == 0, shown)
+
+
+def small() -> int:
+    """Compares one size of every kind with the CPU's; 1 if anything differs."""
+    wrong: list[str] = []
+    for stored, (name, options) in itertools.product(STORED, kinds()):
+        if stored != "split master" or not name.startswith("sgd"):
+            compare(Device("cuda", ""), name, options, stored, [5, 1025], 0, wrong)
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
 
 
 def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,3 +222,7 @@ def far_end(device: Device) -> int:
     want = step(tail[0].clone(), tail[1].clone(), torch.empty(total - first))
     got = step(w, gradient, out)[first:].cpu()
     return int((got.view(torch.int32) != want.view(torch.int32)).sum())
+
+
+if __name__ == "__main__":
+    sys.exit(small())

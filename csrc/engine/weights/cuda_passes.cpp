@@ -1,4 +1,4 @@
-// The only file that includes c10/cuda: it finds the current stream for launches.
+// CUDA's passes, and the current stream for their launches.
 #ifdef PD2_WITH_CUDA
 
 #include "engine/weights/grid_passes.h"
