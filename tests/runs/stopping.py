@@ -1,10 +1,11 @@
-"""One rank is stopped or killed at a random moment; the others must end by a deadline.
+"""One rank is stopped, killed or cut off at a random moment; the others must end by a deadline.
 
 From outside: a process that a rank forks sends it the signal, so that it may hit any instruction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -23,6 +24,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.runs.launch import RankResult, run_ranks
+from tests.runs.network import on_network, switch, unplug
 from tests.runs.transports import TRANSPORTS, over
 from tests.samples.schedule_sizes import TWO_PIPELINES, sizes_for
 
@@ -43,6 +45,9 @@ LONGEST_DELAYS = {
 
 MOMENTS = tuple(LONGEST_DELAYS)
 
+UNPLUGGED = "unplugged"
+"""Instead of a signal: the network drops all that goes to the rank and comes from it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -50,8 +55,9 @@ class Case:
 
     Attributes:
         depth: ranks of a replica.
-        sent: the signal's name, "SIGSTOP" or "SIGKILL".
+        sent: the signal's name, "SIGSTOP" or "SIGKILL"; or UNPLUGGED.
         moment: what the ranks do, over and over, when it comes.
+        transport: unless UNPLUGGED, where each rank is on a machine of its own.
         delay: seconds after that has begun.
         tidy: whether the others close the pipeline and the process group, or just end.
     """
@@ -80,7 +86,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Survivor:
-    """How a rank that got no signal ended.
+    """How a rank that got no signal ended; where one is unplugged, that one too.
 
     Attributes:
         kind: of the error that it raised.
@@ -104,15 +110,17 @@ def survivors_of(case: Case) -> list[Survivor]:
     Raises:
         RankError: a rank hung; with the stacks of all.
     """
-    results = run_ranks(
-        over,
-        case.world,
-        args=(case.transport, one_is_hit, case),
-        rendezvous="none",
-        timeout=LONGEST_SECONDS + 25,
-        expect_failure=True,
-    )
-    return [_survivor(result) for result in results if result.rank != case.victim]
+    with switch() if case.sent == UNPLUGGED else contextlib.nullcontext() as at:
+        results = run_ranks(
+            over if at is None else on_network,
+            case.world,
+            args=(case.transport if at is None else at, one_is_hit, case, at),
+            rendezvous="none",
+            timeout=LONGEST_SECONDS + 25,
+            expect_failure=at is None,
+        )
+    hit = case.victim if at is None else None
+    return [_survivor(result) for result in results if result.rank != hit]
 
 
 def _survivor(result: RankResult) -> Survivor:
@@ -146,9 +154,13 @@ def join_with_store_in_rank_0(rank: int, world: int) -> None:
 
 
 class Signal:
-    """A process that sends the signal to the one that makes this, once told that it is time."""
+    """A process that sends the signal to the one that makes this, once told that it is time.
 
-    def __init__(self, case: Case) -> None:
+    Args:
+        at: the switch's process, where there is one.
+    """
+
+    def __init__(self, case: Case, at: int | None) -> None:
         self._is_time, told = os.pipe()
         self._tell: int | None = told
         victim = os.getpid()
@@ -158,6 +170,9 @@ class Signal:
             time.sleep(case.delay)
             Path("hit.partial").write_text(str(time.time()))
             Path("hit.partial").rename("hit")
+            if at is not None:
+                unplug(case.victim, at)
+                os._exit(0)
             os.kill(victim, getattr(signal, case.sent))
             # A stopped one is kept until the others have ended: whoever waits for it ends late.
             exits = [Path(f"exit{rank}") for rank in range(case.world) if rank != case.victim]
@@ -174,11 +189,14 @@ class Signal:
             self._tell = None
 
 
-def one_is_hit(rank: int, world: int, case: Case) -> dict[str, Any]:
+def one_is_hit(rank: int, world: int, case: Case, at: int | None) -> dict[str, Any]:
     """Does what the case says until an error ends it."""
-    hit = Signal(case) if rank == case.victim else None
+    hit = Signal(case, at) if rank == case.victim else None
     come: Callable[[], None] = hit.come if hit else lambda: None
-    join_with_store_in_rank_0(rank, world)
+    if at is None:
+        join_with_store_in_rank_0(rank, world)
+    else:
+        dist.init_process_group("gloo")  # by torchrun's variables: the store is in rank 0 as well
     kind = text = ""
     pipes: list[pd2.PipelineModule] = []
     try:
