@@ -101,7 +101,7 @@ class HostRun:
     def wait_for_messages(self, action: Action) -> None:
         step = {"F": -1, "B": 1, "I": 1}.get(action.kind, 0)
         sender = action.stage + step
-        if step and sender // self.d == action.stage // self.d and 0 <= sender:
+        if step and sender // self.d == action.stage // self.d and sender >= 0:
             kind = action.kind if sender < self.schedule.num_stages else ""
             sent = dataclasses.replace(action, stage=sender, kind=kind)
             if kind:

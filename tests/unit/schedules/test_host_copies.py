@@ -1,4 +1,4 @@
-"""Simulated optimizers on the host: copies and steps against a reference, and what waits for them."""
+"""Simulated optimizers on the host: copies, steps and what waits, against a reference."""
 
 from __future__ import annotations
 
