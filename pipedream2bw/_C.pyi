@@ -120,6 +120,13 @@ class EdgeCosts:
     message_bytes: float
 
 @dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    down: float
+    up: float
+    buckets: int
+    one_buffer: bool
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchCosts:
     seconds: float
     forward: int
@@ -158,6 +165,7 @@ def simulate(
     edges: Sequence[EdgeCosts],
     num_batches: int,
     launches: LaunchCosts | None,
+    host: HostCosts | None,
 ) -> Simulation: ...
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from .runtime.stage_memory import StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
 from .schedules.load import load_schedule, make_schedule, schedule_names
-from .schedules.simulate import IdleTime, LaunchCosts, Simulation, simulate
+from .schedules.simulate import HostCosts, IdleTime, LaunchCosts, Simulation, simulate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "DeviceType",
     "ErrorFeedback",
     "Event",
+    "HostCosts",
     "IdleTime",
     "LaunchCosts",
     "LearningRateDiscount",

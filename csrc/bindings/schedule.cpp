@@ -61,6 +61,9 @@ void bind_simulation(py::module_& module) {
   bind_struct(module, "EdgeCosts", std::pair("latency", &EdgeCosts::latency),
               std::pair("bandwidth", &EdgeCosts::bandwidth),
               std::pair("message_bytes", &EdgeCosts::message_bytes));
+  bind_struct(module, "HostCosts", std::pair("down", &HostCosts::down),
+              std::pair("up", &HostCosts::up), std::pair("buckets", &HostCosts::buckets),
+              std::pair("one_buffer", &HostCosts::one_buffer));
   bind_struct(module, "LaunchCosts", std::pair("seconds", &LaunchCosts::seconds),
               std::pair("forward", &LaunchCosts::forward),
               std::pair("backward", &LaunchCosts::backward),
@@ -92,13 +95,15 @@ void bind_simulation(py::module_& module) {
   module.def(
       "simulate",
       [](const Schedule& schedule, std::vector<StageCosts> stages, std::vector<EdgeCosts> edges,
-         int num_batches, const std::optional<LaunchCosts>& launches) {
-        const Costs costs = {.stages = std::move(stages), .edges = std::move(edges), .skips = {}};
+         int num_batches, const std::optional<LaunchCosts>& launches,
+         const std::optional<HostCosts>& host) {
+        const Costs costs = {
+            .stages = std::move(stages), .edges = std::move(edges), .skips = {}, .host = host};
         const py::gil_scoped_release no_gil;
         return simulate(schedule, costs, num_batches, launches);
       },
       py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"),
-      py::arg("launches"));
+      py::arg("launches"), py::arg("host"));
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ class DeviceFigures:
         overlapped: arithmetic and traffic run at the same time; else their times are added.
         free_ones_too: operators that compute nothing take ``seconds_per_operator``, too, and the
             time of their tensors' traffic unless they are views.
+        host_bytes_per_second: peak bandwidth of the host's memory, this device's share of it.
+        copy_bytes_per_second: peak of copies between host and device, in each direction. Without
+            these two a "cuda" device's profile says nothing about optimizers on the host.
 
     Raises:
         ValueError: a figure that is not positive and finite; float32 is missing.
@@ -52,6 +55,8 @@ class DeviceFigures:
     seconds_per_operator: float = 5e-6
     overlapped: bool = True
     free_ones_too: bool = False
+    host_bytes_per_second: float | None = None
+    copy_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if torch.float32 not in self.flops_per_second:
@@ -64,6 +69,9 @@ class DeviceFigures:
         for name in ("efficiency", "memory_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}: {getattr(self, name)}, it must be at most 1")
+        for name in ("host_bytes_per_second", "copy_bytes_per_second"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), below=math.inf)
         seconds = self.seconds_per_operator
         check_number("seconds_per_operator", seconds, at_least=0, below=math.inf)
 
@@ -115,7 +123,9 @@ NOMINAL = DeviceFigures(
 )
 """Balances the stages where nothing is measured; only the ratios of its seconds matter."""
 
-# From NVIDIA's data sheets, without sparsity, for the memory size in the name.
+# From NVIDIA's data sheets, without sparsity, for the memory size in the name. PCIe has 16 lanes of
+# generation 3, 4, 5. The host's memory is an eighth of that of DGX-1 (2 x 4 channels DDR4-2400),
+# DGX A100 (2 x 8 DDR4-3200), DGX H100 (2 x 8 DDR5-4800).
 _BOTH_HALVES = (torch.float16, torch.bfloat16)
 KNOWN_DEVICES = {
     key: DeviceFigures(
@@ -124,10 +134,12 @@ KNOWN_DEVICES = {
         flops_per_second={torch.float32: flops, **dict.fromkeys(halves, flops_of_halves)},
         bytes_per_second=bandwidth,
         memory_bytes=gib * 2**30,
+        host_bytes_per_second=host,
+        copy_bytes_per_second=copies,
     )
-    for key, name, flops, halves, flops_of_halves, bandwidth, gib in (
-        ("v100", "V100 SXM2 16GB", 15.7e12, (torch.float16,), 125e12, 900e9, 16),
-        ("a100", "A100 SXM4 80GB", 19.5e12, _BOTH_HALVES, 312e12, 2039e9, 80),
-        ("h100", "H100 SXM5 80GB", 67e12, _BOTH_HALVES, 989e12, 3350e9, 80),
+    for key, name, flops, halves, flops_of_halves, bandwidth, gib, host, copies in (
+        ("v100", "V100 SXM2 16GB", 15.7e12, (torch.float16,), 125e12, 900e9, 16, 19.2e9, 16e9),
+        ("a100", "A100 SXM4 80GB", 19.5e12, _BOTH_HALVES, 312e12, 2039e9, 80, 51.2e9, 32e9),
+        ("h100", "H100 SXM5 80GB", 67e12, _BOTH_HALVES, 989e12, 3350e9, 80, 76.8e9, 64e9),
     )
 }

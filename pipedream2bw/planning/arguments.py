@@ -109,8 +109,14 @@ def check_optimizer_device(device: object) -> None:
 
 
 def check_update_time(profile: Profile, optimizer: str) -> None:
-    """Raises ValueError if a measured profile does not have the optimizer's time."""
+    """Raises ValueError if a profile lacks the optimizer's time: if measured, or "... on host"."""
     known = profile.seconds_per_update_byte
+    if optimizer.endswith(" on host") and not profile.device.measured and optimizer not in known:
+        raise ValueError(
+            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+            f"{', '.join(known) or 'none'}: a dry profile has it if its DeviceFigures have "
+            "host_bytes_per_second and copy_bytes_per_second"
+        )
     if profile.device.measured and optimizer not in known:
         raise ValueError(
             f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..capture.device_figures import DeviceFigures
 from ..model.precision import Precision
 from ..ranks.agreement import ControlPlane
 from ..ranks.deadline import Deadline
@@ -48,6 +49,24 @@ def seconds_per_update_byte(device: torch.device) -> dict[str, float]:
     slower = max(down, up) / memory.nbytes
     on_host = {name: max(seconds, slower) for name, seconds in _passes(host).items()}
     return here | {f"{name} on host": seconds for name, seconds in on_host.items()}
+
+
+def dry_seconds_per_update_byte(figures: DeviceFigures) -> dict[str, float]:
+    """How long the same passes take by a device's figures.
+
+    Those "on host" are missing if the figures say nothing about the host.
+    """
+    part = figures.memory_efficiency
+    here = {name: size / (figures.bytes_per_second * part) for name, size in TRAFFIC.items()}
+    if figures.type == "cpu":
+        return here | {f"{name} on host": seconds for name, seconds in here.items()}
+    host, copies = figures.host_bytes_per_second, figures.copy_bytes_per_second
+    if host is None or copies is None:
+        return here
+    slower = 1 / (copies * part)
+    return here | {
+        f"{name} on host": max(size / (host * part), slower) for name, size in TRAFFIC.items()
+    }
 
 
 def _passes(device: torch.device) -> dict[str, float]:

@@ -22,7 +22,7 @@ from ..model.fingerprint import describe_parameters
 from ..model.surroundings import plain_modes, random_state_kept
 from ..ranks.agreement import ControlPlane, join
 from .assembly import median_of, microbatch_of, shared_out
-from .engine_timing import TRAFFIC, seconds_per_action, seconds_per_update_byte
+from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
 from .group_timing import Measured, measure_groups
 from .links import with_links
 from .prepared import Prepared, Subject
@@ -140,11 +140,10 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
                 spread=[0.0] * len(costs.forward),
             )
         )
-    bandwidth = figures.bytes_per_second * figures.memory_efficiency
     return prepared.profile(
         ProfiledDevice(figures.name, figures.type, figures.memory_bytes, measured=False),
         microbatches,
-        seconds_per_update_byte={name: size / bandwidth for name, size in TRAFFIC.items()},
+        seconds_per_update_byte=dry_seconds_per_update_byte(figures),
     )
 
 

@@ -46,6 +46,32 @@ class LaunchCosts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Optimizers that step in the host's memory (``optimizer_device="cpu"``), for :func:`simulate`.
+
+    A stage's gradients (``gradient_bytes``) go down, the host steps (``update`` seconds), and the
+    weights that it makes (``weight_bytes``) come up, beside what the device computes. Each rank has
+    a copy engine for either direction and one host, which take its stages in the order of their
+    updates. Where that is slow, the first forward that reads the new version waits, and with
+    ``one_buffer`` also the next batch's first backward.
+
+    Attributes:
+        down: bytes per second from a device to the host; 0 or infinite: bytes take no time.
+        up: bytes per second from the host to a device.
+        buckets: pieces of equal size in which gradients, step and weights follow each other. The
+            batch's last backward makes them at an even pace, and each goes down when it is made;
+            the first weights come up when all gradients are down.
+        one_buffer: a batch's gradients are added up where those of the batch before were, as with
+            16-bit weights. In float32 two versions' slots take turns, and nothing waits.
+    """
+
+    down: float = 0.0
+    up: float = 0.0
+    buckets: int = 1
+    one_buffer: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class IdleTime:
     """Seconds of a batch in which a rank's device does no forward and no backward.
 
@@ -111,6 +137,7 @@ def simulate(
     message_bytes: PerStage = 0.0,
     num_batches: int = 4,
     launch_costs: LaunchCosts | None = None,
+    host_costs: HostCosts | None = None,
 ) -> Simulation:
     """Runs a schedule's actions with given costs, as discrete events, and measures it.
 
@@ -160,6 +187,8 @@ def simulate(
         launch_costs: what hosts take to launch actions; without, an action begins as soon as its
             message is there. With them every update goes on beside other actions, as it does on a
             device, also where a stage keeps one weight version.
+        host_costs: optimizers step in the host's memory. Every update then goes on beside other
+            actions and ends with the last copy to its device. Not together with ``launch_costs``.
 
     Raises:
         ScheduleError: the schedule is illegal; Deadlock if its ranks wait for each other.
@@ -192,6 +221,7 @@ def simulate(
         [_C.EdgeCosts(**{name: edges[name][i] for name in edges}) for i in range(d - 1)],
         num_batches,
         _launch_costs(launch_costs),
+        _host_costs(host_costs),
     )
     first_numbers = [made.number_in_batch(stage, 0) for stage in range(made.num_stages)]
     return Simulation(
@@ -230,6 +260,15 @@ def _launch_costs(given: LaunchCosts | None) -> _C.LaunchCosts | None:
     for name in ("forward", "backward", "update", "reads"):
         check_whole_number(f"launch_costs.{name}", getattr(given, name), at_least=0)
     return _C.LaunchCosts(**dataclasses.asdict(given))
+
+
+def _host_costs(given: HostCosts | None) -> _C.HostCosts | None:
+    if given is None:
+        return None
+    if not isinstance(given, HostCosts):
+        raise TypeError(f"host_costs: {given!r} given, it must be HostCosts")
+    check_whole_number("host_costs.buckets", given.buckets)
+    return _C.HostCosts(**dataclasses.asdict(given))
 
 
 def _halves(

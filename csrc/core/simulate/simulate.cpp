@@ -6,6 +6,7 @@
 #include "core/schedule/validate.h"
 #include "core/simulate/actions.h"
 #include "core/simulate/channels.h"
+#include "core/simulate/host_updates.h"
 #include "core/simulate/launches.h"
 
 #include <algorithm>
@@ -55,6 +56,7 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
               ": two stages have one skip at most");
     check_edge("skips' ", i, edge);
   }
+  if (costs.host) check_host(*costs.host);
 }
 
 void check_launches(const LaunchCosts& launches) {
@@ -67,9 +69,9 @@ void check_launches(const LaunchCosts& launches) {
   }
 }
 
-// With one version the next forward waits for the update in any case.
-bool updates_beside(const Schedule& schedule, int stage) {
-  return schedule.num_versions[stage] > 1;
+// With one version on the device the next forward waits for the update in any case.
+bool updates_beside(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.host || schedule.num_versions[stage] > 1;
 }
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
@@ -88,6 +90,7 @@ class Execution {
         link_free_(channels_.count(), 0),
         num_batches_(num_batches),
         update_end_(std::size_t(schedule.num_stages) * num_batches, 0),
+        host_(schedule, costs),
         ranks_(schedule.ranks.size()),
         timeline_(schedule.ranks.size()) {
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
@@ -154,23 +157,39 @@ class Execution {
         start = std::max(start, arrival(rank, update_index(*twin, step.microbatch)));
       }
       if (rank.num_missing > 0) return;
-      const double takes = seconds(cost_of(schedule_, costs_, step.stage), step.kind);
       const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
-      const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, step.stage);
+      const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, costs_, step.stage);
       if (is_beside && batch > 0) {
-        start = std::max(start, update_end(step.stage, batch - 1));
+        start = std::max(
+            start, costs_.host ? host_.stepped(step.stage) : update_end(step.stage, batch - 1));
       }
       if (const int read = batch - schedule_.delay[step.stage]; step.kind == kForward && read > 0) {
         start = std::max(start, update_end(step.stage, read - 1));
       }
-      timeline_[number].push_back(simulated(schedule_, step, start, start + takes));
-      rank.free_at = is_beside ? start : start + takes;
+      if (waits_for_gradients_buffer(step)) start = std::max(start, host_.gone(step.stage));
+      const double end = end_of(step, start);
+      timeline_[number].push_back(simulated(schedule_, step, start, end));
+      rank.free_at = is_beside ? start : end;
       if (step.kind == kUpdate) {
-        update_end(step.stage, batch) = start + takes;
+        update_end(step.stage, batch) = end;
       }
       rank.has_recomputed = false;
       send(rank, step);
     }
+  }
+
+  bool waits_for_gradients_buffer(const Step& step) const {
+    return costs_.host && costs_.host->one_buffer && begins_backward(step.kind) &&
+           step.microbatch % schedule_.num_microbatches == 0;
+  }
+
+  // Also tells the host of what concerns it.
+  double end_of(const Step& step, double start) {
+    if (costs_.host && step.kind == kUpdate) return host_.update(step.stage, start);
+    const double end = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
+    const bool is_last = (step.microbatch + 1) % schedule_.num_microbatches == 0;
+    if (costs_.host && is_last && ends_flight(step.kind)) host_.complete(step.stage, start, end);
+    return end;
   }
 
   // Makes the time of arrival known to the rank that may be stuck for it.
@@ -251,6 +270,7 @@ class Execution {
   std::vector<double> link_free_;  // by channel
   const int num_batches_;
   std::vector<double> update_end_;  // by stage and batch
+  HostUpdates host_;
   std::vector<Rank> ranks_;
   std::vector<int> ready_;
   Timeline timeline_;
@@ -301,7 +321,7 @@ double busy_seconds_of_batch(const Schedule& schedule, const Costs& costs, int r
     const StageCosts& cost = cost_of(schedule, costs, stage);
     sum += schedule.num_microbatches *
            (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward));
-    if (!updates_beside(schedule, stage)) sum += seconds(cost, kUpdate);
+    if (!updates_beside(schedule, costs, stage)) sum += seconds(cost, kUpdate);
   }
   return sum;
 }
@@ -358,6 +378,9 @@ Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batche
   check_costs(schedule, costs);
   PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
   if (launches) check_launches(*launches);
+  PD2_CHECK(
+      !launches || !costs.host,
+      "costs of launches and of the host: both: a run with launches has its steps on devices");
 
   Simulation result;
   // Also with launches: it knows deadlocks.

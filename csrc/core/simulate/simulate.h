@@ -59,10 +59,32 @@ struct SkipCosts {
   EdgeCosts edge;
 };
 
+// Optimizers that step in the host's memory: a stage's gradients go down to it, and the weights
+// that a step there makes come up. Each rank has two copy engines, one for each direction, and a
+// host that steps; all its stages share them.
+//
+//   compute   B  B  B(last)     F  F  B ...                F of the version made
+//   down            g2 g1 g0
+//   host                  step 2  step 1  step 0
+//   up                            w2      w1      w0
+struct HostCosts {
+  double down = 0;  // bytes per second; 0 or infinite: bytes take no time
+  double up = 0;
+  // Of equal size, that a stage's gradients, step and weights are cut into. The batch's last
+  // backward makes one after the other, so with one bucket nothing goes down before its end.
+  int buckets = 1;
+  // A batch's gradients are added up where those of the batch before were: its first backward waits
+  // until these have gone down.
+  bool one_buffer = false;
+};
+
 struct Costs {
   std::vector<StageCosts> stages;  // one per stage of the model; its copies cost the same
   std::vector<EdgeCosts> edges;    // one fewer than stages; empty: free
   std::vector<SkipCosts> skips;    // no two stages twice
+  // A stage's gradient_bytes go down, `update` is the time of its step on the host, and its
+  // weight_bytes come up. None: every step is on its stage's device.
+  std::optional<HostCosts> host = std::nullopt;
 };
 
 // What hosts take to launch the work of devices. Each rank's host launches its actions in order, as
@@ -125,9 +147,20 @@ struct Simulation {
 // and direction occupy the link one after another, each for message_bytes / bandwidth seconds, and
 // arrive latency seconds later. Takes time linear in the number of actions.
 //
+// With costs.host every U goes on beside its rank's actions, also where a stage keeps one version.
+// It begins when its stage's U before has stepped, and its end is that of the last copy up. Each of
+// a rank's copy engines, and its host, takes the buckets in the order of the rank's Us:
+//
+//   down   not before the last backward of the batch has made the bucket (it makes them at an even
+//          pace), or, if all_reduce or a copy of the stage adds to it, before the sum has come to
+//          it; nor before the stage's U before has stepped
+//   step   when the bucket's gradients are on the host and the weights of the step before have left
+//   up     when all gradients of the stage are down: weights may take their place
+//
 // The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
 // ScheduleError for those, Deadlock if ranks wait for each other (the text says what each one waits
-// for), and ValueError for sizes that don't fit and costs that are negative or not finite.
+// for), and ValueError for sizes that don't fit, costs that are negative or not finite, and
+// `launches` together with costs.host.
 //
 // With `launches`, hosts and devices are two: an action also begins no sooner than its first
 // launch, and ends no sooner than its last. An update goes on beside the rank's actions, on a

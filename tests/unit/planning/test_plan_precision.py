@@ -137,6 +137,25 @@ def test_an_optimizer_on_the_host_takes_no_memory_of_devices() -> None:
         plan(made, optimizer_device="cuda")
 
 
+def test_a_dry_profile_knows_the_optimizer_on_the_host_from_the_figures() -> None:
+    def dry(**changes: Any) -> pd2.Profile:
+        figures = dataclasses.replace(pd2.KNOWN_DEVICES["v100"], **changes)
+        return pd2.profile(
+            model(), loss, example_args=(X,), target=Y, microbatch_rows=(2,), dry=figures
+        )
+
+    def update(of: pd2.Profile) -> float:
+        (stage,) = plan(of, optimizer_device="cpu", num_stages=1).stages
+        return stage.update / stage.weight_bytes
+
+    # Adam reads and writes 7 bytes for each of the weights', at 0.8 of the peak.
+    assert update(dry()) == pytest.approx(7 / (0.8 * 19.2e9))
+    assert update(dry(copy_bytes_per_second=1e9)) == pytest.approx(1 / (0.8 * 1e9))
+    for missing in ("host_bytes_per_second", "copy_bytes_per_second"):
+        with pytest.raises(ValueError, match=r"'adamw on host'.* host_bytes_per_second and copy_b"):
+            update(dry(**{missing: None}))
+
+
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
