@@ -28,7 +28,7 @@ from .source import Source
 log = logging.getLogger("pipedream2bw")
 
 _NOTHING, _SAVE, _STOP = 0, 1, 2
-"""What a rank wishes that all do after the batch."""
+"""What a rank wishes that all do after the batch; to stop is ``_STOP`` and the signal's number."""
 
 _LOOK_SECONDS = 0.05
 _MOST_FAILURES = 3
@@ -204,8 +204,8 @@ class Checkpointer:
             self._frequency.batch_ended(seconds, is_saving=bool(self._under_way))
         self._look_at_ended()
         wish = session.agreed_wish
-        if wish == _STOP:
-            self._save_and_stop()
+        if wish > _STOP:
+            self._save_and_stop(wish - _STOP)
         every = self._frequency.batches
         if wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0):
             self._save(self._check_failures)
@@ -215,7 +215,7 @@ class Checkpointer:
     def _wish(self) -> int:
         """What this rank wishes that all do after the batch that begins."""
         if self._signals.received:
-            return _STOP
+            return _STOP + self._signals.received
         decides = self._session.grid.rank == 0 and not self._frequency.is_fixed
         is_free = not self._under_way
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
@@ -324,11 +324,16 @@ class Checkpointer:
             each.saw_evaluation = True
         accumulation = self._session.accumulation
         is_counted = accumulation.is_between_batches and accumulation.num_updates == self._stepped
-        if self._session.agreed_wish == _STOP and is_counted:
-            self._save_and_stop()
+        wish = self._session.agreed_wish
+        if wish > _STOP and is_counted:
+            self._save_and_stop(wish - _STOP)
 
-    def _save_and_stop(self) -> None:
-        """Saves on all ranks at one batch, closes the pipeline and ends the program."""
+    def _save_and_stop(self, signal: int) -> None:
+        """Saves on all ranks at one batch, closes the pipeline and ends the program.
+
+        Args:
+            signal: that a rank got; of several the greatest, so that all ranks exit alike.
+        """
         try:
             if not self._has_saved():
                 self._save(Announcement)  # however many saves have failed
@@ -336,7 +341,7 @@ class Checkpointer:
             warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
         self.close()
         self._session.close()
-        raise Preempted(128 + (self._signals.received or 15))
+        raise Preempted(128 + signal)
 
     def _has_saved(self) -> bool:
         """Whether there is a checkpoint of this batch already; waits if it is under way."""

@@ -11,7 +11,11 @@ from types import FrameType
 
 
 class Preempted(SystemExit):  # ends the program, and is no error
-    """The run was saved and ends because of a signal; its code is 128 and the signal's number."""
+    """The run was saved and ends because of a signal.
+
+    Its code is 128 and the signal's number, on all ranks; if they got different signals, the
+    greatest number.
+    """
 
 
 class Signals:

@@ -153,8 +153,16 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     rows = data_of(setting)
     sampler = pd2.ResumableSampler(len(rows), ROWS, width=pipe.width, replica=pipe.replica, seed=5)
     losses: dict[int, Any] = {}
+    preempt = [] if life.signal == signal.SIGKILL else [signal.Signals(life.signal).name]
     with pd2.Checkpointer(
-        folder, pipe, opt, data=sampler, schedulers=[schedule], every=life.every, keep=2
+        folder,
+        pipe,
+        opt,
+        data=sampler,
+        schedulers=[schedule],
+        every=life.every,
+        keep=2,
+        preempt=preempt,
     ) as ckpt:
         start = ckpt.resume()
         timer = threading.Timer(life.after, os.kill, (os.getpid(), life.signal))
