@@ -135,8 +135,15 @@ class Writer:
         """Begins, in a thread that does not keep the program from ending."""
         name = f"pipedream2bw: checkpoint {saving.step}"
         thread = threading.Thread(target=self._run, args=(saving,), name=name, daemon=True)
-        _ends_soon[thread] = lambda: self._cut.copied.done() or self._is_ended()
+        # A thread drops its entry here after join() has returned, perhaps while the interpreter
+        # ends: freeing tensors then would abort the process. What it runs is dropped before.
+        this = weakref.ref(self)
+        _ends_soon[thread] = lambda: (writer := this()) is None or writer.ends_soon()
         thread.start()
+
+    def ends_soon(self) -> bool:
+        """Whether it has what it writes, or knows that it never will."""
+        return self._cut.copied.done() or self._is_ended()
 
     def _run(self, saving: Saving) -> None:
         with contextlib.suppress(OSError, AttributeError):  # training comes first
