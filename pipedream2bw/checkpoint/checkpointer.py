@@ -339,8 +339,11 @@ class Checkpointer:
                 self._save(Announcement)  # however many saves have failed
         except OSError as error:
             warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
-        self.close()
-        self._session.close()
+        try:
+            self._finish()
+            self._session.close()
+        finally:  # a signal that comes to this rank later than to others ends it no earlier
+            self._leave()
         raise Preempted(128 + signal)
 
     def _has_saved(self) -> bool:
@@ -358,12 +361,17 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the saves under way; signals do what they did before. Every rank calls it."""
         try:
+            self._finish()
+        finally:
+            self._leave()
+
+    def _finish(self) -> None:
+        try:
             if self._session.ending.is_open:
                 self._session.flush_for(Operation.flush)
         finally:  # a discarded batch leaves the saves before it as they are
             for each in list(self._under_way):
                 self._wait_for(each)
-            self._leave()
 
     def _leave(self) -> None:
         self._signals.restore()
