@@ -4,10 +4,11 @@
 
 Each run trains a small model for 24 batches in one of several settings (schedule, optimizer,
 precision, replicas, ...) and saves every few batches. A random rank, or all, get SIGKILL at a
-random moment (``--signal SIGTERM``: the run saves itself and ends). It goes on from its newest
-whole checkpoint in another life: with other numbers of stages and ranks, in threads or in
-processes, under another schedule of the same delay. Weights, moments, buffers and losses must end
-with the bits of the run that nobody disturbed.
+random moment, while the pipeline opens, resumes, trains or closes (``--signal SIGTERM``: once a run
+has its ``Checkpointer`` it saves itself and ends, and the next life must begin at the very batch
+that this one had reached). It goes on from its newest whole checkpoint in another life: with other
+numbers of stages and ranks, in threads or in processes, under another schedule of the same delay.
+Weights, moments, buffers and losses must end with the bits of the run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from measuring.report import arguments, describe, machine, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' runs
 
-from tests.runs.launch import RankError
+from tests.runs.launch import RankError, RankResult
 from tests.runs.lives import (
     SETTINGS,
     differences,
     first_life,
     random_life,
     run_life,
+    told,
     whole_of,
 )
 
@@ -98,26 +101,61 @@ def _one_run(
     name: str, undisturbed: dict[str, object], folder: Path, draw: random.Random, by: str
 ) -> tuple[int, list[str]]:
     """A run in several lives; gives how often it was killed, and what is wrong."""
-    setting, kills = SETTINGS[name], 0
+    setting, kills, may_start = SETTINGS[name], 0, range(1)
     for _ in range(draw.randrange(1, _MOST_LIVES)):
-        life = random_life(setting, draw, by=signal.Signals[by])
+        life = random_life(setting, draw, by=signal.Signals[by], anywhere=True)
         try:
             results = run_life(setting, life, folder)
         except RankError as error:
             if any(result.exit_code for result in error.results):
                 return kills, [f"a life did not end as it should: {error}"]
+            if wrong := _wrong_starts(error.results, may_start):
+                return kills, [f"{each}: {life}" for each in wrong]
+            may_start = _starts_after(error.results, may_start)
             break  # it came to its end before
         kills += 1
+        wrong = _wrong_starts(results, may_start)
         if by == "SIGTERM":
-            codes = [result.exit_code for result in results]
-            if set(codes) != {_PREEMPTED}:
-                errors = "\n".join(result.stderr for result in results)
-                return kills, [f"exit codes {codes}, all must be {_PREEMPTED}: {errors}"]
+            wrong += _wrong_ends(results)
+        if wrong:
+            return kills, [f"{each}: {life}" for each in wrong]
+        may_start = _starts_after(results, may_start)
     try:
         results = run_life(setting, random_life(setting, draw, by=None), folder)
     except RankError as error:
         return kills, [f"the last life failed: {error}"]
-    return kills, differences(whole_of(results), undisturbed)
+    wrong = _wrong_starts(results, may_start)
+    return kills, wrong + differences(whole_of(results), undisturbed)
+
+
+def _wrong_starts(results: Sequence[RankResult], may_start: range) -> list[str]:
+    starts = [told(result)["start"] for result in results if "start" in told(result)]
+    if len(set(starts)) > 1 or not all(start in may_start for start in starts):
+        return [f"it went on from batches {starts}, all must be one of {list(may_start)}"]
+    return []
+
+
+def _wrong_ends(results: Sequence[RankResult]) -> list[str]:
+    """What is wrong with the exit codes of a run that SIGTERM came to."""
+    codes = [result.exit_code for result in results]
+    if set(codes) == {_PREEMPTED}:
+        return []
+    for result in results:
+        is_noticing = "resuming" in told(result) and "closing" not in told(result)
+        if result.exit_code == -signal.SIGTERM and not is_noticing:
+            return []  # which the other ranks do not survive
+    errors = "\n".join(result.stderr for result in results)
+    return [f"exit codes {codes}, all must be {_PREEMPTED}: {errors}"]
+
+
+def _starts_after(results: Sequence[RankResult], may_start: range) -> range:
+    """From which batches the next life may go on."""
+    starts = [told(result)["start"] for result in results if "start" in told(result)]
+    ends = [told(result).get("batch", 0) for result in results]
+    if all(result.exit_code == _PREEMPTED for result in results):
+        return range(ends[0], ends[0] + 1) if len(set(ends)) == 1 else range(0)
+    least = starts[0] if starts else may_start[0]
+    return range(least, max([may_start[-1] if not starts else least, *ends]) + 1)
 
 
 if __name__ == "__main__":

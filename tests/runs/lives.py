@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
@@ -106,7 +107,8 @@ class Life:
         in_threads: whether one process runs all stages.
         every: batches from one save to the next.
         victims: ranks to kill; empty: the run goes on to its end.
-        after: seconds after which they are killed, from the first batch on.
+        since, after: when they are killed: so many seconds after the beginning of the "opening", of
+            the "training" or of the "closing".
         signal: by which.
     """
 
@@ -116,6 +118,7 @@ class Life:
     in_threads: bool = False
     every: int = 3
     victims: tuple[int, ...] = ()
+    since: str = "training"
     after: float = 0.0
     signal: int = signal.SIGKILL
 
@@ -126,9 +129,41 @@ def data_of(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(numbers[0], numbers[1], strict=True))
 
 
+class _Diary:
+    """What a rank says on its standard output of its life, and when it is killed in it."""
+
+    def __init__(self, rank: int, life: Life) -> None:
+        self._life = life
+        self._is_victim = rank in life.victims
+        self._timer = threading.Timer(life.after, os.kill, (os.getpid(), life.signal))
+        self._timer.daemon = True
+
+    def begin(self, part: str) -> None:
+        """Begins a part of the life."""
+        self.tell(part)
+        if self._is_victim and self._life.since == part:
+            self._timer.start()
+
+    def tell(self, what: str, number: int = 1) -> None:
+        print(what, number, flush=True)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
+def told(result: RankResult) -> dict[str, int]:
+    """What a rank has told last of each: "start", "batch" and the parts of its life."""
+    lines = (line.split() for line in result.stdout.splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
+
+
 def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> dict[str, Any]:
     """Trains from the newest checkpoint on; gives losses and, at the end, the state."""
     torch.set_num_threads(1)
+    diary = _Diary(rank, life)
+    if world > 1:
+        dist.barrier()  # all have the process group, whose making ends late without one of them
+    diary.begin("opening")
     model = make_model(setting)
     x = torch.zeros(2, WIDTH)
     kinds: dict[str, Any] = {}
@@ -164,10 +199,10 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         keep=2,
         preempt=preempt,
     ) as ckpt:
+        diary.begin("resuming")
         start = ckpt.resume()
-        timer = threading.Timer(life.after, os.kill, (os.getpid(), life.signal))
-        if rank in life.victims:
-            timer.start()
+        diary.tell("start", start)
+        diary.begin("training")
         batches = (each for _ in range(1000) for each in sampler)
         for t in range(start, setting.batches):
             for part in range(setting.accumulate):
@@ -177,8 +212,9 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
                 sampler.advance()
             opt.step()
             schedule.step()
+            diary.tell("batch", t + 1)
             ckpt.step()
-        timer.cancel()
+        diary.begin("closing")
     pipe.flush()
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
     moments = {
@@ -195,6 +231,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         "replica": pipe.replica,
     }
     pipe.close()
+    diary.end()
     return result
 
 
@@ -257,11 +294,14 @@ def first_life(setting: Setting) -> Life:
     return Life(schedule=setting.schedule, ranks=ranks, stages=stages, every=1000)
 
 
-def random_life(setting: Setting, draw: random.Random, *, by: int | None) -> Life:
+def random_life(
+    setting: Setting, draw: random.Random, *, by: int | None, anywhere: bool = False
+) -> Life:
     """A life in one of the ways that give the same bits.
 
     Args:
         by: the signal that ends it early; None: it lives to its end.
+        anywhere: whether it may also end while the pipeline opens or closes.
     """
     ranks, stages = draw.choice(setting.ways)
     schedules = setting.schedules or (setting.schedule,)
@@ -270,6 +310,11 @@ def random_life(setting: Setting, draw: random.Random, *, by: int | None) -> Lif
     victims: tuple[int, ...] = ()
     if by is not None:
         victims = tuple(range(world)) if draw.random() < 0.3 else (draw.randrange(world),)
+    since, seconds = "training", 0.25
+    if anywhere:
+        since, seconds = draw.choices(
+            [("training", 0.25), ("opening", 1.0), ("closing", 0.05)], [6, 3, 1]
+        )[0]
     return Life(
         schedule=draw.choice(schedules),
         ranks=ranks,
@@ -277,6 +322,7 @@ def random_life(setting: Setting, draw: random.Random, *, by: int | None) -> Lif
         in_threads=in_threads,
         every=draw.choice((1, 2, 3, 5)),
         victims=victims,
-        after=draw.uniform(0.0, 0.25),
+        since=since,
+        after=draw.uniform(0.0, seconds),
         signal=by or signal.SIGKILL,
     )
