@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,8 +84,9 @@ def print_table(figures: list[Figure], *, judged: bool) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when; how busy the machine was already (load average of the last minute)."""
+    """Where, when and of which commit; how busy the machine was (load of the last minute)."""
     return {
+        "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
@@ -99,6 +101,15 @@ def describe(where: dict[str, Any]) -> str:
         f"{where['cpu']}, {where['cores']} cores, load before {where['load']:.1f}; "
         f"torch {where['torch']}, {where['date']}"
     )
+
+
+def _commit() -> str | None:
+    """The commit that is measured, ``-dirty`` with changes; None where there is no repository."""
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _cpu_model() -> str:
