@@ -30,7 +30,7 @@ def action_of(event: pd2.Event) -> Action:
 def check(name: str, size: Any, rng: random.Random) -> None:
     host = pd2.HostCosts(
         down=rng.uniform(0.2, 4),
-        up=rng.uniform(0.2, 4),
+        up=rng.choice([0.03, rng.uniform(0.2, 4)]),
         buckets=rng.randint(1, 5),
         one_buffer=rng.random() < 0.5,
     )
