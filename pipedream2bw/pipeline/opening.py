@@ -20,7 +20,7 @@ from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
 from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
 from ..ranks.agreement import ControlPlane, join
-from ..ranks.devices import agree_on_devices, check_sums, facts_of
+from ..ranks.devices import agree_on_devices
 from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
 from ..runtime.graphs import check_graphs
@@ -230,13 +230,6 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     """
     root = checked.root
     mode = checked.modes.capture(root.training)
-    ties = find_ties(mode.programs)
-    check_ties(checked.schedule, ties, root)
-    for device in {*checked.stage_options.devices} if ties and grid.in_processes else ():
-        if device.type != "cpu":
-            check_sums(
-                facts_of(device),
-                "tied parameters: " + ", ".join(name for tie in ties for name in tie.names),
-            )
+    check_ties(checked.schedule, find_ties(mode.programs), root)
     names = checked.modes.names_in(grid.stages_of_model)
     return materialize(root, names)

@@ -163,15 +163,12 @@ class RankGrid:
         ]
 
     def make_group(self, stages: tuple[int, ...]) -> None:
-        """Joins the processes of each replica that run these stages. Every process calls it.
+        """Joins the hosts of each replica's processes with these stages. Every process calls it.
 
-        Raises:
-            ValueError: they would be joined to others, and devices cannot be.
+        Stages make a batch's updates in different batches' actions, so what joins them must not
+        keep devices waiting, as a transfer between these would.
         """
-        teams = [team for team in self.teams_of(stages) if len(team) > 1]
-        if teams:
-            self.check_device_groups(f"tied parameters of stages {stages}")
-        self._join(stages, teams)
+        self._join(stages, [team for team in self.teams_of(stages) if len(team) > 1], "gloo")
 
     def check_device_groups(self, what: str) -> None:
         """Raises ValueError, on all ranks, where groups of devices cannot be.

@@ -114,7 +114,7 @@ class TiedCopies:
                 for name in tie.names:
                     mine = first.shown(name)
                     if group is not None:
-                        value = mine.contiguous()
+                        value = mine.cpu().contiguous()  # as the group joins hosts
                         source = self._rank_in(group, stages[0])
                         broadcast(value, group, source, self._grid.deadline)
                         mine.copy_(value)

@@ -24,6 +24,7 @@ from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.device_rings import make_device_ring
 from tests.device import checked
 from tests.device.on_device import batch_on, on
+from tests.device.test_processes import check_tied
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import (
     Trajectory,
@@ -34,7 +35,6 @@ from tests.runs.trajectory import (
     sgd,
 )
 from tests.samples.models import TASKS
-from tests.samples.tied_models import TIED
 
 DEVICE = torch.device("checked:0")
 SLOTS = 2
@@ -239,19 +239,12 @@ def test_where_one_end_cannot_share_memory_both_go_another_way(what: str) -> Non
     run_ranks(train_in_another_way, 2, args=[what], timeout=60)
 
 
-def make_tied(world: int) -> None:
-    task = next(iter(TIED.values()))
-    (batch,) = task.batches([4])
-    make_pipeline(on(task, str(DEVICE)), world, 2, batch_on(batch, str(DEVICE)), schedule="1f1b")
-
-
 def train_with_nccl(rank: int, world: int) -> None:
     """As if the process group's backend were NCCL, which needs a device for each process."""
     nccl = {"cpu": "gloo", "checked": "nccl"}
     with mock.patch("pipedream2bw.ranks.devices.backends_of", return_value=nccl):
         check("mlp", 2)
-        with pytest.raises(ValueError, match=r"tied parameters of stages .*this is one device"):
-            make_tied(world)
+        check_tied(str(DEVICE), "1f1b")
         with (
             mock.patch.object(channels, "go_over_hosts", return_value=False),
             mock.patch.object(_C.DeviceRingReceiver, "open", return_value=None),
@@ -260,7 +253,7 @@ def train_with_nccl(rank: int, world: int) -> None:
             check("mlp", 2)
 
 
-def test_ranks_with_one_device_need_no_nccl_for_messages_alone() -> None:
+def test_ranks_with_one_device_need_no_nccl_for_messages_and_ties() -> None:
     run_ranks(train_with_nccl, 2, timeout=60)
 
 

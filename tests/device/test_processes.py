@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,12 +11,17 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import channels
+from pipedream2bw.ranks import channels, grid
+from pipedream2bw.ranks.device_groups import runs_on_device
+from pipedream2bw.ranks.groups import new_group
 from tests.device import checked
-from tests.device.on_device import check_on_device
+from tests.device.on_device import batch_on, check_on_device, on
 from tests.runs.launch import run_ranks
-from tests.samples.models import TASKS
+from tests.runs.trajectory import Trajectory, assert_same, by_oracle, by_pipeline
+from tests.samples.models import TASKS, whole
 from tests.samples.schedule_sizes import sizes_for
+from tests.samples.tied_models import TIED, summing, untied
+from tests.unit.training.test_tied import SGD, sgd
 
 
 def join(rank: int, drains: float) -> str:
@@ -74,3 +80,40 @@ def test_every_schedule_in_processes(world: int, train: Callable[..., None]) -> 
         rendezvous="environment",
         timeout=200,
     )
+
+
+def check_tied(device: str, schedule: str = "2bw", **options: Any) -> None:
+    """The pipeline on the device trains a tied model as stock torch does on the CPU."""
+    task, m = TIED["language model"], 4
+    batches = task.batches([2 * m] * 4)
+    model = whole(untied(task.model()))
+    make = summing(torch.optim.SGD, **SGD)
+    want = by_oracle(task, batches, m, make, model=model, schedule=schedule)
+    there = [batch_on(batch, device) for batch in batches]
+    options = {"schedule": schedule, **options}
+    got = by_pipeline(on(task, device), there, dist.get_world_size(), m, sgd, **options)
+    held = {name: want.state[name] for name in got.state}
+    assert_same(got.on_host(), Trajectory(want.losses, held))
+
+
+def train_tied(rank: int, world: int) -> None:
+    device = join(rank, drains=0.05)
+    made = []
+
+    def make(*args: Any) -> Any:
+        made.append(new_group(*args))
+        return made[-1]
+
+    with checked.expect_no_errors(), mock.patch.object(grid, "new_group", make):
+        check_tied(device)
+        check_tied(device, "1f1b")
+        check_tied(device, "zero_bubble")
+        check_tied(device, optimizer_device="cpu")
+    joined = [group for group in made if group is not None]
+    assert bool(joined) == (rank in (0, world - 1))
+    assert not any(map(runs_on_device, joined)), "an update waits for others on its device"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tied_weights_go_over_hosts(world: int) -> None:
+    run_ranks(train_tied, world, rendezvous="environment", timeout=100)

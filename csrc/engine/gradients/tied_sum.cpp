@@ -5,8 +5,7 @@
 #include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,16 +15,34 @@
 namespace pd2 {
 namespace {
 
-// The bytes of every parameter's gradient; behind them a byte for each: whether it exists.
-at::Tensor pack(std::span<const TiedGradient> gradients) {
-  std::vector<at::Tensor> parts;
-  std::vector<std::uint8_t> flags;
-  for (const TiedGradient& each : gradients) {
-    parts.push_back(storage_order(each.gradient).view(at::kByte));
-    flags.push_back(each.exists);
+// Where a row has each gradient's bytes, at multiples of any dtype's size, as are rows' sizes. At
+// the row's end is room for a byte for each: whether it exists.
+struct RowLayout {
+  explicit RowLayout(std::span<const TiedGradient> gradients) {
+    const auto aligned = [](std::size_t offset) {
+      return static_cast<std::int64_t>((offset + 15) / 16 * 16);
+    };
+    std::int64_t end = 0;
+    for (const TiedGradient& each : gradients) {
+      starts.push_back(end);
+      end = aligned(end + each.gradient.nbytes());
+    }
+    size = aligned(end + gradients.size());
   }
-  parts.push_back(at::tensor(flags, at::kByte).to(parts.front().device()));
-  return at::cat(parts);
+
+  // The i-th gradient's place in a row.
+  at::Tensor place(const at::Tensor& bytes, std::size_t i, const at::Tensor& gradient) const {
+    return bytes.narrow(0, starts[i], static_cast<std::int64_t>(gradient.nbytes()))
+        .view(gradient.scalar_type())
+        .as_strided(gradient.sizes(), gradient.strides());
+  }
+
+  std::vector<std::int64_t> starts;
+  std::int64_t size = 0;
+};
+
+std::uint8_t* flags_of(const at::Tensor& bytes, std::size_t num_flags) {
+  return bytes.mutable_data_ptr<std::uint8_t>() + bytes.numel() - num_flags;
 }
 
 }  // namespace
@@ -44,62 +61,66 @@ TiedSum::TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGro
 void TiedSum::add(std::int64_t batch, std::size_t copy, std::span<TiedGradient> gradients,
                   const std::function<bool()>& is_stopped) {
   PD2_ASSERT(!gradients.empty(), "no gradients");
-  const Batch all = exchange(batch, copy, pack(gradients), is_stopped);
-  const std::vector<at::Tensor>& rows = all.rows;
-  for (const at::Tensor& row : rows) {  // which may be another device's
-    const MaybeStream here = stream_here(row.device());
-    for (const Fence& ready : all.ready) {
-      ready.hold_back(here);
-    }
-    use_on(row, here);
+  const std::vector<Row> rows = exchange(batch, copy, pack(gradients), is_stopped);
+  for (const Row& row : rows) {  // which may be another device's
+    const MaybeStream here = stream_here(row.bytes.device());
+    row.ready.hold_back(here);
+    use_on(row.bytes, here);
   }
-  const auto num_flags = static_cast<std::int64_t>(gradients.size());
-  std::vector<at::Tensor> flags;
-  for (const at::Tensor& row : rows) {
-    flags.push_back(row.narrow(0, row.numel() - num_flags, num_flags).to(at::kCPU));
-  }
-  std::int64_t offset = 0;
+  const RowLayout layout(gradients);
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     auto& [sum, exists] = gradients[i];
-    const auto nbytes = static_cast<std::int64_t>(sum.nbytes());
     exists = false;
     for (std::size_t other = 0; other < rows.size(); ++other) {
-      if (flags[other].const_data_ptr<std::uint8_t>()[i] == 0) {
+      if (rows[other].flags[i] == 0) {
         continue;
       }
       const bool is_first = !std::exchange(exists, true);
       if (is_first && other == copy) {
         continue;  // the copy's own, which is there
       }
-      at::Tensor bytes = rows[other].narrow(0, offset, nbytes);
-      if (bytes.storage_offset() % sum.element_size() != 0) {  // after another dtype's gradients
-        bytes = bytes.clone();
-      }
-      const at::Tensor part = bytes.view(sum.scalar_type()).as_strided(sum.sizes(), sum.strides());
+      const at::Tensor part = layout.place(rows[other].bytes, i, sum);
       if (is_first) {
-        sum.copy_(part);
+        sum.copy_(part, /*non_blocking=*/true);
       } else {
-        sum.add_(part.to(sum.device()));
+        sum.add_(part.to(sum.options(), /*non_blocking=*/true));
       }
     }
-    offset += nbytes;
   }
 }
 
-TiedSum::Batch TiedSum::exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
-                                 const std::function<bool()>& is_stopped) {
-  const c10::Device device = row.device();
+TiedSum::Row TiedSum::pack(std::span<const TiedGradient> gradients) const {
+  const RowLayout layout(gradients);
+  const c10::Device device = gradients.front().gradient.device();
+  const at::TensorOptions bytes(at::kByte);
+  // A transfer between devices would keep them busy until all stages have come to their updates.
+  Row row{at::empty({layout.size},
+                    group_ ? bytes.pinned_memory(has_streams(device)) : bytes.device(device)),
+          {},
+          {}};
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& gradient = gradients[i].gradient;
+    layout.place(row.bytes, i, gradient).copy_(gradient, /*non_blocking=*/true);
+    row.flags.push_back(gradients[i].exists);
+  }
+  row.ready = Fence::here(device);
+  if (group_) {
+    std::exchange(row.ready, Fence()).wait();
+    std::ranges::copy(row.flags, flags_of(row.bytes, row.flags.size()));
+  }
+  return row;
+}
+
+std::vector<TiedSum::Row> TiedSum::exchange(std::int64_t batch, std::size_t copy, Row row,
+                                            const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
   Batch& mine = batches_[batch];  // stays where it is
   mine.rows.resize(processes_.size());
-  mine.ready.resize(processes_.size() + 1);
-  PD2_ASSERT(!mine.rows.at(copy).defined(), "copy ", copy, " came twice to batch ", batch);
+  PD2_ASSERT(!mine.rows.at(copy).bytes.defined(), "copy ", copy, " came twice to batch ", batch);
   mine.rows[copy] = std::move(row);
-  mine.ready[copy] = Fence::here(device);
   if (++mine.copies_given == num_here_) {  // the others only look whether it is complete
     lock.unlock();
-    gather(mine, is_stopped);
-    mine.ready.back() = Fence::here(device);
+    gather(mine.rows, is_stopped);
     lock.lock();
     mine.complete = true;
     changed_.notify_all();
@@ -111,42 +132,43 @@ TiedSum::Batch TiedSum::exchange(std::int64_t batch, std::size_t copy, at::Tenso
     }
     lock.lock();
   }
-  Batch all = mine;
+  std::vector<Row> all = mine.rows;
   if (++mine.times_read == num_here_) {
     batches_.erase(batch);
   }
   return all;
 }
 
-void TiedSum::gather(Batch& batch, const std::function<bool()>& is_stopped) const {
+void TiedSum::gather(std::vector<Row>& rows, const std::function<bool()>& is_stopped) const {
   if (!group_) {
     return;
   }
-  std::vector<at::Tensor>& rows = batch.rows;
-  for (std::size_t copy = 0; copy < rows.size(); ++copy) {
-    if (rows[copy].defined()) {
-      batch.ready[copy].hold_back(stream_here(rows[copy].device()));
-    }
-  }
   // As many rows of each process: what is missing is padding.
   std::vector<at::Tensor> here;
+  std::size_t num_flags = 0;
   for (std::size_t copy = 0; copy < rows.size(); ++copy) {
     if (processes_[copy] == rank()) {
-      here.push_back(rows[copy]);
+      here.push_back(rows[copy].bytes);
+      num_flags = rows[copy].flags.size();
     }
   }
   here.resize(most_per_process_, here.front());
   std::vector<at::Tensor> given{here.size() == 1 ? here.front() : at::cat(here)};
+  // From where devices read, later than the host is here.
+  const at::TensorOptions options = at::TensorOptions(at::kByte).pinned_memory(here[0].is_pinned());
   std::vector<std::vector<at::Tensor>> gathered(1);
   for (int process = 0; process < group_->getSize(); ++process) {
-    gathered.front().push_back(at::empty_like(given.front()));
+    gathered.front().push_back(at::empty(given.front().sizes(), options));
   }
   const auto work = group_->allgather(gathered, given);
-  wait_for_work(*work, timeout_of(group_.get()), !has_streams(given.front().device()), is_stopped);
+  wait_for_work(*work, timeout_of(group_.get()), /*on_host=*/true, is_stopped);
   const std::int64_t size = here.front().numel();
   for (std::size_t copy = 0; copy < rows.size(); ++copy) {
     if (processes_[copy] != rank()) {
-      rows[copy] = gathered.front()[processes_[copy]].narrow(0, places_[copy] * size, size);
+      const at::Tensor bytes = gathered.front()[processes_[copy]];
+      rows[copy].bytes = bytes.narrow(0, places_[copy] * size, size);
+      const std::uint8_t* first = flags_of(rows[copy].bytes, num_flags);
+      rows[copy].flags.assign(first, first + num_flags);
     }
   }
 }

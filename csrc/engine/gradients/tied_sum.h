@@ -27,12 +27,12 @@ struct TiedGradient {
 // them hands over its gradients and waits for all the others'. Then all add them up in the order
 // of the stages, so that every copy gets the same bits, in threads and in processes alike.
 //
-// Gradients travel packed: one row of bytes per stage, whatever the dtypes. Gradients must
-// be dense.
+// Gradients travel packed: one row of bytes per stage, whatever the dtypes, between processes in
+// the hosts' memory. Gradients must be dense.
 class TiedSum {
  public:
   // `processes`: by copy, in the order of the stages, the rank in the group of the process that
-  // holds it. Without a group all copies are in this process.
+  // holds it. The group joins hosts; without one all copies are in this process.
   TiedSum(std::vector<int> processes, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   // Called by the updates' threads, each for its copy; every copy has the same parameters, of the
@@ -45,18 +45,24 @@ class TiedSum {
   void drop_connections() { group_.reset(); }
 
  private:
+  struct Row {
+    at::Tensor bytes;
+    std::vector<std::uint8_t> flags;  // by gradient: whether it exists
+    Fence ready;
+  };
   struct Batch {
-    std::vector<at::Tensor> rows;  // by copy
-    std::vector<Fence> ready;      // of the rows of this process, by copy; of what was gathered
+    std::vector<Row> rows;  // by copy
     int copies_given = 0;
     bool complete = false;
     int times_read = 0;
   };
+  // A copy's row: with a group on the host, and there when this returns.
+  Row pack(std::span<const TiedGradient> gradients) const;
   // The rows of all copies, once all have come.
-  Batch exchange(std::int64_t batch, std::size_t copy, at::Tensor row,
-                 const std::function<bool()>& is_stopped);
+  std::vector<Row> exchange(std::int64_t batch, std::size_t copy, Row row,
+                            const std::function<bool()>& is_stopped);
   // Fills in the rows of the other processes.
-  void gather(Batch& batch, const std::function<bool()>& is_stopped) const;
+  void gather(std::vector<Row>& rows, const std::function<bool()>& is_stopped) const;
   int rank() const { return group_ ? group_->getRank() : 0; }
 
   const std::vector<int> processes_;

@@ -12,6 +12,8 @@
 #include <ATen/core/jit_type.h>
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -42,11 +44,11 @@ bool is_default(const at::Generator& generator) {
 }
 
 // While it lives, the device's default generator, from which operators without a Generator argument
-// draw, has another seed. Threads of ours that draw there take turns.
+// draw, has another seed. Threads of ours that draw there take turns, those of other devices apart.
 class SeededDevice {
  public:
   SeededDevice(c10::Device device, std::uint64_t seed)
-      : turn_(mutex()), generator_(at::globalContext().defaultGenerator(device)) {
+      : turn_(mutex(device)), generator_(at::globalContext().defaultGenerator(device)) {
     const std::lock_guard lock(generator_.mutex());
     state_ = generator_.get_state();
     generator_.set_current_seed(seed);
@@ -59,9 +61,9 @@ class SeededDevice {
   SeededDevice& operator=(const SeededDevice&) = delete;
 
  private:
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
+  static std::mutex& mutex(c10::Device device) {
+    static std::array<std::mutex, std::numeric_limits<c10::DeviceIndex>::max() + 1> by_index;
+    return by_index.at(device.index());
   }
 
   const std::lock_guard<std::mutex> turn_;

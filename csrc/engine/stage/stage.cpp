@@ -294,14 +294,12 @@ void Stage::sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped
   for (const Tie& tie : ties_) {
     std::vector<TiedGradient> gradients;
     for (const std::size_t parameter : tie.parameters) {
-      // Where the stage is, as a group of a device's processes needs it.
-      gradients.push_back({gradient(parameter).to(streams_->device), has_gradient(parameter)});
+      gradients.push_back({gradient(parameter), has_gradient(parameter)});
     }
     tie.sum->add(batch, tie.copy, gradients, is_stopped);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       const Place& place = places_[tie.parameters[i]];
       if (host_) {
-        gradient(tie.parameters[i]).copy_(gradients[i].gradient);
         host_->has_gradient(place.buffer)[place.index] = gradients[i].exists;
       } else {
         gradients_[place.buffer]->set_has_gradient(update_.gradients, place.index,
