@@ -22,12 +22,12 @@ from tests.device import _checked
 from tests.device._checked import (
     Graph,
     Ordering,
+    Verdict,
     access,
     clear_errors,
     count,
     drop_nth,
     errors,
-    left_out_is_implied,
     num_drains,
     num_launches,
     set_drains,
@@ -35,18 +35,19 @@ from tests.device._checked import (
     set_sharing_delay,
     set_timeout,
     settle_memory,
+    verdict,
 )
 
 __all__ = [
     "Graph",
     "Ordering",
+    "Verdict",
     "access",
     "clear_errors",
     "count",
     "drop_nth",
     "errors",
     "expect_no_errors",
-    "left_out_is_implied",
     "make_process_group",
     "num_drains",
     "num_launches",
@@ -55,6 +56,7 @@ __all__ = [
     "set_sharing_delay",
     "set_timeout",
     "settle_memory",
+    "verdict",
 ]
 
 NAME = "checked"

@@ -1,8 +1,7 @@
 """Leaves out each wait and each record_stream of whole trainings, one at a time.
 
-The checked device must find each that is missing, or prove by its clocks that another one gives the
-same order. One that it does neither for is missed: a needless one cannot be told from a blind
-checker then.
+The checked device must find each that is missing, or show that it was not needed: that others give
+the same order, or that what came after it uses other memory. One that it does neither for is missed.
 
     python -m tests.device.prove              every one of all trainings: half an hour
     python -m tests.device.prove --every 10   a sample
@@ -34,7 +33,19 @@ from tests.unit.training.test_precision import SKIPS, float_token_loss
 NUM_BATCHES, NUM_JUDGED = 6, 3
 """What is left out in the last batches may be for those that would come after them."""
 KINDS = [checked.Ordering.STREAM_WAIT, checked.Ordering.RECORD_STREAM, checked.Ordering.HOST_WAIT]
-FOUND, IMPLIED, MISSED, NOT_REACHED = "found", "implied", "missed", "not reached"
+FOUND, NOT_REACHED, IMPLIED, UNNEEDED, MISSED = WORDS = (
+    "found",
+    "not reached",
+    "implied",
+    "unneeded",
+    "missed",
+)
+VERDICTS = {
+    None: NOT_REACHED,
+    checked.Verdict.IMPLIED: IMPLIED,
+    checked.Verdict.UNNEEDED: UNNEEDED,
+    checked.Verdict.OPEN: MISSED,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +107,14 @@ TRAININGS = {
 }
 
 
+def synchronize() -> None:
+    for device in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(device)
+
+
 def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) -> str:
     """What becomes of the training without the n-th of a kind."""
+    synchronize()  # what was given before is over
     checked.drop_nth(kind, n)
     is_same = True
     try:
@@ -107,14 +124,13 @@ def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) 
     except Exception:
         is_same = False
     gc.collect()  # what the exception held
-    errors, implied = checked.errors(), checked.left_out_is_implied()
+    errors, verdict = checked.errors(), checked.verdict()
     checked.drop_nth(kind, 0)
-    for device in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(device)
+    synchronize()
     checked.clear_errors()
     if errors or not is_same:
         return FOUND
-    return NOT_REACHED if implied is None else IMPLIED if implied else MISSED
+    return VERDICTS[verdict]
 
 
 def prove(training: Training, every: int) -> Iterator[tuple[checked.Ordering, int, str]]:
@@ -154,9 +170,6 @@ def main() -> int:
             print(f"{name:28}{kind.name.lower():16}" + "".join(f"{each:12}" for each in numbers))
         missed += sum(found[MISSED] for found in counts.values())
     return 1 if missed else 0
-
-
-WORDS = (FOUND, IMPLIED, NOT_REACHED, MISSED)
 
 
 if __name__ == "__main__":

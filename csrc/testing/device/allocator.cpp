@@ -219,8 +219,7 @@ void DeviceMemory::settle(Pool& pool, StreamNumber stream) {
     pool.free.emplace(block->bytes, block);
     // Whether a dropped record_stream was needed shows here, where the memory may be used again.
     const bool left_out = std::exchange(block->left_out, false);
-    runtime.reuse_memory(block->address(), block->bytes, stream);
-    if (left_out) runtime.set_left_out_is_implied(true);
+    runtime.reuse_memory(block->address(), block->bytes, stream, left_out);
   }
 }
 
@@ -257,7 +256,7 @@ void DeviceMemory::recordStream(const c10::DataPtr& memory, c10::Stream stream) 
     const std::lock_guard lock(mutex_);
     block->left_out = true;
     // Unknown until the memory is used again, unless it is recorded on its own stream.
-    runtime.set_left_out_is_implied(number == block->stream || block->recorded.contains(number));
+    runtime.leave_out_record(number == block->stream || block->recorded.contains(number));
     return;
   }
   keep(*block, number);

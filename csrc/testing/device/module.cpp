@@ -27,6 +27,10 @@ void bind_runtime(py::module_& module) {
       .value("RECORD_STREAM", Ordering::record_stream)
       .value("HOST_WAIT", Ordering::host_wait)
       .value("PEER_WAIT", Ordering::peer_wait);
+  py::enum_<Verdict>(module, "Verdict")
+      .value("IMPLIED", Verdict::implied)
+      .value("UNNEEDED", Verdict::unneeded)
+      .value("OPEN", Verdict::open);
   module.attr("NUM_DEVICES") = Runtime::kDevices;
   module.def(
       "set_drains",
@@ -42,7 +46,7 @@ void bind_runtime(py::module_& module) {
   module.def("drop_nth",
              [](Ordering kind, std::uint64_t n) { Runtime::instance().drop_nth(kind, n); });
   module.def("count", [](Ordering kind) { return Runtime::instance().count(kind); });
-  module.def("left_out_is_implied", [] { return Runtime::instance().left_out_is_implied(); });
+  module.def("verdict", [] { return Runtime::instance().verdict(); });
   module.def("errors", [] { return Runtime::instance().errors(); });
   module.def("clear_errors", [] { Runtime::instance().clear_errors(); });
   module.def("settle_memory", &settle_memory);

@@ -89,7 +89,6 @@ LaunchPtr Runtime::begin(StreamNumber stream, const std::string& name, std::span
 LaunchPtr Runtime::next_launch(StreamNumber stream, const std::string& name) {
   auto& clock = streams_[stream].clock;
   clock.join(over_);
-  note_known(stream, clock);
   const Tick tick = clock.at(stream) + 1;
   clock.set(stream, tick);
   const auto device = std::to_string(streams_[stream].device);
@@ -185,10 +184,11 @@ void Runtime::wait(StreamNumber stream, const Clock& for_clock) {
     join(stream, for_clock);
     return;
   }
-  const bool is_implied = clock_of(stream).covers(for_clock);
   const Lock lock(mutex_);
-  left_out_is_implied_ = is_implied;
-  left_out_ = {stream, for_clock};
+  const Clock known = known_to(stream);
+  const Tick tick = known.at(stream) + 1;
+  streams_[stream].clock.set(stream, tick);
+  left_out_.begin_wait(for_clock, known, Launch{stream, tick, "a wait that was left out", ""});
 }
 
 void Runtime::join(StreamNumber stream, const Clock& for_clock) {
@@ -196,7 +196,10 @@ void Runtime::join(StreamNumber stream, const Clock& for_clock) {
     GraphRecording::refuse(stream, "to wait for another stream");
   }
   const Lock lock(mutex_);
-  streams_.at(stream).clock.join(for_clock);
+  auto& clock = streams_.at(stream).clock;
+  if (clock.covers(for_clock)) return;
+  clock.join(for_clock);
+  clock.set(stream, clock.at(stream) + 1);  // an event of before does not tell that it waits
 }
 
 void Runtime::synchronize(const Clock& clock) {
@@ -205,8 +208,7 @@ void Runtime::synchronize(const Clock& clock) {
     return;
   }
   const Lock lock(mutex_);
-  left_out_is_implied_ = over_.covers(clock);
-  left_out_ = {std::nullopt, clock};
+  left_out_.begin_wait(clock, over_, std::nullopt);
 }
 
 void Runtime::join_host(const Clock& clock) {

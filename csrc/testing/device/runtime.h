@@ -4,6 +4,7 @@
 
 #include "testing/device/accesses.h"
 #include "testing/device/clock.h"
+#include "testing/device/left_out.h"
 
 #include <atomic>
 #include <chrono>
@@ -35,10 +36,6 @@ class StuckError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
-
-// What orders work, and can be left out: see Runtime::drop_nth.
-// `peer_wait`: for another process.
-enum class Ordering { stream_wait, record_stream, host_wait, peer_wait };
 
 // A recorded event.
 struct Moment {
@@ -101,9 +98,10 @@ class Runtime {
   // By the host itself, of pinned memory: what was launched on it must be known to be over. The
   // error is kept for the next launch if it cannot be thrown.
   void check_host_access(const Use& use, const std::string& name);
-  // Checks that all that used the block is over for the stream, and forgets it.
-  void reuse_memory(Address begin, std::size_t bytes, StreamNumber stream);
-  // The stream has the block from now on: a write, without a launch.
+  // Checks that all that used the block is over for the stream, and forgets it. `lacks_record`: a
+  // record_stream of it was left out.
+  void reuse_memory(Address begin, std::size_t bytes, StreamNumber stream, bool lacks_record);
+  // The stream has the block from now on: a write, at its last launch or wait.
   void give_memory(Address begin, std::size_t bytes, StreamNumber stream);
   void forget(Address begin, const Clock& over);
 
@@ -124,11 +122,10 @@ class Runtime {
   std::uint64_t count(Ordering kind) const;
   // Counts one; true if it must be left out.
   bool leave_out(Ordering kind);
-  void set_left_out_is_implied(bool is_implied);
-  // Whether the waiting stream, or host, knew already what it was to wait for, or has come to know
-  // it since: then nothing that it did before needed the wait, or there is an error. nullopt if
-  // none was left out.
-  std::optional<bool> left_out_is_implied() const;
+  // A record_stream was; `is_twice`: the memory is kept for the stream without it.
+  void leave_out_record(bool is_twice);
+  // nullopt if none was left out.
+  std::optional<Verdict> verdict() const;
   std::vector<std::string> errors() const;
   // Of a thread that cannot throw it.
   void report(const std::string& error);
@@ -184,8 +181,6 @@ class Runtime {
     bool is_write;
   };
   void host_knows_more();
-  // Looks whether a stream, or the host, has come to know what it was not let wait for.
-  void note_known(std::optional<StreamNumber> stream, const Clock& clock);
   std::vector<HostCopy> host_copies_;  // that the host does not know to be over
 
   DrainSettings drains_;
@@ -196,14 +191,7 @@ class Runtime {
   std::atomic<std::uint64_t> num_launches_ = 0;
   std::chrono::duration<double> timeout_{60.0};
 
-  struct Count {
-    std::uint64_t done = 0;
-    std::uint64_t dropped = 0;
-  };
-  std::map<Ordering, Count> counts_;
-  std::optional<bool> left_out_is_implied_;
-  // What a stream, or the host, was not let wait for.
-  std::optional<std::pair<std::optional<StreamNumber>, Clock>> left_out_;
+  LeftOut left_out_;
   std::vector<std::string> errors_;
   std::optional<std::string> kept_;  // an error that could not be thrown where it was found
 };

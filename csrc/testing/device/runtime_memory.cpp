@@ -16,6 +16,8 @@ AccessLog* Runtime::log_of(const Use& use) {
 
 void Runtime::check(const LaunchPtr& launch, std::span<const Use> uses) {
   const Clock known = known_to(launch->stream);
+  left_out_.judge(known, uses);
+  left_out_.add(launch, uses);
   std::string error;
   for (const Use& use : uses) {
     const auto* log = log_of(use);
@@ -35,6 +37,7 @@ void Runtime::check(const LaunchPtr& launch, std::span<const Use> uses) {
 
 void Runtime::add_writes(const LaunchPtr& launch, std::span<const Use> uses) {
   const Lock lock(mutex_);
+  left_out_.add(launch, uses);
   for (const Use& use : uses) {
     if (auto* log = log_of(use)) log->add(use, launch);
   }
@@ -55,6 +58,7 @@ void Runtime::remove_memory(Address begin) {
   const Lock lock(mutex_);
   const Address end = memory_.at(begin).end;
   memory_.erase(begin);
+  left_out_.forget(begin, end, nullptr);
   std::erase_if(host_copies_, [&](const HostCopy& copy) {
     const auto address = reinterpret_cast<Address>(copy.memory.data());
     return begin <= address && address < end;
@@ -84,15 +88,7 @@ void Runtime::hand_over(std::span<std::byte> memory) {
   });
 }
 
-void Runtime::note_known(std::optional<StreamNumber> stream, const Clock& clock) {
-  if (left_out_ && left_out_->first == stream && clock.covers(left_out_->second)) {
-    left_out_is_implied_ = true;
-    left_out_.reset();
-  }
-}
-
 void Runtime::host_knows_more() {
-  note_known(std::nullopt, over_);
   std::erase_if(host_copies_, [&](const HostCopy& copy) {
     if (!over_.covers(copy.clock)) return false;
     if (copy.is_write) {
@@ -110,6 +106,7 @@ void Runtime::host_knows_more() {
 
 void Runtime::check_host_access(const Use& use, const std::string& name) {
   const Lock lock(mutex_);
+  left_out_.judge(over_, {&use, 1});
   const auto* log = log_of(use);
   const auto other = log == nullptr ? nullptr : log->conflict(use, over_);
   if (!other) return;
@@ -119,10 +116,15 @@ void Runtime::check_host_access(const Use& use, const std::string& name) {
   kept_ = errors_.back();
 }
 
-void Runtime::reuse_memory(Address begin, std::size_t bytes, StreamNumber stream) {
+void Runtime::reuse_memory(Address begin, std::size_t bytes, StreamNumber stream,
+                           bool lacks_record) {
   const Lock lock(mutex_);
   auto& log = memory_.at(begin).log;
-  const auto other = log.conflict({begin, bytes, true}, known_to(stream));
+  const Use block{begin, bytes, true};
+  const Clock known = known_to(stream);
+  left_out_.judge(known, {&block, 1});
+  if (lacks_record) left_out_.end_record(block, known);
+  const auto other = log.conflict(block, known);
   log.clear();
   if (!other) return;
   errors_.push_back("race: an allocation on stream " + std::to_string(stream) + " by " +
@@ -143,7 +145,9 @@ void Runtime::give_memory(Address begin, std::size_t bytes, StreamNumber stream)
 
 void Runtime::forget(Address begin, const Clock& over) {
   const Lock lock(mutex_);
-  memory_.at(begin).log.forget(over);
+  auto& memory = memory_.at(begin);
+  memory.log.forget(over);
+  left_out_.forget(begin, memory.end, &over);
 }
 
 void Runtime::set_drains(const DrainSettings& settings) {
@@ -159,31 +163,31 @@ void Runtime::set_timeout(std::chrono::duration<double> timeout) {
 
 void Runtime::drop_nth(Ordering kind, std::uint64_t n) {
   const Lock lock(mutex_);
-  counts_[kind] = {0, n};
-  left_out_is_implied_.reset();
-  left_out_.reset();
+  Clock given;
+  for (StreamNumber stream = 0; stream < streams_.size(); ++stream) {
+    given.set(stream, streams_[stream].clock.at(stream));
+  }
+  left_out_.drop_nth(kind, n, given);
 }
 
 std::uint64_t Runtime::count(Ordering kind) const {
   const Lock lock(mutex_);
-  const auto count = counts_.find(kind);
-  return count == counts_.end() ? 0 : count->second.done;
+  return left_out_.count(kind);
 }
 
 bool Runtime::leave_out(Ordering kind) {
   const Lock lock(mutex_);
-  auto& count = counts_[kind];
-  return ++count.done == count.dropped;
+  return left_out_.leave_out(kind);
 }
 
-void Runtime::set_left_out_is_implied(bool is_implied) {
+void Runtime::leave_out_record(bool is_twice) {
   const Lock lock(mutex_);
-  left_out_is_implied_ = is_implied;
+  left_out_.begin_record(is_twice);
 }
 
-std::optional<bool> Runtime::left_out_is_implied() const {
+std::optional<Verdict> Runtime::verdict() const {
   const Lock lock(mutex_);
-  return left_out_is_implied_;
+  return left_out_.verdict();
 }
 
 std::vector<std::string> Runtime::errors() const {
