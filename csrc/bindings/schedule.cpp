@@ -39,7 +39,7 @@ void bind_schedule_class(py::module_& module) {
       .def("to_csv", &to_csv)
       .def(py::self == py::self)
       .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
-      .def_property_readonly("has_late_forwards", &has_late_forwards)
+      .def_property_readonly("forward_batches_behind", &forward_batches_behind)
       .def("__str__", &to_text);
 }
 

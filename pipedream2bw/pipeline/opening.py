@@ -28,7 +28,6 @@ from ..runtime.local_stages import LocalStages
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
 from ..runtime.tied_copies import check_ties, find_ties
-from ..schedules.load import check_runnable
 from ..stages.compile import compile_options
 from ..stages.modes import Modes
 from .arrangement import Arrangement, check_model
@@ -130,7 +129,6 @@ def check(
     check_example(options.example_args, options.example_kwargs)
     metrics = check_metrics(options.metrics)
     schedule = arrangement.made()
-    check_runnable(schedule)
     recompute, blocks = what_to_recompute(arrangement.recompute, schedule)
     root = as_root(model)
     refuse_untrainable(root, loss_fn)

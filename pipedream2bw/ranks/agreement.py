@@ -56,10 +56,15 @@ class Operation(enum.IntEnum):
     load = 14
     end_of_drain = 15
     new_mesh = 16
+    read_loss = 17
 
 
 class BatchDiscarded(Exception):  # noqa: N818
     """A rank knows of a batch that is discarded: all ranks have to drain and take it back."""
+
+
+class DrainWanted(Exception):  # noqa: N818
+    """A rank reads what comes in a drain alone, while others begin something else: all drain."""
 
 
 class Announcement(NamedTuple):
@@ -146,6 +151,7 @@ class ControlPlane:
             Exception: what ``local`` raised here; on the other ranks the same with the rank named.
             StageError: ranks called different operations, or one is gone or silent.
             BatchDiscarded: on every rank.
+            DrainWanted: on every rank.
         """
         error: Exception | None = None
         announcement = Announcement()
@@ -158,6 +164,8 @@ class ControlPlane:
             raise BatchDiscarded()
         if any(row[2] for row in table):
             self.agree_on_objects(error, {})
+        if any(row[0] == Operation.read_loss for row in table):
+            raise DrainWanted()
         return [Announcement(*row[4:]) for row in table]
 
     def first_discarded(self) -> int | None:
@@ -332,7 +340,8 @@ class ControlPlane:
 
     def _check_same_operation(self, table: list[list[int]]) -> None:
         called = [(Operation(row[0]).name, row[1]) for row in table]
-        if any(call != called[0] for call in called):
+        # Who reads a loss makes the call of the others later.
+        if len({call for call in called if call[0] != Operation.read_loss.name}) > 1:
             listed = ", ".join(
                 f"rank {rank}: {name} {number}" for rank, (name, number) in enumerate(called)
             )

@@ -104,7 +104,10 @@ class Loss(LazyNumber):
     """What :meth:`PipelineModule.train_step` returns: its loss, which may not exist yet.
 
     ``float(loss)`` waits until the last stage has forwarded all microbatches; on any rank, at any
-    time, in any order. Reading it one train_step late costs nothing. With ``width`` > 1 it is
+    time, in any order. Reading it one train_step late costs nothing. Under a schedule whose last
+    stage forwards some of a batch's microbatches during the next train_step (the V-shaped ones
+    with two weight versions), reading it before that drains the pipeline, on all ranks, which
+    costs time and changes no number. With ``width`` > 1 it is
     this replica's own. The same holds for :attr:`metrics`, which travel with it.
     """
 
@@ -146,6 +149,9 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
+            session = self._session()
+            if session is not None and not self.done() and not self._is_taken_back(session):
+                session.finish_forwards(self.train_step)
             whose = "an earlier one's, for whose update its forward waits on all stages,"
             self._check_can_come(whose, train_steps_until_loss)
             numbers = self._wait(self._slot.wait)

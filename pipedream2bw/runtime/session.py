@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _C
 from ..errors import StageError, reworded
 from ..model.checkpoint import Checkpoint
-from ..ranks.agreement import Announcement, BatchDiscarded, Operation
+from ..ranks.agreement import Announcement, BatchDiscarded, DrainWanted, Operation
 from ..ranks.mesh import mesh_of
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
@@ -263,10 +263,28 @@ class Session:
         Raises:
             StageError: on every rank: a batch was discarded, and has been taken back now.
         """
-        with contextlib.suppress(BatchDiscarded):
-            return self.control.agree(operation, number, local)
-        self.drain()
-        raise AssertionError("a discarded batch was not taken back")
+        while True:
+            try:
+                return self.control.agree(operation, number, local)
+            except BatchDiscarded:
+                self.drain()
+                raise AssertionError("a discarded batch was not taken back") from None
+            except DrainWanted:
+                self.drain()
+                if operation == Operation.read_loss:
+                    return []
+
+    def finish_forwards(self, train_step: int) -> None:
+        """Drains if the train_step's loss would come during a later one's actions alone.
+
+        The other ranks drain with this one, whatever they call next.
+        """
+        behind = self.schedule.forward_batches_behind
+        is_late = train_step + behind >= self.num_train_steps
+        if behind and is_late and self.first_unfinished is not None:
+            self.ending.check_open()
+            with self.ending.failing_closes():
+                self.agree(Operation.read_loss, train_step, Announcement)
 
     # ------------------------------------------------------------------ draining, taking back
 

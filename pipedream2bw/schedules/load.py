@@ -92,12 +92,3 @@ def schedule_for(
             f"own, whose placement is {schedule.placement}"
         )
     return schedule
-
-
-def check_runnable(schedule: Schedule) -> None:
-    """Raises ValueError if the engine does not run it."""
-    if schedule.has_late_forwards:
-        raise ValueError(
-            f'schedule: "{schedule.name}" has forwards of microbatches < 0: the engine runs a '
-            "batch's forwards in the batch's own list, or its loss would wait for the next batch"
-        )

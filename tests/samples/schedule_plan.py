@@ -77,10 +77,6 @@ class Plan:
         numbers = [a[2] for lists in self.ranks for actions in lists for a in actions]
         return max(0, -(min([0, *numbers]) // self.num_microbatches))
 
-    def has_late_forwards(self) -> bool:
-        actions = [a for lists in self.ranks for actions in lists for a in actions]
-        return any(kind == "F" and number < 0 for _, kind, number in actions)
-
 
 def _action(cell: str) -> Action:
     at = next(i for i, letter in enumerate(cell) if letter in "FBIWU")

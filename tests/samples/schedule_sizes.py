@@ -8,6 +8,7 @@ from typing import Any
 import pipedream2bw as pd2
 
 TWO_PIPELINES = ("chimera", "chimera_doubled")
+V_SHAPED = tuple(name for name in pd2.schedule_names() if "v" in name.split("_"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +27,12 @@ def sizes_for(name: str, num_stages: int) -> list[Sizes]:
     """With one stage a rank, and with several where the schedule takes that.
 
     The fewest microbatches that the rule allows, and the fewest that are more than the stages. None
-    for an odd number of stages where two pipelines need an even one.
+    for an odd number of stages where two pipelines, or two stages a rank, need an even one.
 
     Raises:
         LookupError: no sizes were found; a new rule must be said here.
     """
-    if num_stages % 2 and name in TWO_PIPELINES:
+    if num_stages % 2 and name in (*TWO_PIPELINES, *V_SHAPED):
         return []
     found: list[Sizes] = []
     refusal = ""

@@ -190,6 +190,10 @@ Schedule make_schedule(std::string_view name, int num_stages, int num_microbatch
   if (method.is_bidirectional()) {
     return make_chimera(name, num_stages, num_microbatches, method.microbatches_per_forward_slot);
   }
+  if (method.is_v()) {
+    return make_v_schedule(name, v_periods(sizes.ranks(), method.v).value(), num_microbatches,
+                           method.is_flushed());
+  }
 
   Schedule schedule;
   schedule.name = name;

@@ -19,6 +19,14 @@ constexpr std::array kMethods = {
     ScheduleMethod{.name = "2bw_split", .weights = kTwo, .is_split = true},
     ScheduleMethod{.name = "interleaved_2bw", .weights = kTwo, .lag = Lag::kChunkedRoundTrip,
                    .has_chunks = true},
+    ScheduleMethod{.name = "2bw_v", .weights = kTwo, .is_split = true, .has_chunks = true,
+                   .v = {3, 3, 3, 3}},
+    ScheduleMethod{.name = "2bw_v_two_thirds", .weights = kTwo, .is_split = true,
+                   .has_chunks = true, .v = {2, 2, 2, 2}},
+    ScheduleMethod{.name = "2bw_v_half", .weights = kTwo, .is_split = true, .has_chunks = true,
+                   .v = {2, 1, 2, 1}},
+    ScheduleMethod{.name = "2bw_v_min", .weights = kTwo, .is_split = true, .has_chunks = true,
+                   .v = {1, 1, 1, 1}},
     ScheduleMethod{.name = "pipedream", .weights = Weights::kStashed},
     ScheduleMethod{.name = "1f1b", .is_planned = true},
     ScheduleMethod{.name = "gpipe", .lag = Lag::kWholeBatch, .is_planned = true},
@@ -32,6 +40,10 @@ constexpr std::array kMethods = {
                    .weight_lag = WeightLag::kLongFilling},
     ScheduleMethod{.name = "interleaved_zero_bubble", .is_split = true,
                    .weight_lag = WeightLag::kFilling, .has_chunks = true},
+    ScheduleMethod{.name = "zero_bubble_v", .is_split = true, .has_chunks = true,
+                   .v = {3, 3, 3, 3}},
+    ScheduleMethod{.name = "v_half", .is_split = true, .has_chunks = true, .v = {2, 1, 2, 1}},
+    ScheduleMethod{.name = "v_min", .is_split = true, .has_chunks = true, .v = {1, 1, 1, 1}},
     ScheduleMethod{.name = "chimera", .microbatches_per_forward_slot = 1, .is_planned = true},
     ScheduleMethod{.name = "chimera_doubled", .microbatches_per_forward_slot = 2},
 };
@@ -48,6 +60,7 @@ std::string names_with_chunks() {
 // The rule of the least number of microbatches. One with several stages a rank has no short formula
 // that an error could compare its two values with.
 std::string_view rule_of_least(const ScheduleMethod& method) {
+  if (method.is_v()) return "num_microbatches >= about the microbatches in flight on a stage";
   if (method.has_chunks) {
     return "stages_per_rank * num_microbatches > (stages_per_rank + 1) * ranks - 2";
   }
@@ -78,6 +91,7 @@ int ScheduleMethod::weight_lag_of(int rank) const {
 
 int ScheduleMethod::least_microbatches(int ranks, int stages_per_rank) const {
   if (weights != Weights::kTwoVersions) return 1;
+  if (is_v()) return pd2::least_microbatches(v_periods(ranks, v).value());
   // A batch's last backward on rank 0 must come before the batch after the next begins.
   const ScheduleSizes sizes = {.num_stages = ranks * stages_per_rank,
                                .stages_per_rank = stages_per_rank};
@@ -86,7 +100,7 @@ int ScheduleMethod::least_microbatches(int ranks, int stages_per_rank) const {
 
 int ScheduleMethod::microbatches_multiple_of(int ranks) const {
   if (is_bidirectional()) return 2;
-  return has_chunks && order == ChunkOrder::kDepthFirst ? ranks : 1;
+  return has_chunks && !is_v() && order == ChunkOrder::kDepthFirst ? ranks : 1;
 }
 
 std::span<const ScheduleMethod> schedule_methods() { return kMethods; }
@@ -121,7 +135,9 @@ std::vector<std::string> size_rules(const ScheduleMethod& method) {
   }
   if (method.weights == Weights::kTwoVersions) rules.emplace_back(rule_of_least(method));
   if (rules.empty()) rules.emplace_back("any num_microbatches");
-  rules.emplace_back(method.has_chunks ? "any stages_per_rank" : "stages_per_rank = 1");
+  rules.emplace_back(method.is_v()       ? "stages_per_rank = 2"
+                     : method.has_chunks ? "any stages_per_rank"
+                                         : "stages_per_rank = 1");
   return rules;
 }
 
@@ -136,6 +152,8 @@ void check_sizes(const ScheduleMethod& method, const ScheduleSizes& sizes) {
             "num_stages");
   PD2_CHECK(v == 1 || method.has_chunks, "stages_per_rank: ", v, ", schedule: ", method.name,
             ": only ", names_with_chunks(), " take more than 1");
+  PD2_CHECK(v == 2 || !method.is_v(), "stages_per_rank: ", v, ", schedule: ", method.name,
+            ": rank r has the stages r and num_stages - 1 - r, so stages_per_rank must be 2");
   if (method.is_bidirectional()) {
     PD2_CHECK(d % 2 == 0, "num_stages: ", d, ", schedule: ", method.name,
               ": two pipelines in opposite directions need an even num_stages");

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "core/schedule/v_shape.h"
+
 #include <span>
 #include <string>
 #include <string_view>
@@ -48,9 +50,11 @@ struct ScheduleMethod {
   ChunkOrder order = ChunkOrder::kDepthFirst;
   // Of a schedule with two pipelines in opposite directions; 0: one pipeline.
   int microbatches_per_forward_slot = 0;
+  VSteps v{};               // of a rank's two stages in a V
   bool is_planned = false;  // the planner chooses among these
 
   bool is_flushed() const { return weights == Weights::kFlushed; }
+  bool is_v() const { return v != VSteps{}; }
   bool is_bidirectional() const { return microbatches_per_forward_slot > 0; }
   bool is_eager() const { return lag == Lag::kLongRoundTrip; }
   bool keeps_whole_batch() const { return lag == Lag::kWholeBatch; }

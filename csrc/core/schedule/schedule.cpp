@@ -48,15 +48,14 @@ int max_in_flight(const Schedule& schedule, int stage) {
   return most;
 }
 
-bool has_late_forwards(const Schedule& schedule) {
+int forward_batches_behind(const Schedule& schedule) {
+  int lowest = 0;
   for (const RankActions& rank : schedule.ranks) {
-    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-      for (const Action& action : actions(rank, list)) {
-        if (action.kind == kForward && action.microbatch < 0) return true;
-      }
+    for (const Action& action : rank.steady) {
+      if (action.kind == kForward) lowest = std::min(lowest, action.microbatch);
     }
   }
-  return false;
+  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
 }
 
 }  // namespace pd2

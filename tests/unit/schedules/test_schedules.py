@@ -199,7 +199,7 @@ def test_no_gradient_is_added_before_its_weight_half() -> None:
     assert_same(by_pipeline(task, batches, 1, m, schedule=EARLY_INPUT_GRADIENTS), want)
 
 
-def test_forwards_of_the_batch_before_are_legal_but_not_run() -> None:
+def test_forwards_of_the_batch_before_are_run() -> None:
     late = BY_HAND.replace("1F0,1B0,1F1,1B1,1F2,1B2,1U2\n[steady]", "1F0,1B0,1F1,1B1\n[steady]")
     late = late.replace(
         "1F0,1B0,1F1,1B1,1F2,1B2,1U2\n[epilogue]", "1F-1,1B-1,1U-1,1F0,1B0,1F1,1B1\n[epilogue]"
@@ -209,10 +209,11 @@ def test_forwards_of_the_batch_before_are_legal_but_not_run() -> None:
         "0F0,0B-2,0F1,0B-1,0U-1,0F2,0B0", "0F0,0B-3,0F1,0B-2,0F2,0B-1,0U-1"
     )
     late = late.replace("[epilogue]\n0B1", "[epilogue]\n0B0,0B1")
-    assert pd2.load_schedule(late).has_late_forwards
-    task = TASKS["skips"]
-    with pytest.raises(ValueError, match=r"\"one ahead\" has forwards of microbatches < 0"):
-        make_pipeline(task, 2, 3, task.batches([6])[0], schedule=late)
+    assert pd2.load_schedule(late).forward_batches_behind == 1
+    task, m = TASKS["skips"], 3
+    batches = task.batches([2 * m] * 5)
+    want = by_oracle(task, batches, m, schedule="2bw")
+    assert_same(by_pipeline(task, batches, 2, m, schedule=late), want)
 
 
 def test_sizes_that_a_method_forbids_are_refused() -> None:

@@ -325,8 +325,9 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
   EXPECT_EQ(
       value_error([] { make_schedule("2bww", 4, 4); }),
       "schedule: \"2bww\": the known schedules are 2bw, 2bw_eager, 2bw_split, interleaved_2bw, "
+      "2bw_v, 2bw_v_two_thirds, 2bw_v_half, 2bw_v_min, "
       "pipedream, 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zero_bubble_2p, "
-      "interleaved_zero_bubble, chimera, chimera_doubled");
+      "interleaved_zero_bubble, zero_bubble_v, v_half, v_min, chimera, chimera_doubled");
   EXPECT_EQ(
       value_error([] { make_schedule("2bw_eager", 4, 6); }),
       "num_microbatches: 6, num_stages: 4: 2bw_eager needs num_microbatches >= 2 * num_stages "
@@ -344,9 +345,11 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
   EXPECT_EQ(value_error([] { make_schedule("interleaved", 5, 4, 2); }),
             "num_stages: 5, stages_per_rank: 2: every rank has the same number of stages, so "
             "stages_per_rank must divide num_stages");
-  EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 4, 2); }),
-            "stages_per_rank: 2, schedule: 2bw: only interleaved_2bw, interleaved, looped_bfs and "
-            "interleaved_zero_bubble take more than 1");
+  EXPECT_EQ(
+      value_error([] { make_schedule("2bw", 4, 4, 2); }),
+      "stages_per_rank: 2, schedule: 2bw: only interleaved_2bw, 2bw_v, 2bw_v_two_thirds, "
+      "2bw_v_half, 2bw_v_min, interleaved, looped_bfs, interleaved_zero_bubble, zero_bubble_v, "
+      "v_half and v_min take more than 1");
   EXPECT_EQ(value_error([] { make_schedule("chimera", 3, 4); }),
             "num_stages: 3, schedule: chimera: two pipelines in opposite directions need an even "
             "num_stages");
@@ -355,8 +358,9 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
             "2 pipelines, so num_microbatches must be even");
   EXPECT_EQ(
       value_error([] { make_schedule("chimera", 4, 4, 2); }),
-      "stages_per_rank: 2, schedule: chimera: only interleaved_2bw, interleaved, looped_bfs and "
-      "interleaved_zero_bubble take more than 1");
+      "stages_per_rank: 2, schedule: chimera: only interleaved_2bw, 2bw_v, 2bw_v_two_thirds, "
+      "2bw_v_half, 2bw_v_min, interleaved, looped_bfs, interleaved_zero_bubble, zero_bubble_v, "
+      "v_half and v_min take more than 1");
   EXPECT_EQ(value_error([] { make_schedule("gpipe", 0, 4); }),
             "num_stages: 0: a pipeline needs num_stages >= 1");
   EXPECT_EQ(value_error([] { make_schedule("1f1b", 2, -3); }),
@@ -368,7 +372,7 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
 TEST(Schedule, EveryNameCanBeMade) {
   for (const std::string& name : schedule_names()) {
     const int m = name == "pipedream" ? 1 : 6;
-    EXPECT_EQ(make_schedule(name, 2, m).name, name);
+    EXPECT_EQ(make_schedule(name, 2, m, testing::least_stages_per_rank(name)).name, name);
   }
 }
 

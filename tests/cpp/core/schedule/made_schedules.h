@@ -6,9 +6,16 @@
 #include "core/schedule/generate.h"
 #include "core/schedule/methods.h"
 
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace pd2::testing {
+
+// The fewest that the method allows.
+inline int least_stages_per_rank(std::string_view name) {
+  return find_method(name)->is_v() ? 2 : 1;
+}
 
 // All names, up to max_stages stages, all divisors as stages per rank, up to max_microbatches.
 inline std::vector<Schedule> made_schedules(int max_stages, int max_microbatches) {

@@ -117,7 +117,7 @@ class Fuzz {
         }
       }
     }
-    if (has_late_forwards(schedule)) {
+    if (forward_batches_behind(schedule) > 0) {
       ++num_late_forwards;
       return;
     }

@@ -71,6 +71,16 @@ TEST(Streams, AreInOrderInEveryLegalSchedule) {
   EXPECT_GT(legal, testing::kSanitized ? 30 : 300);
 }
 
+// Whether a rank is given nothing but the word to begin.
+bool has_rank_without_inputs(const Schedule& schedule) {
+  std::set<int> given;
+  for (int stage = 0; stage < schedule.num_stages; ++stage) {
+    if (schedule.is_first(stage) || schedule.is_last(stage))
+      given.insert(schedule.placement[stage]);
+  }
+  return given.size() < schedule.ranks.size();
+}
+
 // What compute was given before an update, the update was too: only a caller who uses other memory
 // needs to wait for both.
 TEST(Streams, AllFencesButOneAreNeeded) {
@@ -82,8 +92,7 @@ TEST(Streams, AllFencesButOneAreNeeded) {
       std::set<FenceKind> expected = {kInputsGiven, kInputsTaken,       kInputsStaged,
                                       kLossesReady, kGradientsComplete, kUpdated};
       if (schedule.depth() > 1) expected.insert({kReceived, kMessageReady});
-      // Where a rank is given nothing but the word to begin.
-      if (schedule.ranks.size() > 2) expected.insert(kGiven);
+      if (has_rank_without_inputs(schedule)) expected.insert(kGiven);
       EXPECT_EQ(needed, expected) << named(schedule, places);
     }
   }
@@ -105,7 +114,9 @@ TEST(Streams, OneOfTheFencesAfterAnUpdateImpliesTheOther) {
         EXPECT_TRUE(waits_to_read) << named(schedule, places);
       }
       // One buffer, forwards two batches ahead of the update: the backwards between have waited.
-      if (schedule.name.starts_with("2bw") && places == kOne) {
+      // In a V of few microbatches there may be none between.
+      if (schedule.name.starts_with("2bw") && !find_method(schedule.name)->is_v() &&
+          places == kOne) {
         EXPECT_FALSE(waits_to_read) << named(schedule, places);
       }
     }

@@ -1,0 +1,215 @@
+#include "core/schedule/v_shape.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+using enum ActionKind;
+
+constexpr int kSlots = 6;  // of a period
+
+// Where the way turns: slots from the last one of a pass to the first one of the next.
+using Turns = std::array<int, 3>;
+
+int floor_div(int a, int b) { return a / b - (a % b < 0 ? 1 : 0); }
+int floor_mod(int a, int b) { return a - floor_div(a, b) * b; }
+
+// A rank's actions of microbatch 0. W's have the two slots that are left of a period, in the order
+// in which less is in flight.
+struct Slots {
+  std::array<int, 2> forward, input_grad, weight_grad;  // by chunk
+};
+
+// False: two actions have one slot.
+bool give_slots(int ranks, const VSteps& steps, const Turns& turns, int rank, Slots& slots) {
+  const int last = ranks - 1;
+  const int bottom = steps.forward_down * last + turns[0];
+  const int loss = bottom + steps.forward_up * last + turns[1];
+  const int back = loss + steps.backward_down * last + turns[2];
+  slots.forward = {steps.forward_down * rank, bottom + steps.forward_up * (last - rank)};
+  slots.input_grad = {back + steps.backward_up * (last - rank), loss + steps.backward_down * rank};
+  std::set<int> is_free = {0, 1, 2, 3, 4, 5};
+  for (const auto& pair : {slots.forward, slots.input_grad}) {
+    for (const int slot : pair) is_free.erase(slot % kSlots);
+  }
+  if (is_free.size() != 2) return false;
+  const auto first_after = [](int slot, int phase) {
+    return slot + 1 + floor_mod(phase - slot - 1, kSlots);
+  };
+  int least = std::numeric_limits<int>::max();
+  for (const auto& [first, second] : {std::pair(*is_free.begin(), *is_free.rbegin()),
+                                      std::pair(*is_free.rbegin(), *is_free.begin())}) {
+    const std::array<int, 2> tried = {first_after(slots.input_grad[0], first),
+                                      first_after(slots.input_grad[1], second)};
+    if (tried[0] + tried[1] < least) {
+      least = tried[0] + tried[1];
+      slots.weight_grad = tried;
+    }
+  }
+  return true;
+}
+
+Period period_of(const Slots& slots) {
+  std::vector<std::pair<int, PeriodAction>> by_slot;
+  const int begin = slots.forward[0];
+  const auto add = [&](int chunk, ActionKind kind, int slot) {
+    by_slot.push_back({floor_mod(slot - begin, kSlots),
+                       {.chunk = chunk, .kind = kind, .lag = floor_div(slot - begin, kSlots)}});
+  };
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    add(chunk, kForward, slots.forward[chunk]);
+    add(chunk, kInputGrad, slots.input_grad[chunk]);
+    add(chunk, kWeightGrad, slots.weight_grad[chunk]);
+  }
+  std::ranges::sort(by_slot, {}, &std::pair<int, PeriodAction>::first);
+  Period period;
+  for (const auto& [slot, action] : by_slot) period.push_back(action);
+  return period;
+}
+
+std::optional<std::vector<Period>> periods_with(int ranks, const VSteps& steps,
+                                                const Turns& turns) {
+  std::vector<Period> periods;
+  for (int rank = 0; rank < ranks; ++rank) {
+    Slots slots;
+    if (!give_slots(ranks, steps, turns, rank, slots)) return std::nullopt;
+    periods.push_back(period_of(slots));
+  }
+  return periods;
+}
+
+// Of a chunk's action of this kind: its place in the period, and its lag.
+std::pair<int, int> place_of(const Period& period, int chunk, ActionKind kind) {
+  for (int place = 0; place < kSlots; ++place) {
+    const PeriodAction& action = period[place];
+    if (action.chunk == chunk && action.kind == kind) return {place, action.lag};
+  }
+  return {};
+}
+
+int step_of(const Period& period, int chunk, ActionKind kind) {
+  const auto [place, lag] = place_of(period, chunk, kind);
+  return kSlots * lag + place;
+}
+
+class Lists {
+ public:
+  Lists(const Period& period, int ranks, int rank, int m)
+      : period_(period), ranks_(ranks), rank_(rank), m_(m) {
+    for (const PeriodAction& action : period) end_ = std::max(end_, m + action.lag);
+  }
+
+  RankActions make(bool is_flushed) const {
+    RankActions actions;
+    add_periods(actions.prologue, 0, is_flushed ? end_ : m_, 0);
+    if (is_flushed) {
+      actions.steady = actions.prologue;
+    } else {
+      add_periods(actions.steady, 0, m_, -end_);
+      add_periods(actions.epilogue, m_, end_, -end_);
+    }
+    return actions;
+  }
+
+ private:
+  // Periods begin .. end - 1, of which microbatches from `first` on exist.
+  void add_periods(std::vector<Action>& list, int begin, int end, int first) const {
+    for (int k = begin; k < end; ++k) {
+      for (const auto& [chunk, kind, lag] : period_) {
+        const int microbatch = k - lag;
+        if (microbatch < first || microbatch >= m_) continue;
+        const int stage = chunk == 0 ? rank_ : 2 * ranks_ - 1 - rank_;
+        list.push_back({.stage = stage, .kind = kind, .microbatch = microbatch});
+        if (kind == kWeightGrad && floor_mod(microbatch, m_) == m_ - 1) {
+          list.push_back({.stage = stage, .kind = kUpdate, .microbatch = microbatch});
+        }
+      }
+    }
+  }
+
+  const Period& period_;
+  const int ranks_;
+  const int rank_;
+  const int m_;
+  int end_ = 0;  // the period after which all of a batch is done
+};
+
+}  // namespace
+
+int most_halves_in_flight(const Period& period) {
+  int most = 0;
+  for (int place = 0; place < kSlots; ++place) {
+    int halves = 0;
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      // Begun by the end of this place, and not ended before it.
+      const int begun = floor_div(place - step_of(period, chunk, kForward), kSlots);
+      const int ended = floor_div(place - 1 - step_of(period, chunk, kWeightGrad), kSlots);
+      halves += begun - ended;
+    }
+    most = std::max(most, halves);
+  }
+  return most;
+}
+
+int least_microbatches(const std::vector<Period>& periods) {
+  int least = 1;
+  for (const Period& period : periods) {
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      // W of microbatch m - 1 comes before F of microbatch 2 m.
+      const int life = step_of(period, chunk, kWeightGrad) - step_of(period, chunk, kForward);
+      least = std::max(least, floor_div(life, kSlots));
+    }
+  }
+  return least;
+}
+
+std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps) {
+  std::optional<std::vector<Period>> best;
+  std::tuple<int, int, int> least;
+  for (int first = 1; first <= kSlots; ++first) {
+    for (int second = 1; second <= kSlots; ++second) {
+      for (int third = 1; third <= kSlots; ++third) {
+        auto periods = periods_with(ranks, steps, {first, second, third});
+        if (!periods) continue;
+        int most = 0, sum = 0;
+        for (const Period& period : *periods) {
+          most = std::max(most, most_halves_in_flight(period));
+          sum += most_halves_in_flight(period);
+        }
+        const std::tuple cost = {most, sum, first + second + third};
+        if (!best || cost < least) {
+          least = cost;
+          best = std::move(periods);
+        }
+      }
+    }
+  }
+  return best;
+}
+
+Schedule make_v_schedule(std::string_view name, const std::vector<Period>& periods,
+                         int num_microbatches, bool is_flushed) {
+  const int ranks = static_cast<int>(periods.size());
+  const int delay = is_flushed ? 0 : 1;
+  Schedule schedule;
+  schedule.name = name;
+  schedule.num_stages = 2 * ranks;
+  schedule.num_microbatches = num_microbatches;
+  schedule.delay.assign(2 * ranks, delay);
+  schedule.num_versions.assign(2 * ranks, delay + 1);
+  for (int stage = 0; stage < 2 * ranks; ++stage) {
+    schedule.placement.push_back(std::min(stage, 2 * ranks - 1 - stage));
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    schedule.ranks.push_back(Lists(periods[rank], ranks, rank, num_microbatches).make(is_flushed));
+  }
+  return schedule;
+}
+
+}  // namespace pd2

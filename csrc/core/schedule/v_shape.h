@@ -1,0 +1,58 @@
+// V-shaped schedules: rank r of p holds stages r and 2 p - 1 - r, so that the pipeline goes down
+// the ranks and up again, forward and backward (Qi et al., arXiv 2405.15362, section 4).
+//
+// Every rank repeats a period of six slots, in which it does an F, an I and a W of one microbatch
+// for each of its two stages. A microbatch takes the same way through the ranks each time:
+//
+//   F of stage r            forward_down slots later than on rank r - 1
+//   F of stage 2 p - 1 - r  forward_up slots later than on rank r + 1
+//   I of stage 2 p - 1 - r  backward_down slots later than on rank r - 1
+//   I of stage r            backward_up slots later than on rank r + 1
+//
+// The longer the way, the more microbatches are in flight, about (sum of the four) / 12 of p, and
+// the longer messages may take.
+
+#pragma once
+
+#include "core/schedule/schedule.h"
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace pd2 {
+
+// Slots from a rank to the next one; 0: no V.
+struct VSteps {
+  int forward_down = 0;
+  int forward_up = 0;
+  int backward_down = 0;
+  int backward_up = 0;
+
+  bool operator==(const VSteps&) const = default;
+};
+
+// What a rank does in a period, in order.
+struct PeriodAction {
+  int chunk = 0;  // 0: stage r, 1: stage 2 p - 1 - r
+  ActionKind kind = ActionKind::kForward;
+  int lag = 0;  // by so many microbatches behind the period's own
+};
+using Period = std::vector<PeriodAction>;
+
+// By rank. nullopt: with these steps two actions of a rank would have one slot.
+std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps);
+
+// The most microbatches between F and the end of W at once on a rank, in halves: of both stages.
+int most_halves_in_flight(const Period& period);
+
+// The fewest microbatches of a batch with two weight versions: a batch's last W of a stage comes
+// before the stage's first F of the batch after the next.
+int least_microbatches(const std::vector<Period>& periods);
+
+// `is_flushed`: one weight version, each batch drains. The form is right for any number of
+// microbatches that are at least least_microbatches(), with two versions.
+Schedule make_v_schedule(std::string_view name, const std::vector<Period>& periods,
+                         int num_microbatches, bool is_flushed);
+
+}  // namespace pd2
