@@ -1,4 +1,4 @@
-"""Draws schedules.png: every schedule on four ranks, simulated.
+"""Draws schedules.png: schedules on four ranks, simulated; of the V-shaped ones some.
 
 python docs/images/schedules.py
 """
@@ -16,6 +16,8 @@ CASES = (
     ("2bw_eager", 8, 1),
     ("2bw_split", 4, 1),
     ("interleaved_2bw", 8, 2),
+    ("2bw_v_half", 8, 2),
+    ("2bw_v_min", 8, 2),
     ("pipedream", 1, 1),
     ("1f1b", 4, 1),
     ("gpipe", 4, 1),
@@ -24,6 +26,7 @@ CASES = (
     ("zero_bubble", 8, 1),
     ("zero_bubble_2p", 8, 1),
     ("interleaved_zero_bubble", 8, 2),
+    ("v_half", 8, 2),
     ("chimera", 8, 1),
     ("chimera_doubled", 8, 1),
 )

@@ -154,7 +154,8 @@ def simulate(
 
     Args:
         schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
-            "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
+            "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half",
+            "v_min", "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
             "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
             own: what :func:`load_schedule` takes.
         num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result

@@ -18,6 +18,9 @@ namespace pd2 {
 //   2bw_split        m >= d        with I before W (2BP, arXiv 2405.18047), so that messages of up
 //                                  to half of W hide at no microbatch more in flight
 //   interleaved_2bw  v m > (v + 1) p - 2, p divides m    interleaved without the flush
+//   2bw_v, 2bw_v_two_thirds, 2bw_v_half, 2bw_v_min    v = 2, see v_shape.h: 2bw with stages r and
+//                                  2 p - 1 - r on rank r and activations for about p, 2 p / 3,
+//                                  p / 2 and p / 3 microbatches on all of them
 //   pipedream        m = 1         weight stashing (arXiv 1806.03377): stage i is d - 1 - i late
 //   1f1b             m >= 1        PipeDream-Flush (arXiv 2006.09503, section 3.2)
 //   gpipe            m >= 1        arXiv 1811.06965
@@ -26,6 +29,7 @@ namespace pd2 {
 //   zero_bubble      m >= 1        ZB-H1 (arXiv 2401.10241): W late, 1f1b's memory
 //   zero_bubble_2p   m >= 1        ZB-H2: twice 1f1b's memory
 //   interleaved_zero_bubble  p divides m    zero_bubble over v chunks a rank
+//   zero_bubble_v, v_half, v_min    v = 2: the flushed forms of 2bw_v, 2bw_v_half and 2bw_v_min
 //   chimera          m, d even     two pipelines in opposite directions (arXiv 2107.06925, section
 //                                  3.1), units of d microbatches concatenated (section 3.5)
 //   chimera_doubled  m, d even     with forward doubling (section 3.5): no bubbles between units
