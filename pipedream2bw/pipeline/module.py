@@ -71,20 +71,15 @@ class PipelineModule(SessionModule):
             the rows of ``example_target``. It takes some seconds: two for each of up to three
             sizes of microbatches, and between processes one more for each process.
         num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
-            ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"``
-            m >= 2d-1, ``"pipedream"`` m = 1, ``"chimera"`` even m and d.
+            ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"`` m >= 2d-1, ``"pipedream"`` 1
         schedule: ``"2bw"`` (or None), ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``,
             ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
             ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
             ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``; with two in a
-            V ``"2bw_v"``, ``"2bw_v_two_thirds"``, ``"2bw_v_half"``, ``"2bw_v_min"`` (arXiv
-            2405.15362 without a flush: all, two thirds, half or a third of the activations of
-            ``"2bw"``, the same on all ranks) and, with a drain after every batch,
-            ``"zero_bubble_v"``, ``"v_half"``, ``"v_min"``. Or one's own: what
-            :func:`load_schedule` takes.
-        stages_per_rank: v; stage s is on rank s mod d/v, so that a rank has chunks from all over
-            the model and the pipeline fills v times as fast; in a V stage s is on rank
-            min(s, d-1-s).
+            V (arXiv 2405.15362) ``"2bw_v"``, ``"2bw_v_two_thirds"``, ``"2bw_v_half"``,
+            ``"2bw_v_min"``, drained ``"zero_bubble_v"``, ``"v_half"``, ``"v_min"``. Or one's own:
+            what :func:`load_schedule` takes.
+        stages_per_rank: v; stage s is on rank s mod d/v, in a V on rank min(s, d-1-s).
         example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
             any number of rows >= 1.
         example_target: with ``num_stages="auto"``: a batch's target.

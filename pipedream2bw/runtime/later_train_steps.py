@@ -1,10 +1,24 @@
-"""How many more train_steps must be called before a number of an earlier one exists."""
+"""What must happen before a number of an earlier train_step exists."""
 
 from __future__ import annotations
 
 import itertools
 
+from ..ranks.agreement import Announcement, Operation
 from .session import Session
+
+
+def finish_forwards(session: Session, train_step: int) -> None:
+    """Drains if the train_step's loss would come during a later one's actions alone.
+
+    The other ranks drain with this one, whatever they call next.
+    """
+    behind = session.schedule.forward_batches_behind
+    is_late = train_step + behind >= session.num_train_steps
+    if behind and is_late and session.first_unfinished is not None:
+        session.ending.check_open()
+        with session.ending.failing_closes():
+            session.agree(Operation.read_loss, train_step, Announcement)
 
 
 def train_steps_until_finished(session: Session, train_step: int) -> int:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from .. import _C
-from .later_train_steps import train_steps_until_finished, train_steps_until_loss
+from .later_train_steps import (
+    finish_forwards,
+    train_steps_until_finished,
+    train_steps_until_loss,
+)
 from .session import Session
 
 
@@ -151,7 +155,7 @@ class Loss(LazyNumber):
         if self._numbers is None:
             session = self._session()
             if session is not None and not self.done() and not self._is_taken_back(session):
-                session.finish_forwards(self.train_step)
+                finish_forwards(session, self.train_step)
             whose = "an earlier one's, for whose update its forward waits on all stages,"
             self._check_can_come(whose, train_steps_until_loss)
             numbers = self._wait(self._slot.wait)

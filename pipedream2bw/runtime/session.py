@@ -45,10 +45,9 @@ class Session:
             are torch's own.
 
     Attributes:
-        model, modes, stages, accumulation: as given.
+        model, modes, stages, accumulation: as given. root: the model as one module.
         random_seed: may be changed between train_steps, on all ranks. A run that begins with the
             seed and ``num_train_steps`` of another one draws what that one would have drawn next.
-        root: the model as one module.
         schedule: what the stages do in which order.
         grid: which process runs which stages.
         control: how all ranks agree; it has the fault that ends all waiting, and the timeout.
@@ -263,28 +262,11 @@ class Session:
         Raises:
             StageError: on every rank: a batch was discarded, and has been taken back now.
         """
-        while True:
-            try:
-                return self.control.agree(operation, number, local)
-            except BatchDiscarded:
-                self.drain()
-                raise AssertionError("a discarded batch was not taken back") from None
-            except DrainWanted:
-                self.drain()
-                if operation == Operation.read_loss:
-                    return []
-
-    def finish_forwards(self, train_step: int) -> None:
-        """Drains if the train_step's loss would come during a later one's actions alone.
-
-        The other ranks drain with this one, whatever they call next.
-        """
-        behind = self.schedule.forward_batches_behind
-        is_late = train_step + behind >= self.num_train_steps
-        if behind and is_late and self.first_unfinished is not None:
-            self.ending.check_open()
-            with self.ending.failing_closes():
-                self.agree(Operation.read_loss, train_step, Announcement)
+        try:
+            return self.control.agree(operation, number, local)
+        except (BatchDiscarded, DrainWanted):
+            self.drain()  # raises if a batch is discarded
+        return [] if operation == Operation.read_loss else self.agree(operation, number, local)
 
     # ------------------------------------------------------------------ draining, taking back
 
