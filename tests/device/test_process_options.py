@@ -1,0 +1,178 @@
+"""Every option trains processes with a device each to the bits of the same processes' CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipedream2bw as pd2
+from pipedream2bw import _C
+from pipedream2bw.ranks import channels
+from tests.device import checked
+from tests.device.on_device import batch_on, on
+from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS
+from tests.runs.launch import run_ranks
+from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
+from tests.samples.models import Task
+from tests.samples.tied_models import TIED
+from tests.unit.training.test_precision import MLP, SKIPS, float_token_loss
+
+NUM_BATCHES = 8
+ENDS = {
+    "group": (_C.ProcessGroupSender, _C.ProcessGroupReceiver),
+    "rings": (_C.DeviceRingSender, _C.DeviceRingReceiver),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained.
+
+    Attributes:
+        m: microbatches of a replica; 0: one more than the stages.
+        opt_options: of PipelineOptimizer.
+        on_device: options of PipelineModule that the CPU's does without.
+        options: of PipelineModule.
+        train_steps: of an optimizer's step.
+        no_sync: all but the last of these are in ``no_sync()``.
+    """
+
+    task: Task = SKIPS
+    m: int = 0
+    optimizer: str = "adam"
+    opt_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    on_device: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train_steps: int = 1
+    no_sync: bool = False
+
+    def run(self, device: str, num_stages: int, width: int) -> Trajectory:
+        """Trains there, in this process's part; the state is the host's."""
+        is_on_device = device != "cpu"
+        replica = dist.get_rank() // (dist.get_world_size() // width)
+        m = self.m or num_stages + 1
+        batches = self.task.batches([2 * m] * NUM_BATCHES, seed=2 + replica)
+        batches = [batch_on(batch, device) for batch in batches]
+        options = {**self.options, **(self.on_device if is_on_device else {})}
+        if width > 1:
+            options |= {"width": width, "bucket_cap_mb": 1e-4}
+        task = on(self.task, device) if is_on_device else self.task
+        with make_pipeline(task, num_stages, m, batches[0], **options) as pipe:
+            opt = pd2.PipelineOptimizer(
+                OPTIMIZERS[self.optimizer](pipe.parameters()), **self.opt_options
+            )
+            losses = []
+            for number, batch in enumerate(batches, 1):
+                is_last = number % self.train_steps == 0
+                with pipe.no_sync() if self.no_sync and not is_last else contextlib.nullcontext():
+                    losses.append(pipe.train_step(*batch.args, target=batch.target))
+                if is_last:
+                    opt.step()
+                if number == NUM_BATCHES // 2:
+                    pipe.flush()
+            state = copy_of(pipe.state_dict())
+            if "loss_scale" in self.opt_options:
+                first, last = self.opt_options["loss_scale"].init_scale, float(opt.loss_scale)
+                assert last < first, "no step was left out"
+            return Trajectory([float(loss) for loss in losses], state).on_host()
+
+
+CLIPS = {"max_grad_norm": 0.1}
+OVERFLOWS = {"loss_scale": pd2.LossScale(2.0**24, growth_interval=3)}
+ON_HOST = {"optimizer_device": "cpu", "bucket_cap_mb": 1e-4}
+CHIMERA, EAGER = {"schedule": "chimera"}, {"schedule": "2bw_eager"}
+LANGUAGE_MODEL = Task(
+    TIED["language model"].build, TIED["language model"].draw, float_token_loss, cuts=()
+)
+GRAPHS: dict[str, Any] = {"task": MLP, "optimizer": "sgd"}
+
+TRAININGS = {
+    "sgd": Training(optimizer="sgd"),
+    "clipping": Training(opt_options=CLIPS),
+    "clipping, 1f1b": Training(opt_options=CLIPS, options={"schedule": "1f1b"}),
+    "clipping, chimera": Training(opt_options=CLIPS, options=CHIMERA, m=4),
+    "clipping by value": Training(opt_options={"clip_grad_value": 0.01}, optimizer="adamw"),
+    "masters": Training(options=PRECISIONS["bf16"]),
+    "split masters": Training(options=PRECISIONS["split"], opt_options=CLIPS),
+    "loss scale": Training(options=PRECISIONS["fp16"], opt_options=OVERFLOWS),
+    "loss scale, eager": Training(options=PRECISIONS["fp16"] | EAGER, opt_options=OVERFLOWS, m=6),
+    "recomputation": Training(options={"recompute": True, "spare_buffer": True}),
+    "host": Training(on_device=ON_HOST, opt_options=CLIPS),
+    "host, split masters": Training(options=PRECISIONS["split"], on_device=ON_HOST),
+    "host, loss scale": Training(
+        options=PRECISIONS["fp16"], opt_options=OVERFLOWS, on_device=ON_HOST
+    ),
+    "graphs": Training(**GRAPHS, on_device={"graphs": True}, m=6),
+    "graphs or not": Training(on_device={"graphs": "auto"}, opt_options=CLIPS, m=6),
+    "accumulation": Training(options={"accumulate": 2}, train_steps=2, opt_options=CLIPS),
+    "no_sync": Training(train_steps=2, no_sync=True),
+    "no_sync, 1f1b": Training(train_steps=2, no_sync=True, options={"schedule": "1f1b"}),
+    "halves of backwards": Training(options={"schedule": "zero_bubble"}, opt_options=CLIPS),
+    "staleness": Training(opt_options={"staleness": pd2.LearningRateDiscount(3)}),
+    "tied": Training(task=LANGUAGE_MODEL, options={"split": ["blocks.2"]}, opt_options=CLIPS, m=4),
+}
+OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
+OF_REPLICAS = ["sgd", "clipping", "clipping, 1f1b", "masters", "loss scale", "host", "accumulation"]
+OF_REPLICAS += ["no_sync", "graphs"]
+
+
+class Checked(channels.Channels):
+    """All of whose ends between processes are of one kind."""
+
+    kind_of_ends: tuple[type, ...] = ()
+
+    def make(self, edges: Any) -> None:
+        super().make(edges)
+        ends = [*self.senders.values(), *self.receivers.values()]
+        on_hosts = all(device.type == "cpu" for device in self._devices)
+        between = [end for end in ends if not isinstance(end, _C.LocalChannel)]
+        assert on_hosts or between
+        assert on_hosts or all(isinstance(end, self.kind_of_ends) for end in between), between
+
+
+def train(rank: int, world: int, names: Sequence[str], kind: str, width: int) -> None:
+    torch.set_num_threads(1)
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,checked:checked")
+    checked.set_timeout(20.0)
+
+    class Ends(Checked):
+        kind_of_ends = ENDS[kind]
+
+    with contextlib.ExitStack() as patches:
+        if kind == "group":
+            patches.enter_context(
+                mock.patch.object(channels, "make_device_ring", return_value=None)
+            )
+        patches.enter_context(mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends))
+        for name in names:
+            training = TRAININGS[name]
+            want = training.run("cpu", world // width, width)
+            # Whatever waits for a device on a real one does so here at random.
+            checked.set_drains(at_first_use=True, probability=0.05, seed=rank)
+            try:
+                with checked.expect_no_errors():
+                    got = training.run(f"checked:{rank}", world // width, width)
+                assert_same(got, want)
+            except BaseException as error:
+                raise AssertionError(name) from error
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_two_processes(kind: str) -> None:
+    run_ranks(train, 2, args=[list(TRAININGS), kind, 1], rendezvous="environment", timeout=90)
+
+
+def test_three_processes() -> None:
+    run_ranks(train, 3, args=[OF_THREE, "group", 1], rendezvous="environment", timeout=90)
+
+
+def test_replicas() -> None:
+    run_ranks(train, 4, args=[OF_REPLICAS, "group", 2], rendezvous="environment", timeout=90)
