@@ -116,8 +116,9 @@ TRAININGS = {
     "staleness": Training(opt_options={"staleness": pd2.LearningRateDiscount(3)}),
     "tied": Training(task=LANGUAGE_MODEL, options={"split": ["blocks.2"]}, opt_options=CLIPS, m=4),
 }
-# A drain in the update waits for a receive for the next batch, which has been posted already.
-HANG_OVER_A_GROUP = ["clipping, 1f1b", "halves of backwards"]
+# In the first two a drain in the update waits for a receive that has been posted already, in the
+# third a copy to the host waits for the tied gradients' all-gather.
+HANG_OVER_A_GROUP = ["clipping, 1f1b", "halves of backwards", "tied"]
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
 OF_REPLICAS += ["no_sync", "graphs"]
