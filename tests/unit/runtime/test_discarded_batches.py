@@ -12,6 +12,7 @@ import torch
 import pipedream2bw as pd2
 from tests.runs.discarding import Failure, Outcome, batches, by_oracle, make_model, train
 from tests.runs.trajectory import assert_same_state
+from tests.samples.schedule_sizes import V_SHAPED
 
 M, ROWS, COUNT = 4, 8, 9
 
@@ -52,19 +53,22 @@ def test_under_every_schedule(schedule: str, kind: str) -> None:
     layer = 1 if schedule == "pipedream" and kind == "backward" else 0
     given = batches(COUNT, ROWS)
     pipelines = 2 if "chimera" in schedule else 1
+    stages_per_rank = 2 if schedule in V_SHAPED else 1
+    num_stages = 2 * stages_per_rank
     outcome = train(
         given,
         [Failure(layer, kind, 4 * m + m // 2)],
-        num_stages=2,
+        num_stages=num_stages,
         num_microbatches=m,
         schedule=schedule,
+        stages_per_rank=stages_per_rank,
     )
     check(
         outcome,
         given,
-        num_stages=2,
+        num_stages=num_stages,
         num_microbatches=m,
-        delay=delays(schedule, 2),
+        delay=delays(schedule, num_stages),
         num_pipelines=pipelines,
     )
 
