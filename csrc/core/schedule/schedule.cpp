@@ -48,14 +48,4 @@ int max_in_flight(const Schedule& schedule, int stage) {
   return most;
 }
 
-int forward_batches_behind(const Schedule& schedule) {
-  int lowest = 0;
-  for (const RankActions& rank : schedule.ranks) {
-    for (const Action& action : rank.steady) {
-      if (action.kind == kForward) lowest = std::min(lowest, action.microbatch);
-    }
-  }
-  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
-}
-
 }  // namespace pd2

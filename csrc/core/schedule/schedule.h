@@ -131,10 +131,6 @@ struct Schedule {
 // Throws ValueError if there is no such stage.
 int max_in_flight(const Schedule& schedule, int stage);
 
-// How many batches the latest forward is behind the one that is being run: a batch's loss comes
-// while so many more are run, or in a drain.
-int forward_batches_behind(const Schedule& schedule);
-
 // The text form: `key: value` lines, then the sections [prologue], [steady], [epilogue] with one
 // row per rank of comma-separated actions ("-": a rank that does nothing there):
 //

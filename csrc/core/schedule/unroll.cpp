@@ -5,6 +5,22 @@
 #include <algorithm>
 
 namespace pd2 {
+namespace {
+
+template <typename Counts>
+int batches_behind(const Schedule& schedule, const Counts& counts) {
+  int lowest = 0;
+  for (const RankActions& rank : schedule.ranks) {
+    for (const ListKind list : {ListKind::kSteady, ListKind::kEpilogue}) {
+      for (const Action& action : actions(rank, list)) {
+        if (counts(action)) lowest = std::min(lowest, action.microbatch);
+      }
+    }
+  }
+  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
+}
+
+}  // namespace
 
 const char* to_string(ListKind list) {
   constexpr const char* kNames[] = {"prologue", "steady", "epilogue"};
@@ -37,15 +53,12 @@ std::string describe(const Schedule& schedule, const Step& step) {
 }
 
 int most_batches_behind(const Schedule& schedule) {
-  int lowest = 0;
-  for (const RankActions& rank : schedule.ranks) {
-    for (const ListKind list : {ListKind::kSteady, ListKind::kEpilogue}) {
-      for (const Action& action : actions(rank, list)) {
-        lowest = std::min(lowest, action.microbatch);
-      }
-    }
-  }
-  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
+  return batches_behind(schedule, [](const Action&) { return true; });
+}
+
+int forward_batches_behind(const Schedule& schedule) {
+  return batches_behind(schedule,
+                        [](const Action& action) { return action.kind == ActionKind::kForward; });
 }
 
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches) {

@@ -45,6 +45,9 @@ std::string describe(const Schedule& schedule, const Step& step);
 // How many batches the furthest action is behind the batch that is being run.
 int most_batches_behind(const Schedule& schedule);
 
+// The same of its latest forward: a batch's loss comes while so many more are run, or in a drain.
+int forward_batches_behind(const Schedule& schedule);
+
 // The rank's stages in the order in which a batch's updates happen.
 std::vector<int> update_order(const Schedule& schedule, int rank);
 

@@ -84,18 +84,12 @@ std::optional<std::vector<Period>> periods_with(int ranks, const VSteps& steps,
   return periods;
 }
 
-// Of a chunk's action of this kind: its place in the period, and its lag.
-std::pair<int, int> place_of(const Period& period, int chunk, ActionKind kind) {
-  for (int place = 0; place < kSlots; ++place) {
-    const PeriodAction& action = period[place];
-    if (action.chunk == chunk && action.kind == kind) return {place, action.lag};
-  }
-  return {};
-}
-
+// When the rank does this of microbatch 0: its place in the period, later by its lag.
 int step_of(const Period& period, int chunk, ActionKind kind) {
-  const auto [place, lag] = place_of(period, chunk, kind);
-  return kSlots * lag + place;
+  const auto found = std::ranges::find_if(period, [&](const PeriodAction& action) {
+    return action.chunk == chunk && action.kind == kind;
+  });
+  return kSlots * found->lag + static_cast<int>(found - period.begin());
 }
 
 class Lists {
@@ -179,8 +173,9 @@ std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps) {
         if (!periods) continue;
         int most = 0, sum = 0;
         for (const Period& period : *periods) {
-          most = std::max(most, most_halves_in_flight(period));
-          sum += most_halves_in_flight(period);
+          const int halves = most_halves_in_flight(period);
+          most = std::max(most, halves);
+          sum += halves;
         }
         const std::tuple cost = {most, sum, first + second + third};
         if (!best || cost < least) {
