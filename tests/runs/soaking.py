@@ -20,8 +20,19 @@ CHECKPOINTS = Path("checkpoints")  # in the folder that all ranks run in
 SAVE_EVERY, KEEP = 250, 2
 
 
-def trained(batches: int) -> Iterator[Resources]:
-    """What the process holds, at equal distances in so many batches."""
+def trained(batches: int, pipelines: int = 1) -> Iterator[Resources]:
+    """What the process holds, at equal distances in so many batches.
+
+    Args:
+        pipelines: that train one after the other; each goes on from the one before.
+    """
+    save_every = min(SAVE_EVERY, -(-batches // 10))
+    for number in range(pipelines):
+        of_this_one = range(batches * number // pipelines, batches * (number + 1) // pipelines)
+        yield from _trained(of_this_one, save_every, report_every=max(1, batches // REPORTS))
+
+
+def _trained(batches: range, save_every: int, report_every: int) -> Iterator[Resources]:
     torch.manual_seed(0)
     x, y = torch.randn(2, 8, 16)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(2)]
@@ -29,24 +40,25 @@ def trained(batches: int) -> Iterator[Resources]:
         optimizer = pd2.PipelineOptimizer(
             torch.optim.AdamW(pipe.parameters(), lr=1e-3), max_grad_norm=1.0
         )
-        saver = pd2.Checkpointer(CHECKPOINTS, pipe, optimizer, every=SAVE_EVERY, keep=KEEP)
+        saver = pd2.Checkpointer(CHECKPOINTS, pipe, optimizer, every=save_every, keep=KEEP)
+        saver.resume()
         loss = None
-        for batch in range(batches):
+        for batch in batches:
             if loss is not None:
                 float(loss)
             loss = pipe.train_step(x[: 4 + batch % 5], target=y[: 4 + batch % 5])
             optimizer.step()
             saver.step()
-            if batch % 300 == 299:
+            if batch % (save_every + 50) == save_every + 49:
                 pipe.flush()
-            if batch % 500 == 499:
+            if batch % (2 * save_every) == 2 * save_every - 1:
                 pipe.eval()
                 pipe(x)
                 pipe.train()
-            if batch % 1000 == 999:
+            if batch % (4 * save_every) == 4 * save_every - 1:
                 pipe.full_state_dict()
                 optimizer.state_dict()
-            if (batch + 1) % max(1, batches // REPORTS) == 0:
+            if (batch + 1) % report_every == 0:
                 pipe.flush()
                 wait_for_saves()
                 yield resources()
@@ -69,12 +81,14 @@ def wait_for_saves() -> None:
     assert len(found) <= KEEP + 1, found  # which rank 0 may be removing
 
 
-def soak(rank: int, world: int, batches: int, cycles: int) -> list[tuple[float, Resources]]:
-    """Trains, or builds so many pipelines if they are any; gives seconds since the start too."""
+def soak(
+    rank: int, world: int, batches: int, pipelines: int, cycles: int
+) -> list[tuple[float, Resources]]:
+    """Trains, or lets pipelines end if cycles are any; gives seconds since the start too."""
     start = time.monotonic()
     rounds = -(-cycles // len(ENDS))
     found = []
-    for each in each_round(rank, rounds) if cycles else trained(batches):
+    for each in each_round(rank, rounds) if cycles else trained(batches, pipelines):
         found.append((time.monotonic() - start, each))
         print(f"{found[-1][0]:8.1f} s  {each}", flush=True)
     return found
