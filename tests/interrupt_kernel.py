@@ -2,7 +2,7 @@
 
     python -m tests.interrupt_kernel --interrupts 100 --seed 0
 
-Needs ``pip install ipykernel jupyter_client``, which no extra of the package installs.
+Needs ``ipykernel`` and ``jupyter_client``, which the extra ``test`` installs.
 
 A cell trains, evaluates, flushes and reads losses in an endless loop until the interrupt, which may
 come in a batch whose ``opt.step()`` is missing: the next train_step discards that. In the end the
@@ -19,6 +19,7 @@ import queue
 import random
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ CELL_SECONDS = 15.0
 """After which a cell hangs."""
 
 BEGIN = """
-import faulthandler, json, os, signal, sys, warnings
+import faulthandler, json, os, signal, sys, time, warnings
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -63,6 +64,7 @@ def train_one():
     given = batch(number)
     loss = pipe.train_step(*given.args, target=given.target)
     counted[loss.train_step] = number
+    time.sleep({pause!r})
     opt.step()
     return loss
 """
@@ -186,9 +188,11 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
 
 
-def interrupt(kernel: Kernel, schedule: str, count: int, chance: random.Random) -> str:
+def interrupt(
+    kernel: Kernel, schedule: str, count: int, chance: random.Random, pause: float
+) -> str:
     """What is wrong after so many interrupts, "" if nothing is."""
-    kernel.value(BEGIN.format(stacks=str(kernel.stacks), schedule=schedule))
+    kernel.value(BEGIN.format(stacks=str(kernel.stacks), schedule=schedule, pause=pause))
     first: list[int] | None = None
     for number in range(count):
         _, kind, text = kernel.run(TRAIN, interrupt_after=chance.uniform(0, 0.15))
@@ -206,6 +210,20 @@ def interrupt(kernel: Kernel, schedule: str, count: int, chance: random.Random) 
     return f"threads: {first[0]} -> {last[0]}" if last[0] > first[0] else ""
 
 
+def run(schedule: str, count: int, chance: random.Random, *, pause: float = 0.0) -> str:
+    """What is wrong after so many interrupts of a new kernel, "" if nothing is.
+
+    Args:
+        pause: seconds from a train_step to its ``opt.step()``, in which an interrupt costs it.
+    """
+    with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
+        kernel = Kernel(Path(folder) / "stacks")
+        try:
+            return interrupt(kernel, schedule, count, chance, pause)
+        finally:
+            kernel.end()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interrupts", type=int, default=100)
@@ -215,15 +233,7 @@ def main() -> int:
     chance = random.Random(options.seed)
     wrong = False
     for schedule in options.schedules:
-        stacks = Path(os.environ.get("TMPDIR", "/tmp")) / f"stacks-of-kernel-{os.getpid()}"
-        kernel = Kernel(stacks)
-        try:
-            found = interrupt(
-                kernel, schedule, options.interrupts // len(options.schedules), chance
-            )
-        finally:
-            kernel.end()
-            stacks.unlink(missing_ok=True)
+        found = run(schedule, options.interrupts // len(options.schedules), chance)
         print(found or "as if the discarded batches had not been")
         wrong |= bool(found)
     return int(wrong)
