@@ -2,47 +2,63 @@
 
 A model of 4.7 million parameters (AdamW, float32; 16 bytes a parameter are saved) in two stages,
 one process each, on 8,192 tokens a batch: two fifths of the tokens a parameter of GPT-2's batches.
-Processes and cores are as many, so that nothing of a save is for free. Blocks of batches take turns
-in one run: without saving; with saves every ten batches into memory (/dev/shm); with
-torch.distributed.checkpoint's async_save of the same newest weights and moments after a drain, as
-often. Then ``every="auto"`` on a disk of 20 MB/s (writes wait as long as such a disk would), in
-turns with blocks without saving. Then the time from building a pipeline to its first batch, with
-and without resuming.
+Processes and cores are as many, so that nothing of a save is for free.
+
+Groups of ten batches take turns in one run that is not drained in between, in the order A B C C B
+A, so that a machine that becomes slower or faster is no part of the figures: without saving; with a
+save into memory (/dev/shm) in the group; with torch.distributed.checkpoint's async_save of the same
+newest weights and moments after a drain. A round is two such rows, and gives one value.
+
+Then ``every="auto"`` on one disk of 20 MB/s for all processes and files (writes wait as long as it
+would take), in turns with batches without saving (A B B A), and again when that disk has become
+four times slower while training went on.
+
+Then processes that begin as ``python`` does: the seconds from the end of their imports (of torch
+and the package) to the loss of the first batch, with and without resuming from the last checkpoint.
+Joining the other process, building the model and the pipeline and the batch itself count, too.
 
     python benchmarks/saving.py [--rounds 8] [--smoke] [--json PATH]
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
+import dataclasses
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from measuring.ranks import run_on_ranks
+from measuring.groups import Group, added_processor_time, added_time, idle, seconds_of, tail
+from measuring.ranks import run_on_fresh_ranks, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.slow_disk import SlowDisk, checkpoints_on
 from measuring.stages import Workload
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import Folder
+
+IMPORTED = time.perf_counter()
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 4
 WORKLOAD = Workload("transformer", rows=16, hidden=256, layers=3, sequence=128)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8)
 EVERY = 10
-BLOCK = 30
 WAYS = ("none", "saving", "dcp")
+ROW = (*WAYS, *reversed(WAYS))
 DISK_BYTES_PER_SECOND = 20e6
+SLOWER = 4
+AUTO_BATCHES = (20, 60)
+"""In a block of ``every="auto"``, at least and at most; else as many as from save to save."""
+MOST_BATCHES_TO_ADAPT = 300
+RECOVERY_SECONDS = 3.0
+"""What a resumed run may take to its first loss, beside reading its checkpoint."""
 
 
 def make(workload: Workload, x: torch.Tensor) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
@@ -56,16 +72,21 @@ def make(workload: Workload, x: torch.Tensor) -> tuple[pd2.PipelineModule, pd2.P
     return pipe, pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=1e-4))
 
 
+def greatest(value: int) -> int:
+    """The greatest value of all ranks. Every rank calls it."""
+    held = torch.tensor(value)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return int(held)
+
+
 class Training:
-    """Trains blocks of batches, and gives the time of each batch."""
+    """Trains batch by batch; a loss is read two batches later."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         self.x, self.target = workload.batch(NUM_MICROBATCHES)
         self.pipe, self.opt = make(workload, self.x)
         self.folder = folder
-        self.saver = pd2.Checkpointer(folder / "ours", self.pipe, self.opt, every=EVERY, keep=2)
         self.losses: list[Any] = []
-        self.dcp: Any = None
         self.updates = 0
 
     def batch(self) -> None:
@@ -75,35 +96,13 @@ class Training:
         self.opt.step()
         self.updates += 1
 
-    def block(self, way: str, batches: int) -> list[float]:
-        times = []
+    def fill(self) -> None:
+        """Until the pipeline is full."""
         self.losses.clear()
-        for _ in range(3):  # until the pipeline is full
+        for _ in range(3):
             self.batch()
-        while self.updates % EVERY != EVERY - 1:  # so that the saves' ends are within the block
-            self.batch()
-        dist.barrier()
-        last = time.perf_counter()
-        for number in range(batches):
-            self.batch()
-            if way == "saving":
-                self.saver.step()
-            if way == "dcp" and number % EVERY == 0:
-                self.save_by_dcp(number)
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-        for saving in self.saver.under_way:
-            saving.done.result()
-        times[-1] += time.perf_counter() - last
-        if self.dcp is not None:
-            self.dcp.result()
-            self.dcp = None
-        return times
 
-    def save_by_dcp(self, number: int) -> None:
-        if self.dcp is not None:
-            self.dcp.result()
+    def save_by_dcp(self) -> Any:
         self.pipe.flush()
         state = {"model": self.pipe.state_dict(), "optimizer": {}}
         self.opt.state_dict()
@@ -111,168 +110,295 @@ class Training:
         for parameter, of_one in self.opt.state.items():
             for key, value in of_one.items():
                 state["optimizer"][f"{names[id(parameter)]}.{key}"] = value
-        path = self.folder / "dcp" / str(number % 2)
-        self.dcp = dcp.async_save(state, checkpoint_id=str(path))
+        return dcp.async_save(state, checkpoint_id=str(self.folder / "dcp"))
 
 
-@contextlib.contextmanager
-def slow_disk() -> Iterator[None]:
-    """Makes every write to a checkpoint take as long as on a disk of so many bytes a second."""
-    writing = Folder.writing
-
-    @contextlib.contextmanager
-    def slowly(self: Folder, *names: str) -> Iterator[IO[bytes]]:
-        with writing(self, *names) as file:
-            begin, at = time.monotonic(), file.tell()
-            write = file.write
-
-            class Slow:
-                def write(self, data: Any) -> int:
-                    nonlocal at
-                    at += len(data)
-                    left = begin + at / DISK_BYTES_PER_SECOND - time.monotonic()
-                    time.sleep(max(0.0, left))
-                    return write(data)
-
-            yield Slow()  # type: ignore[misc]
-
-    Folder.writing = slowly  # type: ignore[method-assign]
-    yield
-    Folder.writing = writing  # type: ignore[method-assign]
+# ---------------------------------------------------------------- saves every ten batches
 
 
-def measure(
-    rank: int, world_size: int, workload: Workload, rounds: int, block: int, folder: Path
-) -> dict[str, Any]:
-    """Runs on every rank."""
-    torch.set_num_threads(1)
-    training = Training(workload, folder)
-    training.block("none", 5)
-    times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            times[way].append(training.block(way, block))
-    idle = {way: idle_share(training, way, block) for way in ("none", "saving")}
-    training.pipe.flush()
-    saved = sum(p.numel() for p in training.pipe.parameters()) * 16
-    training.saver.close()
-    auto = save_automatically(training, block, folder, rounds)
-    training.pipe.close()
-    return {
-        "times": times,
-        "idle": idle,
-        "auto": auto,
-        "bytes": saved,
-        "recovery": [recovery(workload, folder / "ours", resumes) for resumes in (False, True)],
-    }
+def train_group(training: Training, saver: pd2.Checkpointer, way: str) -> Group:
+    """Begins one batch before a save; all that the save takes is in the group's time."""
+    seconds = []
+    saving_by_dcp = None
+    processor = time.process_time()
+    last = time.perf_counter()
+    for number in range(EVERY):
+        training.batch()
+        if way == "saving":
+            saver.step()
+        elif way == "dcp" and number == 0:
+            saving_by_dcp = training.save_by_dcp()
+        if number == EVERY - 1:
+            for saving in saver.under_way:
+                saving.done.result()
+            if saving_by_dcp is not None:
+                saving_by_dcp.result()
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
+    return Group(way, seconds, time.process_time() - processor)
 
 
-def idle_share(training: Training, way: str, block: int) -> float:
-    """The greatest share of a block in which a stage of this process did nothing."""
+def train_round(
+    training: Training, saver: pd2.Checkpointer, ways: Sequence[str] = 2 * ROW
+) -> list[Group]:
     with training.pipe.timeline() as timeline:
-        training.block(way, block)
-    shares = []
+        first = training.updates
+        training.fill()
+        while training.updates % EVERY != EVERY - 1:  # the first batch of a group is saved
+            training.batch()
+        before = training.updates - first
+        groups = [train_group(training, saver, way) for way in ways]
+        training.batch()  # where the last group's time ends
+    first = min(event.batch for event in timeline.rows) + before
     for stage in {event.stage for event in timeline.rows}:
         events = [e for e in timeline.rows if e.stage == stage and e.kind != "U"]
-        span = max(e.end for e in events) - min(e.start for e in events)
-        shares.append(1 - sum(e.end - e.start for e in events) / span)
-    return max(shares)
+        for number, group in enumerate(groups):
+            begin, end = first + number * EVERY, first + (number + 1) * EVERY
+            busy = sum(e.end - e.start for e in events if begin <= e.batch < end)
+            starts = [min(e.start for e in events if e.batch == at) for at in (begin, end)]
+            group.idle[stage] = 1 - busy / (starts[1] - starts[0])
+    return groups
+
+
+# ---------------------------------------------------------------- saves as often as they may be
+
+
+@dataclasses.dataclass
+class Automatic:
+    """What was found on one speed of the disk.
+
+    Attributes:
+        batches_to_adapt: trained until the frequency had followed the disk's speed.
+        between: batches from one save to the next, at the end of each round.
+        added: the share of the time that saving added, of each round.
+    """
+
+    batches_to_adapt: int
+    between: list[float]
+    added: list[float]
+
+
+def adapt(training: Training, ckpt: pd2.Checkpointer, is_followed: Callable[[], bool]) -> int:
+    """Trains until rank 0 says that the frequency has followed; gives the number of batches."""
+    decides = dist.get_rank() == 0
+    for number in range(MOST_BATCHES_TO_ADAPT):
+        if greatest(decides and is_followed()):
+            return number
+        training.batch()
+        ckpt.step()
+    return MOST_BATCHES_TO_ADAPT
+
+
+def train_block(
+    training: Training, ckpt: pd2.Checkpointer | None, batches: int
+) -> tuple[float, int, int]:
+    """Gives the seconds, batches and saves of a block that begins and ends without a save."""
+    with torch.no_grad():
+        training.pipe(training.x)  # so that the batch after it is not one that the saver times
+    training.fill()
+    saves: dict[int, pd2.Saving] = {}
+    begin, number = time.perf_counter(), 0
+    while number < batches or greatest(not all(saving.done.done() for saving in saves.values())):
+        training.batch()
+        if ckpt is not None and number < batches:
+            ckpt.step()
+            saves |= {saving.step: saving for saving in ckpt.under_way}
+        number += 1
+    return time.perf_counter() - begin, number, len(saves)
+
+
+def train_automatically(
+    training: Training, ckpt: pd2.Checkpointer, rounds: int, adapted: int
+) -> Automatic:
+    """Each round's added time is that of a save, over that of the batches between two saves."""
+    found = Automatic(adapted, [], [])
+    for _ in range(rounds):
+        batches = min(max(AUTO_BATCHES[0], greatest(ckpt.batches_between or 0)), AUTO_BATCHES[1])
+        blocks: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
+        for is_saving in (False, True, True, False):
+            blocks[is_saving].append(train_block(training, ckpt if is_saving else None, batches))
+        alone = sum(b[0] for b in blocks[False]) / sum(b[1] for b in blocks[False])
+        added = sum(seconds - alone * number for seconds, number, _ in blocks[True])
+        saves = sum(b[2] for b in blocks[True])
+        between = ckpt.batches_between or batches
+        # No save in the blocks: it is rarer than they are long.
+        of_one, batches_of_one = (added / saves, between) if saves else (added, 2 * batches)
+        found.between.append(between)
+        found.added.append(of_one / (batches_of_one * alone))
+    return found
 
 
 def save_automatically(
-    training: Training, block: int, folder: Path, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds per batch of blocks with saves as often as they may be on a slow disk, and without.
+    training: Training, folder: Path, rounds: int, size: int, period: float
+) -> list[Automatic]:
+    """On the disk, and when it has become slower.
 
-    Also how many batches there were from one save to the next.
+    Args:
+        size: bytes of a checkpoint.
+        period: seconds of a batch.
     """
-    found: dict[str, list[float]] = {"none": [], "auto": [], "batches": []}
+    disk = SlowDisk(folder / "disk")
+    found = []
     with (
-        slow_disk(),
+        checkpoints_on(disk),
         pd2.Checkpointer(
             folder / "auto", training.pipe, training.opt, every="auto", keep=2
         ) as ckpt,
     ):
-        for number in range(2 * rounds + 2):
-            way = ("auto", "none", "none", "auto")[number % 4]
-            with torch.no_grad():
-                training.pipe(training.x)  # so that the batch after it is not one of those timed
-            for _ in range(3):
-                training.batch()
-                if way == "auto":
-                    ckpt.step()
-            begin = time.perf_counter()
-            for _ in range(block):
-                training.batch()
-                if way == "auto":
-                    ckpt.step()
-            if number >= 2:  # until it knows how often to save
-                found[way].append((time.perf_counter() - begin) / block)
-                found["batches"].append(ckpt.batches_between or math.nan)
-            training.pipe.flush()  # a save may need it
-            for saving in ckpt.under_way:
-                saving.done.result()
+        training.fill()
+        for slower in (1, SLOWER):
+            speed = DISK_BYTES_PER_SECOND / slower
+            disk.set_speed(speed)
+            least = 0.9 * size / speed / period  # as far as the period is known
+            adapted = adapt(training, ckpt, lambda: (ckpt.batches_between or 0) >= least)  # noqa: B023
+            train_block(training, ckpt, AUTO_BATCHES[0])  # it may learn more
+            found.append(train_automatically(training, ckpt, rounds, adapted))
     return found
 
 
-def recovery(workload: Workload, folder: Path, resumes: bool) -> float:
-    """Seconds from building a pipeline to the loss of its first batch."""
-    begin = time.perf_counter()
+# ---------------------------------------------------------------- what the ranks do
+
+
+@dataclasses.dataclass
+class Measured:
+    """What a rank gives."""
+
+    rounds: list[list[Group]]
+    automatic: list[Automatic]
+
+
+def measure(rank: int, world_size: int, workload: Workload, rounds: int, folder: Path) -> Measured:
+    """Runs on every rank."""
+    training = Training(workload, folder)
+    with pd2.Checkpointer(
+        folder / "ours", training.pipe, training.opt, every=EVERY, keep=2
+    ) as saver:
+        train_round(training, saver, WAYS)  # the first save makes room for the copies
+        groups = []
+        for number in range(rounds):
+            groups.append(train_round(training, saver))
+            if rank == 0:
+                added = [f"{way} {added_time(groups[-1], way):+.2%}" for way in WAYS[1:]]
+                print(f"round {number + 1}, added time: {', '.join(added)}", flush=True)
+    period = statistics.median(seconds_of([g for of_round in groups for g in of_round], "none"))
+    size = sum(path.stat().st_size for path in newest_files(folder / "ours"))
+    automatic = save_automatically(training, folder, rounds, size, period)
+    training.pipe.close()
+    return Measured(groups, automatic)
+
+
+def recovery(rank: int, world_size: int, workload: Workload, folder: Path, resumes: bool) -> float:
+    """Runs on every rank, fresh: seconds from the end of its imports to its first batch's loss."""
     x, target = workload.batch(NUM_MICROBATCHES)
     pipe, opt = make(workload, x)
-    if resumes:
-        with pd2.Checkpointer(folder, pipe, opt, every=1000) as ckpt:
-            assert ckpt.resume() > 0
-    loss = pipe.train_step(x, target=target)
-    opt.step()
-    pipe.flush()
-    float(loss)
-    seconds = time.perf_counter() - begin
-    pipe.close()
+    with pipe:
+        ckpt = pd2.Checkpointer(folder / "ours", pipe, opt, every=1000) if resumes else None
+        if ckpt is not None and ckpt.resume() == 0:
+            raise FileNotFoundError(f"{folder / 'ours'}: no checkpoint")
+        loss = pipe.train_step(x, target=target)
+        opt.step()
+        pipe.flush()
+        float(loss)
+        seconds = time.perf_counter() - IMPORTED
+        if ckpt is not None:
+            ckpt.close()
     return seconds
+
+
+def newest_files(folder: Path) -> list[Path]:
+    """The files of the newest checkpoint."""
+    return sorted(max(folder.glob("step-*")).iterdir())
+
+
+def seconds_to_read(files: Sequence[Path]) -> float:
+    buffer = bytearray(16 * 2**20)
+    begin = time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+
+
+# ---------------------------------------------------------------- figures
+
+
+def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
+    rounds = ranks[0].rounds
+    by_round = list(zip(*(rank.rounds for rank in ranks), strict=True))
+    together = [group for groups in rounds for group in groups]
+    every = f"every {EVERY} batches"
+    further_idle = [idle(each, "saving") - idle(each, "none") for each in by_round]
+    computed = {way: [added_processor_time(each, way) for each in by_round] for way in WAYS}
+    alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
+    added = {way: [added_time(groups, way) for groups in rounds] for way in WAYS}
+    figures = [
+        Figure("no saving", "seconds per batch", alone),
+        Figure("no saving", "p99 of batch times over the median", [tail(together, "none")]),
+        Figure(every, "added time", added["saving"], at_most=0.01, ideal=0.0),
+        Figure(every, "added processor time", computed["saving"]),
+        Figure(
+            every, "p99 of batch times over the median", [tail(together, "saving")], at_most=1.1
+        ),
+        Figure(every, "further idle share of the idlest stage", further_idle, at_most=0.02),
+        Figure(f"dcp.async_save {every}, drained", "added time", added["dcp"]),
+        Figure(f"dcp.async_save {every}, drained", "added processor time", computed["dcp"]),
+    ]
+    for setting, found in zip(
+        ("auto, 20 MB/s", f"auto, then {SLOWER} times slower"), ranks[0].automatic, strict=True
+    ):
+        figures += [
+            Figure(setting, "batches until it had followed", [found.batches_to_adapt]),
+            Figure(setting, "batches between saves", found.between),
+            Figure(setting, "added time", found.added, at_most=0.035),
+        ]
+    return figures
+
+
+def figures_of_recovery(
+    workload: Workload, folder: Path, resumes: Sequence[bool], times: int
+) -> list[Figure]:
+    """The last rank's seconds count: the loss is there when it is on all."""
+    files = newest_files(folder / "ours")
+    size = sum(path.stat().st_size for path in files)
+    reading = [seconds_to_read(files) for _ in range(3)]
+    print(
+        f"a checkpoint has {size:,} bytes, which are read at "
+        f"{size / statistics.median(reading) / 1e6:,.0f} MB/s"
+    )
+    most = RECOVERY_SECONDS + statistics.median(reading)
+    seconds: dict[bool, list[float]] = {each: [] for each in resumes}
+    for _ in range(times):
+        for each in resumes:
+            of_ranks = run_on_fresh_ranks(NUM_STAGES, recovery, workload, folder, each)
+            seconds[each].append(max(of_ranks))
+    return [
+        Figure(
+            f"fresh processes, {'resumed' if each else 'new'}",
+            "seconds from the end of imports to the first loss",
+            of_each,
+            at_most=round(most, 2) if each else None,
+        )
+        for each, of_each in seconds.items()
+    ]
 
 
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=8).parse_args()
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
-    rounds, block = (1, 12) if options.smoke else (options.rounds, BLOCK)
+    rounds = 1 if options.smoke else options.rounds
+    recoveries = ((True,), 1) if options.smoke else ((False, True), 3)
     where = machine()
     print(describe(where), flush=True)
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=memory))
     try:
-        ranks = run_on_ranks(NUM_STAGES, measure, workload, rounds, block, folder)
+        figures = figures_of_training(run_on_ranks(NUM_STAGES, measure, workload, rounds, folder))
+        figures += figures_of_recovery(workload, folder, *recoveries)
     finally:
         shutil.rmtree(folder)
-    first = ranks[0]
-    mean = {way: [statistics.mean(times) for times in first["times"][way]] for way in WAYS}
-    overheads = {
-        way: [a / b - 1 for a, b in zip(mean[way], mean["none"], strict=True)] for way in WAYS
-    }
-    batches = sorted(t for times in first["times"]["saving"] for t in times)
-    tail = batches[int(0.99 * (len(batches) - 1))] / statistics.median(batches)
-    undisturbed = sorted(t for times in first["times"]["none"] for t in times)
-    own_tail = undisturbed[int(0.99 * (len(undisturbed) - 1))] / statistics.median(undisturbed)
-    auto = first["auto"]
-    added = [a / b - 1 for a, b in zip(auto["auto"], auto["none"], strict=True)]
-    idle = [max(r["idle"]["saving"] for r in ranks) - max(r["idle"]["none"] for r in ranks)]
-    every = f"every {EVERY} batches"
-    figures = [
-        Figure("no saving", "seconds per batch", mean["none"]),
-        Figure("no saving", "p99 of batch times over the median", [own_tail]),
-        Figure(every, "added time", overheads["saving"], at_most=0.01, ideal=0.0),
-        Figure(every, "p99 of batch times over the median", [tail], at_most=1.1),
-        Figure(every, "further idle share of the idlest stage", idle, at_most=0.02),
-        Figure(f"dcp.async_save {every}, drained", "added time", overheads["dcp"]),
-        Figure("auto, 20 MB/s", "added time", added, at_most=0.035),
-        Figure("auto, 20 MB/s", "batches between saves", auto["batches"]),
-        Figure("new pipeline", "seconds to the first loss", [r["recovery"][0] for r in ranks]),
-        Figure(
-            "resumed", "seconds to the first loss", [r["recovery"][1] for r in ranks], at_most=3
-        ),
-    ]
     print_table(figures, judged=not options.smoke)
-    print(f"saved: {sum(r['bytes'] for r in ranks):,} bytes")
     write_json(options.json, where, figures, smoke=options.smoke)
 
 

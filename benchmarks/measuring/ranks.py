@@ -27,12 +27,26 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
     on a port that the system chooses. A single rank has none. A rank that raises ends all of them
     and raises here, with its traceback.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when a rank loads torch
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
     # Ranks are forked from a server that has loaded torch and done nothing else: loading takes
     # seconds, and torch's threads would not survive a fork.
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    return _run_on("forkserver", world_size, function, args)
+
+
+def run_on_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls ``function`` as :func:`run_on_ranks`, in processes that import the main module anew.
+
+    They begin as ``python`` does; nothing is loaded before.
+    """
+    return _run_on("spawn", world_size, function, args)
+
+
+def _run_on(
+    method: str, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when a rank loads torch
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -40,7 +54,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
             args=(world_size, store.port, folder, function, args),
             nprocs=world_size,
             daemon=True,
-            start_method="forkserver",
+            start_method=method,
         )
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 

@@ -39,6 +39,14 @@ class Figure:
         return statistics.median(self.values)
 
     @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between which the middle half of the values lies; of a single value that value."""
+        if len(self.values) < 2:
+            return self.values[0], self.values[0]
+        first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+    @property
     def verdict(self) -> str:
         if self.at_least is None and self.at_most is None:
             return ""
@@ -55,7 +63,7 @@ class Figure:
         return "" if self.at_most is None else f"<= {self.at_most:g}"
 
     def summary(self) -> dict[str, Any]:
-        """What a report keeps: median, spread and number of values, limits and verdict."""
+        """What a report keeps: median, spread, quartiles, number of values, limits, verdict."""
         limits = {"at_least": self.at_least, "at_most": self.at_most, "ideal": self.ideal}
         return {
             "setting": self.setting,
@@ -63,6 +71,7 @@ class Figure:
             "median": self.median,
             "min": min(self.values),
             "max": max(self.values),
+            "quartiles": self.quartiles,
             "count": len(self.values),
             **{name: value for name, value in limits.items() if value is not None},
             **({"verdict": self.verdict} if self.verdict else {}),
@@ -73,10 +82,11 @@ def print_table(figures: list[Figure], *, judged: bool) -> None:
     """``judged``: with targets and whether they were met."""
     first = max(len(figure.setting) for figure in figures)
     second = max(len(figure.measure) for figure in figures)
-    head = f"{'setting':{first}}  {'measure':{second}}{'median':>9}{'min':>9}{'max':>9}{'ideal':>8}"
+    names = "".join(f"{name:>9}" for name in ("median", "q1", "q3", "min", "max"))
+    head = f"{'setting':{first}}  {'measure':{second}}{names}{'ideal':>8}"
     print(head + (f"{'target':>14}" if judged else ""))
     for figure in figures:
-        columns = (figure.median, min(figure.values), max(figure.values))
+        columns = (figure.median, *figure.quartiles, min(figure.values), max(figure.values))
         ideal = "" if figure.ideal is None else f"{figure.ideal:.4g}"
         line = f"{figure.setting:{first}}  {figure.measure:{second}}"
         line += "".join(f"{value:9.3f}" for value in columns) + f"{ideal:>8}"
