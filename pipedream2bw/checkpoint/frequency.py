@@ -2,8 +2,8 @@
 
 CheckFreq's rule (Mohan et al., FAST 2021, section 4.3), with two differences: what a save costs is
 measured end to end, in batches that took longer while it was under way, and the frequency is
-corrected in both directions, by a factor of at most two at a time: something else may have taken
-the time.
+corrected in both directions, by the median of the last three saves and by a factor of at most two
+at a time: something else may have taken the time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Frequency:
         self._begun = time.monotonic()  # the last save
         self._undisturbed: deque[float] = deque(maxlen=50)  # seconds of batches
         self._disturbed: list[float] = []  # of those during the save under way
-        self._cheap_saves = 0
+        self._added: deque[float] = deque(maxlen=3)  # seconds by the last saves
 
     @property
     def is_fixed(self) -> bool:
@@ -93,19 +93,20 @@ class Frequency:
         """
         if not self.is_auto or not self._undisturbed:
             return
-        period = max(statistics.median(self._undisturbed), 1e-9)
+        # The mean, as sums are compared: where batches are disturbed the median is less.
+        period = max(statistics.fmean(self._undisturbed), 1e-9)
         added = max(0.0, sum(self._disturbed) - period * len(self._disturbed))
-        added = min(added, seconds)  # more it cannot have cost
+        self._added.append(min(added, seconds))  # more it cannot have cost
+        added = statistics.median(self._added)
         least = max(1, math.ceil(seconds / period))  # one after the other
         if self.batches is None:
             self.batches = max(least, math.ceil(added / (self._max_overhead * period)))
             return
         overhead = added / (self.batches * period)
-        self._cheap_saves = self._cheap_saves + 1 if overhead < self._max_overhead / 2 else 0
         if overhead > self._max_overhead:
             self.batches = math.ceil(self.batches * min(2.0, overhead / self._max_overhead))
-        elif self._cheap_saves == 3:
-            self.batches, self._cheap_saves = self.batches // 2, 0
+        elif overhead < self._max_overhead / 2 and len(self._added) == 3:
+            self.batches //= 2
         self.batches = max(self.batches, least)
 
     def state_dict(self) -> dict[str, int | None]:

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -295,6 +296,27 @@ def test_auto_follows_a_disk_that_becomes_slower_and_faster() -> None:
         found.append(frequency.batches)
     assert found[1] >= 2 * found[0]
     assert found[2] <= found[1] / 2
+
+
+def test_batches_of_uneven_length_do_not_make_saves_rare() -> None:
+    def settled(unevenness: float) -> float:
+        noise, between = random.Random(0), []
+        frequency = Frequency("auto", 0.035)
+
+        def train(batches: int, *, added: float, is_saving: bool) -> None:
+            for _ in range(batches):
+                other = noise.expovariate(1 / unevenness) if unevenness else 0.0
+                frequency.batch_ended(1.0 + other + added, is_saving=is_saving)
+
+        for _ in range(400):
+            train((frequency.batches or 10) - 4, added=0.0, is_saving=False)
+            frequency.save_began()
+            train(4, added=0.04, is_saving=True)
+            frequency.save_ended(4.0)
+            between.append(frequency.batches or 0)
+        return statistics.fmean(between[100:])
+
+    assert settled(0.3) <= 2 * settled(0.0)
 
 
 def test_a_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
