@@ -48,7 +48,7 @@ def load(
 
     Args:
         path: the folder that was given to ``save``.
-        opt: the pipeline's optimizer; None: weights alone.
+        opt: the pipeline's optimizer; None: weights alone, of which others may be frozen than were.
         step: which checkpoint; the newest if None.
         data, schedulers, extra: as they were saved; objects get their state back.
         generators: whether Python's, NumPy's and torch's default random numbers go on, too.
@@ -151,14 +151,17 @@ class _Prepared:
     # ------------------------------------------------------------------ compare and read
 
     def _check_names(self) -> None:
-        mine = self._session.local_model.trainable_names()
-        theirs = self._source.manifest.trainable
-        if set(mine) != set(theirs):
-            only_mine = sorted(set(mine).difference(theirs))[:3]
-            only_theirs = sorted(set(theirs).difference(mine))[:3]
+        """Without the optimizer others may be frozen: a value is all that is needed of a weight."""
+        local_model, manifest = self._session.local_model, self._source.manifest
+        mine, theirs = set(local_model.trainable_names()), set(manifest.trainable)
+        is_alone = self._opt is None
+        known_here = local_model.persistent_names() if is_alone else mine
+        known_there = set(self._source.places(MODEL)) if is_alone else theirs
+        only_mine, only_theirs = sorted(mine - known_there), sorted(theirs - known_here)
+        if only_mine or only_theirs:
             raise ValueError(
                 f"trained parameters: {len(mine)}, the checkpoint has {len(theirs)}: they must be "
-                f"the same; only here: {only_mine}, only there: {only_theirs}"
+                f"the same; only here: {only_mine[:3]}, only there: {only_theirs[:3]}"
             )
 
     def _find_oldest(self) -> dict[int, int]:
@@ -169,12 +172,13 @@ class _Prepared:
         """
         session, newest = self._session, self._source.manifest.batch
         delays = session.schedule.delay
+        trained = set(self._source.manifest.trainable)
         known: list[set[str]] = []
         for age in range(1, max(delays) + 1):
             known.append(set(self._source.places(older(age))))
 
         def has(names: Iterable[str]) -> int:
-            wanted = {self._tied.get(name, name) for name in names}
+            wanted = {self._tied.get(name, name) for name in names}.intersection(trained)
             found = 0
             while found < len(known) and known[found] >= wanted:
                 found += 1
@@ -199,9 +203,11 @@ class _Prepared:
         weights, source = stage.weights, self._source
         newest, oldest = source.manifest.batch, self._oldest[stage.index]
         versions = {newest: self._read(MODEL, weights.in_root, widening=True)}
+        trained = set(source.manifest.trainable)
+        stepped = {n: p for n, p in weights.trainable.items() if self._tied.get(n, n) in trained}
         for version in range(oldest, newest):
-            kind = older(newest - version)
-            versions[version] = self._read(kind, weights.trainable, widening=False)
+            read = self._read(older(newest - version), stepped, widening=False)
+            versions[version] = {**versions[newest], **read}  # frozen ones had the same value
         return versions
 
     def _read(

@@ -275,7 +275,11 @@ class StageWeights:
             for version, values in versions.items():
                 slot = self.engine.slot_of(version)
                 for i, name in enumerate(self.trainable):
-                    self.engine.weight(slot, i).copy_(values[name])
+                    value = values[name]
+                    if self.engine.hides_master(i):  # a split one has a rounding of its own
+                        self.engine.set_master(i, value.float())
+                        value = self.engine.weight(self.engine.newest_slot, i)
+                    self.engine.weight(slot, i).copy_(value)
             with self.masters_shown(change=True):
                 for name, parameter in (*self.trainable.items(), *self.frozen.items()):
                     parameter.copy_(versions[newest][name])

@@ -36,7 +36,8 @@ class Batch(NamedTuple):
 class Oracle:
     """Trains ``model`` batch by batch; afterwards it holds the newest weights.
 
-    Every weight version that is still read is kept as plain clones. With several replicas every
+    Every weight version that is still read is kept as plain clones, in ``versions``, oldest first:
+    what a run that goes on elsewhere has. With several replicas every
     batch is a sequence with one batch for each; their gradients, each replica's added up by itself,
     are averaged.
     """
@@ -72,7 +73,7 @@ class Oracle:
 
     def restart_delay(self) -> None:
         """Makes the model's weights W(0) of what follows."""
-        self._versions = [self._weights()]
+        self.versions = [self._weights()]
 
     def train_step(self, batch: Batch) -> float:
         return self.train_replicas([batch])[0]
@@ -86,13 +87,13 @@ class Oracle:
     ) -> list[list[float]]:
         """One update from several train_steps of each replica; the losses of each."""
         averages = averages and self.loss_reduction == "mean" and len(steps) > 1
-        newest = self._versions[-1]
+        newest = self.versions[-1]
         if self.warmup_left > 0:
             self.warmup_left -= 1
-            self._versions = [newest]
+            self.versions = [newest]
         self._show(
             [
-                self._versions[max(len(self._versions) - 1 - delay, 0)][i]
+                self.versions[max(len(self.versions) - 1 - delay, 0)][i]
                 for i, delay in enumerate(self.delays)
             ]
         )
@@ -122,7 +123,7 @@ class Oracle:
         self._set_gradients([_added(of_one) for of_one in zip(*sums, strict=True)])
         self._show(newest)
         self.optimizer.step()
-        self._versions = [*self._versions, self._weights()][-max(self.delays) - 1 :]
+        self.versions = [*self.versions, self._weights()][-max(self.delays) - 1 :]
         return losses
 
     def _scaled_loss(self, batch: Batch, j: int) -> torch.Tensor:

@@ -267,20 +267,6 @@ def test_without_older_versions_the_delay_begins_anew(
     assert_equal((got[0], *got[1:]), (want[0][3:], *want[1:]))
 
 
-def test_a_flush_schedule_goes_on_under_2bw_and_back(
-    start: Callable[..., Trained], tmp_path: Path
-) -> None:
-    for number, (first, second) in enumerate([("1f1b", "2bw"), ("2bw", "1f1b")]):
-        run = start(schedule=first)
-        run.train(0, 3)
-        pd2.save(tmp_path / str(number), run.pipe, run.opt).wait()
-        resumed = start(schedule=second, seed=2)
-        pd2.load(tmp_path / str(number), resumed.pipe, resumed.opt)
-        resumed.train(3, 5)
-        state = resumed.finish()[1]
-        assert all(value.isfinite().all() for value in state.values())
-
-
 def test_no_pickle_is_read_and_none_is_needed_to_save(
     start: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
