@@ -14,6 +14,7 @@ import torch
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint import finding
 from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.errors import DamagedCheckpoint
 from tests.runs.launch import RankError, RankResult, run_ranks
 from tests.runs.lives import (
     SETTINGS,
@@ -26,6 +27,7 @@ from tests.runs.lives import (
     whole_of,
 )
 from tests.runs.outcomes import Outcome, assert_raised, attempt
+from tests.runs.pickling import Stack, is_message, pickles
 from tests.runs.trajectory import assert_close
 
 
@@ -119,25 +121,37 @@ def test_a_signal_to_one_rank_saves_all_and_ends_them(tmp_path: Path) -> None:
     assert again[0].value["start"] == again[1].value["start"] > 0
 
 
-def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
-    """What rank 1 finds where it does not see the folder that rank 0 sees."""
-    x = torch.ones(4, 3)
-    pipe = pd2.PipelineModule(
+X = torch.ones(4, 3)
+
+
+def two_layers() -> pd2.PipelineModule:
+    return pd2.PipelineModule(
         [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)],
         torch.nn.functional.mse_loss,
         num_microbatches=2,
-        example_args=(x[:2],),
+        example_args=(X[:2],),
         timeout=30.0,
     )
+
+
+def train_and_save(
+    pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer, ckpt: pd2.Checkpointer
+) -> None:
+    """Two batches."""
+    for _ in range(2):
+        pipe.train_step(X, target=X)
+        opt.step()
+        ckpt.step()
+
+
+def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
+    """What rank 1 finds where it does not see the folder that rank 0 sees."""
     outcomes = {}
-    with pipe:
+    with two_layers() as pipe:
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         outcomes["path"] = attempt(lambda: pd2.Checkpointer(f"{folder}/of-{rank}", pipe, opt))
         with pd2.Checkpointer(folder, pipe, opt, every=1, preempt=()) as ckpt:
-            for _ in range(2):
-                pipe.train_step(x, target=x)
-                opt.step()
-                ckpt.step()
+            train_and_save(pipe, opt, ckpt)
         read, holds = Folder.open, Folder.holds
         finding._VISIBLE_SECONDS = 0.2
         if rank == 1:
@@ -169,3 +183,29 @@ def test_ranks_that_see_other_folders_all_raise_and_rename_nothing(tmp_path: Pat
             "other files": ("ValueError", ["rank 1 reads step-00000002/", "rank 0 reads a whole"]),
         },
     )
+
+
+def unpickling(rank: int, world: int, folder: str) -> list[Stack]:
+    """What is pickled and unpickled while two ranks go on past a damaged checkpoint."""
+    with two_layers() as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.Adam(pipe.parameters(), lr=0.1))
+        extra = {"a": [torch.ones(2), {"b": 1}]}
+        with pd2.Checkpointer(folder, pipe, opt, every=1, preempt=(), extra=extra) as ckpt:
+            train_and_save(pipe, opt, ckpt)
+        if rank == 0:
+            (path,) = Path(folder).glob("step-00000002/optimizer-00002-*")
+            path.write_bytes(path.read_bytes()[:-1])
+        with pickles() as found:
+            with pytest.raises(DamagedCheckpoint):  # of which the ranks tell each other
+                pd2.load(folder, pipe, opt, step=2)
+            assert ckpt.resume() == 1
+        assert ckpt.extra["a"][1] == {"b": 1}
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_go_on_unpickle_each_others_messages_and_no_file(tmp_path: Path) -> None:
+    for result in run_ranks(unpickling, 2, args=[str(tmp_path)], timeout=100):
+        assert [stack for stack in result.value if not is_message(stack)] == []
+        assert any("DamagedCheckpoint" in stack[0] for stack in result.value)
+    assert (tmp_path / "step-00000002.corrupt").is_dir()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,24 +263,6 @@ def test_without_older_versions_the_delay_begins_anew(
     resumed.train(3, 9)
     want, got = other.finish(), resumed.finish()
     assert_equal((got[0], *got[1:]), (want[0][3:], *want[1:]))
-
-
-def test_no_pickle_is_read_and_none_is_needed_to_save(
-    start: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
-    listening = True
-    sys.addaudithook(
-        lambda event, args: found.append(str(args)) if listening and "pickle" in event else None
-    )
-    monkeypatch.setattr(pickle, "dumps", lambda *args: found.append("dumps"))
-    run = start()
-    run.train(0, 2)
-    pd2.save(tmp_path, run.pipe, run.opt, extra={"a": [1, torch.ones(1)]}).wait()
-    resumed = start(seed=5)
-    pd2.load(tmp_path, resumed.pipe, resumed.opt)
-    listening = False
-    assert found == []
 
 
 class Keeper:
