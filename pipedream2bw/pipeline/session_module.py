@@ -178,7 +178,8 @@ class SessionModule(nn.Module):
     ) -> dict[str, Any]:
         """This process's part of the model's ``state_dict``, newest weights, after a drain.
 
-        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``. Of a
+        Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``, but only
+        until the next step: with several weight versions that writes the newest elsewhere. Of a
         pipeline that a failure has ended, each rank may read its part: the newest version that each
         of its stages had made whole, of which one may be one ahead of another.
         """
