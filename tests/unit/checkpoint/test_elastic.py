@@ -172,6 +172,7 @@ class Numbers:
 SINGLE = Numbers({}, torch.float32, lambda weight: weight)
 MASTERS = Numbers({"precision": "bf16"})
 SPLIT = Numbers({"precision": "bf16", "split_master": True}, round_to=half_away)
+ON_HOST = Numbers({**MASTERS.options, "optimizer_device": "cpu"})
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
@@ -184,6 +185,8 @@ SPLIT = Numbers({"precision": "bf16", "split_master": True}, round_to=half_away)
         (MASTERS, SPLIT),
         (SPLIT, SINGLE),
         (SPLIT, MASTERS),
+        (SINGLE, ON_HOST),
+        (ON_HOST, SPLIT),
     ],
 )
 def test_a_run_in_another_precision_goes_on_from_the_same_masters(
