@@ -8,9 +8,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checks import check_whole_number
 from ..errors import StageError
@@ -22,16 +21,18 @@ from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
 from .save import OUR_EXTRA, Beside, Saver, Stateful
-from .saving import Saving
 from .source import Source
+from .under_way import Saving
+from .waiting import done_by, in_time
 
 log = logging.getLogger("pipedream2bw")
 
 _NOTHING, _SAVE, _STOP = 0, 1, 2
 """What a rank wishes that all do after the batch; to stop is ``_STOP`` and the signal's number."""
 
-_LOOK_SECONDS = 0.05
 _MOST_FAILURES = 3
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,12 +145,13 @@ class Checkpointer:
             DamagedCheckpoint: there are checkpoints, and none is whole.
             ValueError: it does not fit this pipeline, or ranks see different folders; names both
                 values.
+            TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
         session, folder = self._session, self._saver.folder
         session.flush_for(Operation.load)
         for each in list(self._under_way):
             self._wait_for(each)
-        session.control.from_first(folder.clean)
+        self._from_first("removing what interrupted saves left", folder.clean)
         extra = load_whole(
             session,
             folder,
@@ -172,6 +174,12 @@ class Checkpointer:
                 "go on with resume(), go back with resume(step=...), or choose another folder"
             )
 
+    def _from_first(self, action: str, call: Callable[[], _Result]) -> _Result:
+        """Calls what works in the folder on rank 0; every rank returns what it gives, or raises."""
+        session, folder = self._session, self._saver.folder
+        timeout = session.control.timeout
+        return session.control.from_first(lambda: in_time(folder, timeout, action, call))
+
     # ------------------------------------------------------------------ saving
 
     @property
@@ -189,6 +197,7 @@ class Checkpointer:
 
         Raises:
             OSError: three saves in a row have failed.
+            TimeoutError: the file system hangs when the run looks for newer checkpoints, once.
             Preempted: a signal came; the run has been saved.
             ValueError: the folder has newer checkpoints, of a run that this one does not go on
                 from; on every rank.
@@ -197,7 +206,7 @@ class Checkpointer:
         now = time.monotonic()
         batch = self._stepped = session.accumulation.num_updates
         if batch < self._newest or self._newest < 0:
-            session.control.from_first(self._check_branch)
+            self._from_first("looking for newer checkpoints", self._check_branch)
             self._newest = batch
         if self._last_step is not None:
             seconds = None if self._evaluated else now - self._last_step
@@ -250,16 +259,16 @@ class Checkpointer:
         return under_way
 
     def _wait_for(self, each: _UnderWay) -> None:
-        session, done = self._session, each.saving.done
-        last = time.monotonic() + session.control.timeout
-        while not done.done() and time.monotonic() < last:
-            if session.ending.is_open and session.control.discards.first is not None:
-                return  # it may wait for the discarded batch; the next agreement takes both back
-            wait([done], _LOOK_SECONDS)
-        self._ended(each, done.exception() if done.done() else self._too_long())
+        session, saving = self._session, each.saving
 
-    def _too_long(self) -> TimeoutError:
-        return TimeoutError(f"it took more than {self._session.control.timeout:g} s")
+        def is_discarded() -> bool:
+            return session.ending.is_open and session.control.discards.first is not None
+
+        since = time.monotonic() if each.copied is None else each.copied
+        if done_by(saving.done, since + session.control.timeout, is_discarded):
+            self._ended(each, saving.done.exception())
+        elif not is_discarded():  # else it may wait for that batch; the next agreement ends both
+            self._ended(each, saving.too_long())
 
     def _check_failures(self) -> Announcement:
         if self._failures >= _MOST_FAILURES:
@@ -277,7 +286,7 @@ class Checkpointer:
             elif each.saving.snapshot.done():  # no batch has to come: it is being written
                 each.copied = now if each.copied is None else each.copied
                 if now - each.copied > self._session.control.timeout:
-                    self._ended(each, self._too_long())
+                    self._ended(each, each.saving.too_long())
 
     def _ended(self, each: _UnderWay, error: BaseException | None) -> None:
         self._under_way.remove(each)
@@ -355,8 +364,8 @@ class Checkpointer:
         session.flush_for(Operation.flush)
         for each in list(self._under_way):
             self._wait_for(each)
-        whole: bool = session.control.from_first(lambda: self._saver.folder.is_whole(batch))
-        return whole
+        folder = self._saver.folder
+        return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
 
     def close(self) -> None:
         """Waits for the saves under way; signals do what they did before. Every rank calls it."""

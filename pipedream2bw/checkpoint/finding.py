@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from .folder import MANIFEST, Folder, name_of
 from .inspecting import damage_of
 from .manifest import read_manifest
 from .source import Source
+from .waiting import in_time
 
+_Found = TypeVar("_Found")
 _Loaded = TypeVar("_Loaded")
 
 log = logging.getLogger("pipedream2bw")
@@ -41,15 +44,23 @@ def load_whole(
         DamagedCheckpoint: there are checkpoints, and none is whole.
         ValueError: a rank does not see what rank 0 sees; another version wrote it; there is no
             such step.
+        TimeoutError: the file system hangs.
     """
     control = session.control
-    steps: list[int] = control.from_first(lambda: _candidates(folder, step))
+
+    def within(action: str, call: Callable[[], _Found]) -> Callable[[], _Found]:
+        return lambda: in_time(folder, control.timeout, action, call)
+
+    looking = "looking for checkpoints"
+    steps: list[int] = control.from_first(within(looking, lambda: _candidates(folder, step)))
     damage: dict[int, str] = {}
     for candidate in steps:
         look = _Look(session, folder, candidate)
-        source, found = session.together(look)
+        reading = f"reading {name_of(candidate)}"
+        source, found = session.together(within(reading, look))
         everyone = session.gather(found)
-        wrong = control.from_first(lambda look=look, all_=everyone: look.decide(all_))  # type: ignore[misc]
+        decide = functools.partial(look.decide, everyone)
+        wrong = control.from_first(within(reading, decide))
         if wrong is None:
             assert source is not None
             try:
@@ -57,9 +68,8 @@ def load_whole(
             except DamagedCheckpoint as error:
                 wrong = str(error)
             else:
-                control.from_first(
-                    lambda taken=candidate: _set_aside_newer(folder, taken, damage)  # type: ignore[misc]
-                )
+                rename = functools.partial(_set_aside_newer, folder, candidate, damage)
+                control.from_first(within("renaming newer checkpoints", rename))
                 return loaded
         damage[candidate] = wrong
         log.warning("%s: the next older checkpoint is taken", wrong)

@@ -19,6 +19,8 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from .tensor_file import Readable
+
 MANIFEST = "checkpoint.json"
 
 UNFINISHED = "unfinished"
@@ -56,6 +58,8 @@ class Folder:
         self.fs, self.root = fsspec.core.url_to_fs(os.fspath(path))
         self.path = os.fspath(path)
         self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.num_calls = 0
+        """How often the file system has been called: as long as that grows, it answers."""
 
     def at(self, *names: str) -> str:
         """The path of a file or folder inside, as fsspec wants it."""
@@ -63,6 +67,7 @@ class Folder:
 
     def _seen_now(self) -> AbstractFileSystem:
         """The file system, which forgets what it has listed before: other processes write, too."""
+        self.num_calls += 1
         self.fs.invalidate_cache()
         return self.fs
 
@@ -210,14 +215,14 @@ class Folder:
             os.rename(self.at(old), self.at(name))
             return name
         for path in self._seen_now().find(self.at(old)):
-            self.fs.copy(path, self.at(name) + path.removeprefix(self.at(old)))
+            self._seen_now().copy(path, self.at(name) + path.removeprefix(self.at(old)))
         self.remove(step)
         return name
 
     # ------------------------------------------------------------------ reading
 
     @contextlib.contextmanager
-    def open(self, *names: str, ahead: int = 4 * 2**20) -> Iterator[IO[Any]]:
+    def open(self, *names: str, ahead: int = 4 * 2**20) -> Iterator[Readable]:
         """Opens a file to read its bytes.
 
         Args:
@@ -227,7 +232,7 @@ class Folder:
             _errors_of_the_system(),
             self._seen_now().open(self.at(*names), "rb", block_size=ahead) as file,
         ):
-            yield file
+            yield _ReadFile(file, self)
 
     @_errors_of_the_system()
     def read(self, *names: str) -> bytes:
@@ -269,6 +274,28 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
+
+
+class _ReadFile:
+    """A file of the folder that is read, of which the folder counts the calls."""
+
+    def __init__(self, file: Any, folder: Folder) -> None:
+        self._file = file
+        self._folder = folder
+
+    def seek(self, place: int) -> int:
+        new: int = self._file.seek(place)
+        return new
+
+    def read(self, size: int) -> bytes:
+        self._folder.num_calls += 1
+        data: bytes = self._file.read(size)
+        return data
+
+    def readinto(self, buffer: memoryview) -> int:
+        self._folder.num_calls += 1
+        size: int = self._file.readinto(buffer)
+        return size
 
 
 def name_of(step: int) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..model.checkpoint import Checkpoint
 from ..optimizer.cut import SavedOptimizer, SavedOptimizers
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
@@ -21,8 +22,11 @@ from .folder import Folder
 from .manifest import Manifest, RankPart
 from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators
 from .source import Source
+from .waiting import in_time
 
 log = logging.getLogger("pipedream2bw")
+
+_Read = TypeVar("_Read")
 
 
 def load(
@@ -60,11 +64,20 @@ def load(
         DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
         ValueError: there is no checkpoint, or it does not fit: both values are named. On every
             rank; nothing has been loaded then.
+        TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
-    source = session.together(lambda: Source.newest(Folder(path), step))
+    folder = session.together(lambda: Folder(path))
+    source = session.together(
+        lambda: in_time(
+            folder,
+            session.control.timeout,
+            "looking for checkpoints",
+            lambda: Source.newest(folder, step),
+        )
+    )
     return load_from(source, session, opt, beside, generators=generators)
 
 
@@ -77,10 +90,19 @@ def load_from(
     generators: bool,
 ) -> dict[str, Any]:
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
+
+    def reading(read: Callable[[], _Read]) -> _Read:
+        timeout = session.control.timeout
+        return in_time(source.folder, timeout, f"reading {source.name}", read)
+
+    def weights() -> Checkpoint:
+        found = reading(source.weights)
+        return Checkpoint(found.names, lambda names: reading(lambda: found.read(names)))
+
     if source.manifest.settings is None:
-        session.load(source.weights, strict=True)
+        session.load(weights, strict=True)
         return {}
-    prepared = session.together(lambda: _Prepared(source, session, opt, beside))
+    prepared = session.together(lambda: reading(lambda: _Prepared(source, session, opt, beside)))
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 

@@ -23,8 +23,9 @@ from .cut import begin_cut
 from .encoding import encode
 from .folder import Folder
 from .manifest import RankPart, SavedSettings
-from .saving import Head, Saving, Writer
+from .saving import Head, Writer
 from .tensor_file import check_saveable
+from .under_way import Saving
 
 OUR_EXTRA = "pipedream2bw."
 """Begins names in ``extra`` that are not the user's."""
@@ -192,7 +193,7 @@ class Saver:
             all_versions=all_versions,
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
-        saving = Saving(session, head.batch)
+        saving = Saving(session, self.folder.path, head.batch)
         ending, fault = session.ending, session.control.fault
 
         def has_failed() -> bool:

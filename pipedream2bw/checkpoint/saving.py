@@ -12,14 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from ..json_document import Field
-from ..ranks.agreement import Operation
-from ..runtime.session import Session
 from .cut import Cut
 from .encoding import encode
 from .folder import MANIFEST, Folder, name_of
@@ -34,6 +31,7 @@ from .manifest import (
     weights_index,
 )
 from .tensor_file import write_tensors
+from .under_way import Saving
 from .waiting import Waiting
 
 log = logging.getLogger("pipedream2bw")
@@ -67,36 +65,6 @@ class Head:
     schedulers: Any
     own: RankPart
     tensors: Mapping[str, torch.Tensor]
-
-
-class Saving:
-    """A save under way.
-
-    Attributes:
-        step: of the checkpoint: the number of the batch that follows.
-        snapshot: done when this process's state has been copied. Under ``"2bw"`` that is in the
-            next batch, or at the next drain.
-        done: when the checkpoint is whole, on every rank. Its exception says why it never will be.
-    """
-
-    def __init__(self, session: Session, step: int) -> None:
-        self.step = step
-        self.snapshot: Future[None] = Future()
-        self.done: Future[None] = Future()
-        self.seconds: dict[str, float] = {}
-        """How long each part took: ``snapshot``, ``write``, ``commit``."""
-        self._session = weakref.ref(session)
-
-    def wait(self) -> None:
-        """Waits until the checkpoint is whole. Drains; every rank calls it.
-
-        Raises:
-            OSError, RuntimeError: it could not be written; the pipeline has failed.
-        """
-        session = self._session()
-        if session is not None and session.ending.is_open:
-            session.flush_for(Operation.flush)
-        self.done.result()
 
 
 class Writer:
@@ -362,8 +330,9 @@ def _finish_writing() -> None:
 
     That would abort the process: C++ functions are left that must not be left so.
     """
+    end = time.monotonic() + _AT_EXIT_SECONDS
     for thread, ends_soon in list(_ends_soon.items()):
-        thread.join(_AT_EXIT_SECONDS if ends_soon() else 0)
+        thread.join(max(0.0, end - time.monotonic()) if ends_soon() else 0)
         if thread.is_alive():
             log.warning("%s was not saved: the program ended first", thread.name)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
@@ -63,6 +63,16 @@ class Entry(NamedTuple):
     end: int
 
 
+class Readable(Protocol):
+    """A file whose bytes are read."""
+
+    def seek(self, place: int, /) -> int: ...
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def readinto(self, buffer: memoryview, /) -> int: ...
+
+
 def check_saveable(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError if a file cannot hold the tensor."""
     if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
@@ -109,7 +119,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-def read_header(file: IO[bytes], size: int) -> tuple[dict[str, Entry], int]:
+def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
     """The tensors in a file of that size, and the sum of its header.
 
     Raises:
@@ -164,7 +174,7 @@ def _entry(name: str, fields: Any, data: int) -> Entry:
     return Entry(_DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 
-def read_tensor(file: IO[bytes], entry: Entry) -> tuple[torch.Tensor, int]:
+def read_tensor(file: Readable, entry: Entry) -> tuple[torch.Tensor, int]:
     """A tensor of the file, and the sum of its bytes.
 
     Raises:
@@ -179,14 +189,14 @@ def read_tensor(file: IO[bytes], entry: Entry) -> tuple[torch.Tensor, int]:
     crc = 0
     for first in range(0, size, _CHUNK_BYTES):
         chunk = data[first : first + _CHUNK_BYTES]
-        read = file.readinto(chunk)  # type: ignore[attr-defined]
+        read = file.readinto(chunk)
         if read != len(chunk):
             raise ValueError(f"{size} bytes at {entry.begin}: the file ends before")
         crc = zlib.crc32(chunk, crc)
     return tensor, crc
 
 
-def sum_of(file: IO[bytes], entry: Entry) -> int:
+def sum_of(file: Readable, entry: Entry) -> int:
     """The sum of a tensor's bytes."""
     file.seek(entry.begin)
     crc, left = 0, entry.end - entry.begin

@@ -394,6 +394,6 @@ def _describe(error: Exception | None) -> Exception | None:
     """The error as other ranks raise it: all of ours, of others the type that everybody has."""
     if error is None or type(error).__module__ == errors.__name__:
         return error
-    kinds = (ValueError, TypeError, OSError, RuntimeError)
+    kinds = (ValueError, TypeError, TimeoutError, OSError, RuntimeError)
     kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
     return kind(str(error) or type(error).__name__)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
 
 from .. import _C
 from ..errors import PeerLost, PeerTimeout, StageError
@@ -15,6 +16,30 @@ _GRACE_SECONDS = 0.5
 """By which a group's own timeout, which leaves no thread behind, comes first."""
 
 _Result = TypeVar("_Result")
+
+
+class Call(Generic[_Result]):
+    """A call made in a thread of its own, which is left behind if it does not return.
+
+    Attributes:
+        result: what it gives or raises.
+    """
+
+    def __init__(self, name: str, call: Callable[[], _Result]) -> None:
+        self.result: Future[_Result] = Future()
+        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], _Result]) -> None:
+        try:
+            self.result.set_result(call())
+        except BaseException as error:
+            self.result.set_exception(error)
+
+    def get(self) -> _Result:
+        """Returns what it gave, or raises it. Once the result is there."""
+        self._thread.join()
+        return self.result.result()
 
 
 class Deadline:
@@ -43,32 +68,17 @@ class Deadline:
             PeerLost: it failed, as a connection broke.
             StageError: the pipeline failed meanwhile.
         """
-        results: list[_Result] = []
-        errors: list[Exception] = []
-        ended = threading.Event()
-
-        def run() -> None:
-            try:
-                results.append(call())
-            except Exception as error:
-                errors.append(error)
-            ended.set()
-
         start = time.monotonic()
-        thread = threading.Thread(target=run, name=f"pd2 {action}", daemon=True)
-        thread.start()
-        while not ended.wait(_SLICE_SECONDS):
+        made = Call(f"pd2 {action}", call)
+        while not wait([made.result], _SLICE_SECONDS).done:
             failure = self.fault.error
             if failure is not None:
                 raise failure
             if time.monotonic() - start > self.seconds + _GRACE_SECONDS:
                 raise self._failure(PeerTimeout, action, f"no answer for {self.seconds} s")
-        thread.join()
-        if results:
-            return results[0]
-        (error,) = errors
+        error = made.result.exception()
         if isinstance(error, StageError) or not isinstance(error, RuntimeError):
-            raise error
+            return made.get()
         # torch.distributed tells a timeout from a broken connection by its text alone.
         is_late = time.monotonic() - start > 0.9 * self.seconds
         raise self._failure(PeerTimeout if is_late else PeerLost, action, str(error))

@@ -1,4 +1,4 @@
-"""Ranks save to what is full, cannot be written, or is an object store, and behave alike."""
+"""Ranks save to what is full, hangs, cannot be written or is an object store, and behave alike."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
-from tests.runs.full_disk import check, saves, short_files
+from tests.runs.full_disk import SavingRun, check, saves, short_files
 from tests.runs.launch import ROOT, run_ranks
 from tests.runs.lives import SETTINGS, Life, differences, first_life, run_life, whole_of
 from tests.runs.object_store import object_store
@@ -59,6 +62,70 @@ def test_all_ranks_tell_the_same_where_one_can_write_nothing_or_little(
         check(result.value, amounts, "File too large")
     first, second = ([[t == "saved" for t in p] for p in r.value["told"]] for r in results)
     assert first == second
+
+
+def told(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """What a call raises, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        return "nothing", repr(call()), time.monotonic() - begin
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+
+
+def waits_for_what_hangs(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Saves and resumes while the file system of rank 1 alone hangs, and once it does not."""
+    pipe = Path(folder, "pipe")
+    if rank == 1:
+        os.mkfifo(pipe)
+    begin, read = Folder.begin, Folder.read
+
+    def hang() -> None:
+        with open(pipe, "rb"):  # up to when somebody writes
+            pass
+
+    def hangs_at_begin(self: Folder, step: int, nonce: str) -> str:
+        hang()
+        return begin(self, step, nonce)
+
+    def hangs_at_read(self: Folder, *names: str) -> bytes:
+        hang()
+        return read(self, *names)
+
+    run = SavingRun(Path(folder, "run"), timeout=8.0)
+    assert [run.train(), run.train()] == ["saved", "saved"]
+    run.pipe.flush()
+    if rank == 1:
+        Folder.begin = hangs_at_begin  # type: ignore[method-assign]
+    saving = pd2.save(Path(folder, "own"), run.pipe, run.opt)
+    found = {
+        "mistake": told(lambda: saving.wait(-1.0 if rank == 1 else None)),
+        "wait": told(lambda: saving.wait(1.0)),
+    }
+    if rank == 1:
+        os.close(os.open(pipe, os.O_WRONLY))
+    found["whole"] = told(saving.wait)
+    if rank == 1:
+        Folder.read = hangs_at_read  # type: ignore[method-assign]
+    found["resume"] = told(run.ckpt.resume)
+    Folder.read = read  # type: ignore[method-assign]
+    found["again"] = told(run.ckpt.resume)
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_tell_where_the_file_system_of_one_hangs_and_end(tmp_path: Path) -> None:
+    results = run_ranks(waits_for_what_hangs, 2, args=(str(tmp_path),), timeout=100)
+    for each in (result.value for result in results):
+        assert each["mistake"][0] == "ValueError", each
+        assert "timeout: -1.0, it must be > 0" in each["mistake"][1], each
+        assert each["wait"][0] == "TimeoutError", each
+        assert f"{tmp_path}/own: checkpoint 2 took more than 1 s" in each["wait"][1], each
+        assert each["whole"][:2] == ("nothing", "None"), each
+        assert each["resume"][0] == "TimeoutError", each
+        assert "run: reading step-00000002: the file system has not" in each["resume"][1], each
+        assert each["resume"][2] < 8.0, each  # before the other rank gives this one up
+        assert each["again"][:2] == ("nothing", "2"), each
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ PAGE = resource.getpagesize()
 class SavingRun:
     """A run of two stages that is saved after every batch."""
 
-    def __init__(self, path: Path, seed: int = 0) -> None:
+    def __init__(self, path: Path, seed: int = 0, timeout: float = 20.0) -> None:
         torch.manual_seed(seed)
         layers = [nn.Linear(4, 4) for _ in range(3)]
         self.pipe = pd2.PipelineModule(
@@ -40,7 +40,7 @@ class SavingRun:
             num_stages=2,
             num_microbatches=2,
             example_args=(X[:4],),
-            timeout=20.0,
+            timeout=timeout,
         )
         self.opt = pd2.PipelineOptimizer(torch.optim.AdamW(self.pipe.parameters(), lr=0.1))
         self.ckpt = pd2.Checkpointer(path, self.pipe, self.opt, every=1, keep=2)
