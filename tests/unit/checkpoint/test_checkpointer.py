@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.cut import Cut, begin_cut
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.frequency import Frequency
 from pipedream2bw.errors import DamagedCheckpoint
@@ -367,3 +370,24 @@ def test_a_program_that_ends_once_its_state_is_copied_saves_it(tmp_path: Path) -
         path = tmp_path / str(number)
         subprocess.run([sys.executable, "-c", PROGRAM, str(path), "flush"], timeout=60, check=True)
         assert Folder(path).steps() == [2]
+
+
+def test_a_thread_that_has_written_keeps_nothing_of_what_it_wrote(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts: list[weakref.ref[Cut]] = []
+
+    def begin(*args: Any, **options: Any) -> Cut:
+        cut = begin_cut(*args, **options)
+        cuts.append(weakref.ref(cut))
+        return cut
+
+    monkeypatch.setattr("pipedream2bw.checkpoint.save.begin_cut", begin)
+    run = start()
+    run.train(1)
+    # Python's own list of threads may keep it like this up to the interpreter's end.
+    (thread,) = (t for t in threading.enumerate() if t.name == "pipedream2bw: checkpoint 1")
+    run.ckpt.close()
+    thread.join(20)
+    gc.collect()
+    assert [cut() for cut in cuts] == [None]
