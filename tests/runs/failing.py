@@ -88,8 +88,11 @@ class Case:
     def may_end(self, error: StageError) -> bool:
         """Whether the documents let this failure end the pipeline."""
         is_backward = error.action in ("backward", "input gradient", "weight gradient")
-        is_early = is_backward and error.stage != self.sizes.num_stages - 1
-        return not self.has_verdicts and (is_early or self.transport == GLOO)
+        last = self.sizes.num_stages - 1
+        is_early = is_backward and error.stage != last
+        fails_late = any((f.kind, f.layer) == ("weight gradient", last) for f in self.failures)
+        is_late = is_backward and fails_late
+        return not self.has_verdicts and (is_early or is_late or self.transport == GLOO)
 
     def may_restart_delay(self, error: StageError) -> bool:
         """Whether the documents let the delay begin anew after it."""

@@ -5,6 +5,7 @@
 #include "engine/run/input_sink.h"
 #include "engine/run/stage_worker.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -115,7 +116,10 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
         held.accumulator->add(held.parameter, held.gradient);
       }
     };
-    if (attempt(run, run_half, [] { return true; })) {
+    const auto has_sent = [&] {
+      return std::ranges::find(in_flight.owes_gradients, true) != in_flight.owes_gradients.end();
+    };
+    if (attempt(run, run_half, has_sent)) {
       log(action, now());
     }
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from tests.runs import failing
 from tests.runs.discarding import Failure, Outcome, batches, by_oracle, make_model, train
 from tests.runs.trajectory import assert_same_state
-from tests.samples.schedule_sizes import V_SHAPED
+from tests.samples import failing_model as sample
+from tests.samples.schedule_sizes import V_SHAPED, sizes_for
 
 M, ROWS, COUNT = 4, 8, 9
 
@@ -136,33 +139,100 @@ class LateLayer(torch.nn.Module):
         return torch.nn.functional.linear(x, Late.apply(self.weight, self.fails)).tanh()
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "options", "ends"),
+    [
+        ("pipedream", torch.optim.SGD, {}, True),
+        ("pipedream", torch.optim.RMSprop, {"clip_grad_value": 1.0}, True),
+        ("2bw", torch.optim.SGD, {}, False),
+        ("2bw", torch.optim.SGD, {"spare_buffer": True}, False),
+        ("2bw", torch.optim.RMSprop, {}, True),
+        ("2bw", torch.optim.RMSprop, {"spare_buffer": True}, False),
+        ("2bw", torch.optim.RMSprop, {"max_grad_norm": 1.0}, False),
+        ("2bw", torch.optim.SGD, {"precision": "bf16"}, True),
+        ("2bw", torch.optim.SGD, {"precision": "bf16", "spare_buffer": True}, False),
+        ("2bw_split", torch.optim.SGD, {}, False),
+        ("2bw_split", torch.optim.RMSprop, {}, True),
+        ("2bw_split", torch.optim.RMSprop, {"spare_buffer": True}, False),
+        ("1f1b", torch.optim.RMSprop, {}, False),
+        ("zero_bubble", torch.optim.RMSprop, {}, False),
+    ],
+)
 def test_a_late_failure_discards_only_where_no_stage_has_made_the_update(
-    schedule: str, optimizer: Any
+    schedule: str, optimizer: Any, options: dict[str, Any], ends: bool
 ) -> None:
     m = 1 if schedule == "pipedream" else M
     fails = [False] * 20
     fails[-3 * m] = True  # the last microbatch of batch 2
     x = torch.randn(8, 4)
+    of_optimizer = {key: options[key] for key in options if "_grad_" in key}
     pipe = pd2.PipelineModule(
         [torch.nn.Linear(4, 4), LateLayer(fails)],
         torch.nn.functional.mse_loss,
         num_microbatches=m,
         schedule=schedule,
         example_args=(x[: 8 // m],),
+        **{key: options[key] for key in options if key not in of_optimizer},
     )
-    opt = pd2.PipelineOptimizer(optimizer(pipe.parameters(), lr=0.1))
+    opt = pd2.PipelineOptimizer(optimizer(pipe.parameters(), lr=0.1), **of_optimizer)
     with pytest.raises(pd2.errors.StageError) as raised:
         for _ in range(4):
             pipe.train_step(x, target=x)
             opt.step()
             pipe.flush()
     newest = {stage.weights.engine.newest_version for stage in pipe.session.stages}
-    waits = schedule == "2bw" and optimizer is torch.optim.SGD
-    assert (raised.value.discarded is not None) == waits
-    assert (len(newest) == 1) or not waits
+    assert (raised.value.discarded is None) == ends
+    assert (raised.value.stage, raised.value.action) == (1, LATE.get(schedule, "backward"))
+    assert (len(newest) == 1) or ends
     pipe.close()
+
+
+LATE = {"2bw_split": "weight gradient", "zero_bubble": "weight gradient"}
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw_split"])
+def test_one_stage_that_sends_nothing_discards_any_late_failure(schedule: str) -> None:
+    fails = [False] * 20
+    fails[-3 * M] = True
+    x = torch.randn(8, 4)
+    pipe = pd2.PipelineModule(
+        [LateLayer(fails)],
+        torch.nn.functional.mse_loss,
+        num_microbatches=M,
+        schedule=schedule,
+        example_args=(x[: 8 // M],),
+    )
+    opt = pd2.PipelineOptimizer(torch.optim.RMSprop(pipe.parameters(), lr=0.1))
+    with pytest.raises(pd2.errors.StageError) as raised:
+        for _ in range(4):
+            pipe.train_step(x, target=x)
+            opt.step()
+            pipe.flush()
+    assert raised.value.discarded == (2,)
+    pipe.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd"}, {"clip": "norm"}])
+@pytest.mark.parametrize("schedule", ["2bw", "2bw_split"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_random_failures_know_which_of_a_weights_gradient_may_end_the_pipeline(
+    schedule: str, layer: int, options: dict[str, str]
+) -> None:
+    plain = {"width": 1, "precision": None, "scaled": False, "tied": False, "accumulate": 1}
+    nowhere: frozenset[int] = frozenset()
+    case = dataclasses.replace(
+        failing.draw(0, seed=0),
+        schedule=schedule,
+        sizes=sizes_for(schedule, 2)[0],
+        depth=2,
+        transport=failing.THREADS,
+        failures=(sample.Failure("weight gradient", 3, layer=layer),),
+        **dict.fromkeys(("evaluates", "reads", "flushes"), nowhere),
+        **{**plain, "optimizer": "muon", "clip": "", **options},  # type: ignore[arg-type]
+    )
+    seen = failing.run_case(case)
+    assert seen.wrong == ""
+    assert bool(seen.ended) != case.has_verdicts
 
 
 SPARE: dict[str, dict[str, Any]] = {
