@@ -31,10 +31,14 @@ def in_a_small_disk(folder: Path, command: str) -> list[str]:
 def test_training_goes_on_where_the_disk_is_full_or_read_only(tmp_path: Path) -> None:
     try:
         tried = subprocess.run(in_a_small_disk(tmp_path, "true"), capture_output=True, text=True)
-    except FileNotFoundError as error:
+        if tried.returncode:
+            raise OSError(tried.stderr.strip())
+    except OSError as error:
+        # The machine of .ci/run lets users make namespaces, as tests/distributed/test_unplugged.py
+        # needs, too. One that does not can run without the variable.
+        if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") == "1":
+            raise
         pytest.skip(f"no disk of its own can be mounted: {error}")
-    if tried.returncode:
-        pytest.skip(f"no disk of its own can be mounted: {tried.stderr.strip()}")
     program = (
         f"from tests.runs.full_disk import train_without_a_disk; train_without_a_disk('{tmp_path}')"
     )
