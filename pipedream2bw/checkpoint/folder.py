@@ -287,7 +287,7 @@ class _ReadFile:
         new: int = self._file.seek(place)
         return new
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         self._folder.num_calls += 1
         data: bytes = self._file.read(size)
         return data
