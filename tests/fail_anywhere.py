@@ -95,10 +95,10 @@ def compare(case: Case, where: str, got: object, want: object) -> str:
         return difference(where, got, want)
     ours, theirs = (torch.as_tensor(each, dtype=torch.float64) for each in (got, want))
     distance = (ours - theirs).norm()
-    # Rounded in another order. AdamW divides by roots of squared gradients, some of them nearly 0:
-    # its steps differ by more. A wrong version or batch changes a step by its tenth or more.
-    most = 1e-4 if case.optimizer == "adamw" else 1e-5
-    return "" if distance <= most * theirs.norm() else f"{where} differs by {distance}"
+    # Rounded in another order. AdamW divides by roots of squared gradients, some of them nearly 0,
+    # and biases are near 0. A wrong version or batch changes each element by some thousandths.
+    most = 1e-4 * max(1, theirs.norm()) if case.optimizer == "adamw" else 1e-5 * theirs.norm()
+    return "" if distance <= most else f"{where} differs by {distance}"
 
 
 def outcomes_of(cases: Sequence[Case]) -> list[Outcome]:
