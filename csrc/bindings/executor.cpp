@@ -162,14 +162,15 @@ void bind_making(ExecutorClass& executor) {
           py::arg("stage"), py::arg("clipping").none(true))
       .def(
           "plan_receives",
-          [](Executor& self, int wiring, const std::vector<std::pair<int, int>>& edges) {
+          [](Executor& self, int wiring, const std::vector<std::pair<int, int>>& edges,
+             const std::vector<JointUpdate>& joint) {
             std::vector<StageEdge> stage_edges;
             for (const auto& [from, to] : edges) {
               stage_edges.push_back({from, to});
             }
-            self.plan_receives(wiring, stage_edges);
+            self.plan_receives(wiring, stage_edges, joint);
           },
-          py::kw_only(), py::arg("wiring"), py::arg("edges"))
+          py::kw_only(), py::arg("wiring"), py::arg("edges"), py::arg("joint"))
       .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true),
            py::call_guard<py::gil_scoped_release>())
       .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"),

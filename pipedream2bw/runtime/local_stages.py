@@ -24,6 +24,7 @@ from ..stages.modes import Mode
 from ..stages.program import StageProgram
 from .graphs import graph_setup
 from .interrupts import interrupts_later
+from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
@@ -79,7 +80,7 @@ class LocalStages:
         options: how the stages compute.
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
-        updates_have_norm: whether all stages' updates wait for one norm.
+        joint_updates: which stages make their updates together.
         in_update_order: the stages, those of a rank in the order in which the schedule updates
             them.
     """
@@ -123,14 +124,18 @@ class LocalStages:
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))
         self._ties = TiedCopies(ties, grid, weights)
-        self._tied_updates = [tie.stages for tie in ties if is_trained(tie, root)]
-        self.updates_have_norm = False
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
         self.in_update_order = self._with_executors(weights)
         self._stages = sorted(self.in_update_order, key=lambda stage: stage.index)
         self._executors = list(dict.fromkeys(stage.executor for stage in self.in_update_order))
+        on_devices = grid.in_processes and any(device.type != "cpu" for device in options.devices)
+        self.joint_updates = JointUpdates(
+            schedule,
+            [tie.stages for tie in ties if is_trained(tie, root)],
+            self._executors if on_devices else [],
+        )
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         verdict_group = control.verdict_group
         self._verdicts = _C.BatchVerdicts(
@@ -251,9 +256,7 @@ class LocalStages:
         d = self.grid.depth
         firsts = range(0, self.grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
-        if self.grid.in_processes and any(device.type != "cpu" for device in self.options.devices):
-            for executor in self._executors:
-                executor.plan_receives(wiring=mode.wiring, edges=mode.edges())
+        self.joint_updates.connect(mode.wiring, mode.edges())
         clones = {id(clone): clone for stage in self._stages for clone in stage.weights.clones}
         options = self.options.compile_options
         self._late_hooks[mode.wiring] = LateHooks(
@@ -312,12 +315,6 @@ class LocalStages:
         else:
             for stage in self._stages:
                 stage.weights.engine.restart_delay()
-
-    @property
-    def joint_updates(self) -> Sequence[Sequence[int]]:
-        """The stages that make their updates together."""
-        everywhere = [range(self.schedule.num_stages)] if self.updates_have_norm else []
-        return [*self._tied_updates, *everywhere]
 
     def submit_train_step(self, run: _C.Run) -> None:
         """Begins a train_step."""

@@ -19,93 +19,12 @@ using Lists = std::vector<std::vector<Action>>;  // by rank
 
 constexpr int kNone = std::numeric_limits<int>::min();
 
-bool moves_gradients(ActionKind kind) { return kind == kBackward || kind == kInputGrad; }
-
-// Of a microbatch as a list's actions count: -1 for the batch before.
-int relative_batch(int microbatch, int num_microbatches) {
-  return microbatch >= 0 ? microbatch / num_microbatches
-                         : -((num_microbatches - 1 - microbatch) / num_microbatches);
-}
-
-// The messages of all actions, by number. A channel is one direction of an edge of one pipeline.
-class Messages {
- public:
-  Messages(const Schedule& schedule, const std::vector<StageEdge>& edges, int lowest)
-      : num_microbatches_(schedule.num_microbatches),
-        lowest_(lowest),
-        span_(schedule.num_microbatches - lowest),
-        sent_forward_(schedule.num_stages),
-        sent_backward_(schedule.num_stages),
-        received_forward_(schedule.num_stages),
-        received_backward_(schedule.num_stages) {
-    for (int stage = 0; stage < schedule.num_stages; stage += schedule.depth()) {
-      for (const StageEdge& edge : edges) {
-        const int from = stage + edge.from;
-        const int to = stage + edge.to;
-        if (schedule.placement[from] == schedule.placement[to]) continue;
-        add_channel(from, to, sent_forward_, received_forward_);
-        add_channel(to, from, sent_backward_, received_backward_);
-      }
-    }
-  }
-
-  std::size_t size() const { return channels_.size() * span_; }
-
-  Receive operator[](int message) const {
-    Receive receive = channels_[message / span_];
-    receive.microbatch = message % span_ + lowest_;
-    return receive;
-  }
-
-  // The same for the messages of all batches that have one place in their batch.
-  std::size_t num_places() const { return channels_.size() * num_microbatches_; }
-  std::size_t place(int message) const {
-    const int microbatch = (*this)[message].microbatch;
-    return message / span_ * num_microbatches_ + microbatch -
-           relative_batch(microbatch, num_microbatches_) * num_microbatches_;
-  }
-
-  // Calls use(message) for all that the action sends, or that it consumes.
-  template <typename Use>
-  void sent_by(const Action& action, Use use) const {
-    for_each(action, sent_forward_, sent_backward_, use);
-  }
-  template <typename Use>
-  void consumed_by(const Action& action, Use use) const {
-    for_each(action, received_forward_, received_backward_, use);
-  }
-
- private:
-  using Channels = std::vector<std::vector<int>>;  // by stage
-
-  void add_channel(int from, int to, Channels& sent, Channels& received) {
-    const auto channel = static_cast<int>(channels_.size());
-    channels_.push_back({.from = from, .to = to});
-    sent[from].push_back(channel);
-    received[to].push_back(channel);
-  }
-
-  template <typename Use>
-  void for_each(const Action& action, const Channels& forward, const Channels& backward,
-                Use use) const {
-    if (action.kind != kForward && !moves_gradients(action.kind)) return;
-    for (const int channel : (action.kind == kForward ? forward : backward)[action.stage]) {
-      use(channel * span_ + action.microbatch - lowest_);
-    }
-  }
-
-  const int num_microbatches_;
-  const int lowest_;  // of the numbers of microbatches
-  const int span_;
-  std::vector<Receive> channels_;
-  Channels sent_forward_, sent_backward_, received_forward_, received_backward_;
-};
-
 // One list of all ranks. Each rank waits for its device after every action, and before it begins
 // whatever has been sent in earlier lists has been received.
 class Walk {
  public:
-  Walk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists)
+  Walk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists,
+       JointProgress updates, const AwaitedUpdates& awaited)
       : schedule_(schedule),
         lists_(lists),
         messages_(schedule, edges, lowest(lists)),
@@ -114,6 +33,8 @@ class Walk {
         is_one_of_several_(messages_.size()),
         ranks_(lists.size()),
         early_(lists.size()),
+        updates_(std::move(updates)),
+        awaited_(awaited),
         shares_(schedule.num_stages, kNone) {
     for_each_action([&](const Action& action) {
       messages_.sent_by(action, [&](int message) { states_[message] = kNotSent; });
@@ -123,11 +44,12 @@ class Walk {
     });
   }
 
-  const Messages& messages() const { return messages_; }
+  const ListMessages& messages() const { return messages_; }
   // No earlier list has sent it.
   void expect(int message) { states_[message] = kNotSent; }
 
-  EarlyReceives run() {
+  // Gives updates that ranks have to wait for too, of which the others were none: begin anew, then.
+  AwaitedUpdates run() {
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) wake(rank);
     do {
       while (!awake_.empty()) {
@@ -138,9 +60,12 @@ class Walk {
       }
       post_what_was_sent();
     } while (!awake_.empty());
-    check_finished();
-    return std::move(early_);
+    AwaitedUpdates more = what_others_wait_for();
+    if (std::ranges::all_of(more, &std::vector<AwaitedUpdate>::empty)) check_finished();
+    return more;
   }
+
+  EarlyReceives take_early() { return std::move(early_); }
 
   template <typename Use>
   void for_each_action(Use use) const {
@@ -151,7 +76,8 @@ class Walk {
   enum State : std::uint8_t { kNotSent, kPosted, kSent, kReceived };
   struct RankState {
     int next = 0;
-    bool waits_for_device = false;  // after `next`; if not, for messages, or it has finished
+    bool waits_for_device = false;  // after `next`; if not, for one of these, or it has finished
+    bool waits_for_updates = false;
     bool is_awake = false;
     int launched = 0;        // when its last action was
     std::vector<int> sends;  // launched, and not known to be received
@@ -176,9 +102,10 @@ class Walk {
 
   void advance(int rank) {
     RankState& state = ranks_[rank];
-    while (!has_finished(rank)) {
+    while (true) {
       if (!state.waits_for_device) {
-        if (!receive_all(rank)) return;
+        state.waits_for_updates = !are_updates_over(rank);
+        if (state.waits_for_updates || has_finished(rank) || !receive_all(rank)) return;
         launch(rank);
         state.waits_for_device = true;
       }
@@ -187,6 +114,54 @@ class Walk {
       state.waits_for_device = false;
       ++state.next;
     }
+  }
+
+  // Those that the rank waits for before it posts what its next action consumes, or at the end.
+  bool are_updates_over(int rank) {
+    bool are_over = true;
+    for_each_needed(rank, [&](int stage, int batch) {
+      if (updates_.tell(stage, batch)) {
+        for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
+          if (other != rank && ranks_[other].waits_for_updates) wake(other);
+        }
+      }
+      are_over = are_over && updates_.is_over(stage, batch);
+    });
+    return are_over;
+  }
+
+  // Calls use(stage, batch).
+  template <typename Use>
+  void for_each_needed(int rank, Use use) const {
+    for (const AwaitedUpdate& each : awaited_[rank]) {
+      if (each.action == ranks_[rank].next) use(each.stage, updates_.begun(each.stage));
+    }
+    if (has_finished(rank)) return;
+    const std::optional<int> batch = updates_.needed_by(action(rank));
+    if (batch) use(action(rank).stage, *batch);
+  }
+
+  bool awaits_updates_at(int rank, int action) const {
+    return std::ranges::find(awaited_[rank], action, &AwaitedUpdate::action) !=
+           awaited_[rank].end();
+  }
+
+  // A rank that could tell, but need not here, does so before it posts more.
+  AwaitedUpdates what_others_wait_for() const {
+    AwaitedUpdates more(ranks_.size());
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+      if (!ranks_[rank].waits_for_updates) continue;
+      for_each_needed(rank, [&](int stage, int batch) {
+        for (const int other : updates_.untold(stage, batch)) {
+          const int teller = schedule_.placement[other];
+          const AwaitedUpdate here = {.action = ranks_[teller].next, .stage = other};
+          if (std::ranges::find(more[teller], here) == more[teller].end()) {
+            more[teller].push_back(here);
+          }
+        }
+      });
+    }
+    return more;
   }
 
   // Posts what the next action consumes; whether all of it is there.
@@ -237,6 +212,7 @@ class Walk {
       }
     });
     const std::optional<int> share = share_of(action);
+    if (share) updates_.begin_update(action);
     if (schedule_.num_pipelines == 2 && share) {
       shares_[action.stage] = *share;
       wake(schedule_.placement[*schedule_.twin(action.stage)]);
@@ -247,7 +223,7 @@ class Walk {
   // other copy has come there too. Gives the batch.
   std::optional<int> share_of(const Action& action) const {
     if (action.kind != kUpdate) return std::nullopt;
-    return relative_batch(action.microbatch, schedule_.num_microbatches);
+    return batch_in_list(action.microbatch, schedule_.num_microbatches);
   }
   bool waits_for_copy(int rank) const {
     const std::optional<int> twin = schedule_.twin(action(rank).stage);
@@ -261,11 +237,14 @@ class Walk {
       const Receive& receive = messages_[message];
       const int rank = schedule_.placement[receive.to];
       const RankState& receiver = ranks_[rank];
-      const bool is_at_end = has_finished(rank) && receiver.next > 0;
+      // With the last action, unless the rank waits for updates after it.
+      const bool is_at_end =
+          has_finished(rank) && receiver.next > 0 && !awaits_updates_at(rank, receiver.next);
       // An update sends nothing, and the sum in it may last.
-      const bool is_before =
-          !is_at_end && (!receiver.waits_for_device || action(rank).kind == kUpdate);
-      const Moment moment = is_before                                ? Moment::kBefore
+      const bool is_before = !is_at_end && (!receiver.waits_for_device || has_finished(rank) ||
+                                            action(rank).kind == kUpdate);
+      const Moment moment = is_before && receiver.waits_for_updates  ? Moment::kBeforeUpdates
+                            : is_before                              ? Moment::kBefore
                             : launched_[message] < receiver.launched ? Moment::kWithSends
                                                                      : Moment::kAfterSends;
       early_[rank].push_back(
@@ -280,45 +259,33 @@ class Walk {
                 to_string(action(rank)), " for ",
                 ranks_[rank].waits_for_device ? "the gradients of the stage's copy, and that one "
                                                 "for this rank"
-                                              : "a message that is sent in a later batch's list",
+                : ranks_[rank].waits_for_updates ? "an update of all its stages, and one of these "
+                                                   "for this rank"
+                                                 : "a message that is sent in a later batch's list",
                 ": wherever receives are posted, waiting for the device could last for ever");
     }
   }
 
   const Schedule& schedule_;
   const Lists& lists_;
-  const Messages messages_;
+  const ListMessages messages_;
   std::vector<State> states_;  // by message
   std::vector<int> launched_;  // by message: when the action that sends it was
   int num_launched_ = 0;
   std::vector<bool> is_one_of_several_;  // that were posted by an action that consumes them
   std::vector<RankState> ranks_;
   EarlyReceives early_;
+  JointProgress updates_;
+  const AwaitedUpdates& awaited_;
   std::vector<int> shares_;  // by stage: the last of its sums with its copy
   std::deque<int> awake_;
   std::vector<int> sent_;  // since the last time that no rank could go on
 };
 
-Lists lists_of(const Schedule& schedule, ListKind list) {
-  Lists lists;
-  for (const RankActions& rank : schedule.ranks) lists.push_back(actions(rank, list));
-  return lists;
-}
-
-Lists evaluation_lists(const Schedule& schedule) {
-  Lists lists(schedule.ranks.size());
-  for (int stage = 0; stage < schedule.depth(); ++stage) {
-    lists[schedule.placement[stage]].push_back({.stage = stage, .kind = kForward});
-  }
-  return lists;
-}
-
 // Where no other list can have sent a message, it must be sent in this one. (Only the steady list
 // follows lists of other batches, in which the same messages have other numbers.)
-EarlyReceives early_receives(const Schedule& schedule, const std::vector<StageEdge>& edges,
-                             const Lists& lists, ListKind kind) {
-  Walk walk(schedule, edges, lists);
-  const Messages& messages = walk.messages();
+void expect_unsent(Walk& walk, ListKind kind) {
+  const ListMessages& messages = walk.messages();
   std::vector<int> sent_as(messages.num_places(), kNone);  // the number of the list's microbatch
   walk.for_each_action([&](const Action& action) {
     messages.sent_by(action,
@@ -332,26 +299,71 @@ EarlyReceives early_receives(const Schedule& schedule, const std::vector<StageEd
       if (!is_earlier) walk.expect(message);
     });
   });
-  return walk.run();
 }
+
+class Planner {
+ public:
+  Planner(const Schedule& schedule, const std::vector<StageEdge>& edges,
+          const std::vector<JointUpdate>& joint)
+      : schedule_(schedule), edges_(edges), joint_(joint) {}
+
+  ReceivePlan plan() {
+    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+      Lists lists;
+      for (const RankActions& rank : schedule_.ranks) lists.push_back(actions(rank, list));
+      AwaitedUpdates& awaited = plan_.awaited[static_cast<std::size_t>(list)];
+      plan_.lists[static_cast<std::size_t>(list)] = early_receives(lists, list, awaited);
+    }
+    Lists lists(schedule_.ranks.size());
+    for (int stage = 0; stage < schedule_.depth(); ++stage) {
+      lists[schedule_.placement[stage]].push_back({.stage = stage, .kind = kForward});
+    }
+    AwaitedUpdates none;
+    plan_.evaluation = early_receives(lists, ListKind::kPrologue, none);
+    return std::move(plan_);
+  }
+
+ private:
+  EarlyReceives early_receives(const Lists& lists, ListKind kind, AwaitedUpdates& awaited) {
+    awaited.resize(lists.size());
+    while (true) {
+      Walk walk(schedule_, edges_, lists, progress(kind), awaited);
+      expect_unsent(walk, kind);
+      const AwaitedUpdates more = walk.run();
+      std::size_t num_more = 0;
+      for (std::size_t rank = 0; rank < more.size(); ++rank) {
+        awaited[rank].insert(awaited[rank].end(), more[rank].begin(), more[rank].end());
+        num_more += more[rank].size();
+      }
+      if (num_more == 0) return walk.take_early();
+    }
+  }
+
+  JointProgress progress(ListKind kind) const {
+    JointProgress progress(schedule_, joint_);
+    const AwaitedUpdates& awaited = plan_.awaited[static_cast<std::size_t>(ListKind::kSteady)];
+    if (kind == ListKind::kSteady) progress.begin_steady(awaited);
+    if (kind == ListKind::kEpilogue) progress.begin_epilogue(awaited);
+    return progress;
+  }
+
+  const Schedule& schedule_;
+  const std::vector<StageEdge>& edges_;
+  const std::vector<JointUpdate>& joint_;
+  ReceivePlan plan_;
+};
 
 }  // namespace
 
-ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges) {
+ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges,
+                          const std::vector<JointUpdate>& joint) {
   check_form(schedule);
   for (const StageEdge& edge : edges) {
     PD2_CHECK(0 <= edge.from && edge.from < edge.to && edge.to < schedule.depth(),
               "edges: ", edge.from, " -> ", edge.to,
               ": an edge goes from a stage to a later one, of ", schedule.depth());
   }
-  ReceivePlan plan;
-  for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-    plan.lists[static_cast<std::size_t>(list)] =
-        early_receives(schedule, edges, lists_of(schedule, list), list);
-  }
-  plan.evaluation =
-      early_receives(schedule, edges, evaluation_lists(schedule), ListKind::kPrologue);
-  return plan;
+  return Planner(schedule, edges, joint).plan();
 }
 
 }  // namespace pd2

@@ -26,11 +26,24 @@
 // after them, when the message, and so its size, may depend on them. Ranks that wait there, for
 // their sends, wait for ranks whose actions were launched earlier: in no circle.
 //
+// Updates may wait for other stages (for a norm, a scale, tied gradients), though these do not wait
+// for the messages of the update's rank: `joint`. Such an update reads numbers from its device, in
+// a thread of its own, and there it may wait for whatever this has to do: a receive that has been
+// posted for the next batch, whose sender waits for the same norm before it goes on. So a rank
+// waits, before it posts an action's own receives, for the update whose version a forward reads,
+// and for the one before an update (an update begins when the one before is over). A rank that
+// others wait for earlier than that must have told its part before it posts anything that depends
+// on them: it waits for the update in a further place, that of `awaited`. For 2bw that is the end
+// of a list in which the last stage has come to the next update: nothing is posted between there
+// and the forward that reads the version.
+//
 // The sums of gradients over stages' copies, whose kernels spin as well, must be launched in the
 // update alone.
 
 #pragma once
 
+#include "core/schedule/joint_progress.h"
+#include "core/schedule/list_messages.h"
 #include "core/schedule/unroll.h"
 
 #include <array>
@@ -39,30 +52,15 @@
 
 namespace pd2 {
 
-// A connection between two stages of the model: values go `from` -> `to`, their gradients back.
-struct StageEdge {
-  int from = 0;
-  int to = 0;
-};
-
-// A message, as its receiver knows it: values if `from` < `to`, gradients otherwise. `to` consumes
-// it in its F, or its B (I), of the microbatch, which counts as the list's actions do.
-struct Receive {
-  int from = 0;  // the schedule's stages
-  int to = 0;
-  int microbatch = 0;
-
-  auto operator<=>(const Receive&) const = default;
-};
-
-// In an action: before its own receives are posted, with its sends, or after them.
-enum class Moment : std::uint8_t { kBefore, kWithSends, kAfterSends };
+// In an action: before it waits for updates, before its own receives are posted, with its sends, or
+// after them.
+enum class Moment : std::uint8_t { kBeforeUpdates, kBefore, kWithSends, kAfterSends };
 
 // A receive that is posted before the action that consumes its message.
 struct EarlyReceive {
-  // In the list that is being run; {0, kBefore} in an empty one. The action itself may be skipped,
-  // as one of a microbatch before the run's first; a receive of such a microbatch is skipped, and
-  // no other.
+  // In the list that is being run; after its last one: {their number, kBeforeUpdates or kBefore}.
+  // The action itself may be skipped, as one of a microbatch before the run's first; a receive of
+  // such a microbatch is skipped, and no other.
   int action = 0;
   Moment moment = Moment::kBefore;
   Receive receive;
@@ -81,6 +79,8 @@ struct ReceivePlan {
   // Of one microbatch's way through the (first) pipeline, a rank's stages in their order: `action`
   // counts these.
   EarlyReceives evaluation;
+  // By ListKind: the updates that ranks wait for besides.
+  std::array<AwaitedUpdates, 3> awaited;
 
   const std::vector<EarlyReceive>& of(int rank, ListKind list) const {
     return lists[static_cast<std::size_t>(list)].at(rank);
@@ -89,7 +89,10 @@ struct ReceivePlan {
 
 // Plans for a schedule that passes validate(), in which the model's stages have these edges
 // (between stages of one rank nothing is received). Throws ValueError if there is no safe plan: if
-// a rank waits in a batch's list for what another one does in the next batch's.
-ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges);
+// a rank waits in a batch's list for what another one does in the next batch's, or if it comes to
+// no update of `joint` stages before it needs what depends on that. These pass
+// check_joint_updates().
+ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges,
+                          const std::vector<JointUpdate>& joint = {});
 
 }  // namespace pd2

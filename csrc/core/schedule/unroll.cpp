@@ -37,6 +37,11 @@ int batch_of(std::int64_t microbatch, int num_microbatches) {
   return static_cast<int>(microbatch / num_microbatches);
 }
 
+int batch_in_list(int microbatch, int num_microbatches) {
+  return microbatch >= 0 ? microbatch / num_microbatches
+                         : -((num_microbatches - 1 - microbatch) / num_microbatches);
+}
+
 std::string place(std::int64_t microbatch, int num_microbatches) {
   return detail::concat("microbatch ", microbatch % num_microbatches, " of batch ",
                         batch_of(microbatch, num_microbatches));

@@ -36,6 +36,9 @@ struct Step {
 // The batch of a microbatch counted from the start of training.
 int batch_of(std::int64_t microbatch, int num_microbatches);
 
+// The same of one that counts as a list's actions do: -1 for the batch before the list's.
+int batch_in_list(int microbatch, int num_microbatches);
+
 // For messages: "microbatch 1 of batch 0".
 std::string place(std::int64_t microbatch, int num_microbatches);
 

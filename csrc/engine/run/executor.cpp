@@ -347,23 +347,28 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
     return place == runs_.end() ? nullptr : &place->second;
   };
   const auto plan = receives_.find(runs_.rbegin()->second.wiring);
-  posting_ = {plan == receives_.end() ? nullptr : &plan->second.of(setup_.rank, list), find};
+  posting_ = {};
+  posting_.find = find;
+  if (plan != receives_.end()) {
+    posting_.early = &plan->second.of(setup_.rank, list);
+    posting_.awaited = &plan->second.awaited[static_cast<std::size_t>(list)].at(setup_.rank);
+  }
   const std::vector<Action>& actions = pd2::actions(this->actions(), list);
   for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
     int microbatch = actions[i].microbatch;
     const Run* run = find(microbatch);
     const OnStream guard(worker(actions[i].stage).streams().compute);
-    begin_action(i);
     if (run) {
       doing_ = {actions[i].stage, actions[i].kind, run->id, microbatch, false};
+    }
+    begin_action(i, run, actions[i]);
+    if (run) {
       worker(actions[i].stage).prepare(actions[i].kind, *run, microbatch);
       execute(actions[i], *run, microbatch);
     }
     end_action();
   }
-  if (actions.empty()) {
-    begin_action(0);
-  }
+  begin_action(static_cast<int>(actions.size()));
 }
 
 void Executor::execute(const Action& action, const Run& run, int microbatch) {
@@ -413,10 +418,12 @@ void Executor::evaluate(const Run& run) {
   const auto* early = plan == receives_.end() ? nullptr : &plan->second.evaluation.at(setup_.rank);
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int number = 0; number < static_cast<int>(run.layouts.size()); ++number) {
-    posting_ = {early, [&](int& microbatch) {
-                  microbatch = number;
-                  return &run;
-                }};
+    posting_ = {};
+    posting_.early = early;
+    posting_.find = [&](int& microbatch) {
+      microbatch = number;
+      return &run;
+    };
     int action = 0;
     for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
       const OnStream guard(worker->streams().compute);

@@ -56,9 +56,10 @@ class Executor {
   StageWorker& worker(int stage) const;
 
   // Receives of runs with this wiring are posted by a plan, for channels that post none by
-  // themselves: see plan_receives(), which may throw ValueError. `edges` as there. From the
-  // submitting thread, before the first run that uses it.
-  void plan_receives(int wiring, const std::vector<StageEdge>& edges);
+  // themselves: see plan_receives(), which may throw ValueError. `edges` and `joint` as there. From
+  // the submitting thread, before the first run that uses it, or drained.
+  void plan_receives(int wiring, const std::vector<StageEdge>& edges,
+                     const std::vector<JointUpdate>& joint);
 
   using Ticket = std::int64_t;
   Ticket submit_run(Run run);
@@ -124,8 +125,10 @@ class Executor {
   void execute(const Action& action, const Run& run, int microbatch);
   // Gives the run of a microbatch of a list, and its number there; or null.
   using FindRun = std::function<const Run*(int& microbatch)>;
-  // These post the receives of the plan that belong there: the second once, the last one too.
-  void begin_action(int action);
+  // These post the receives of the plan that belong there: the second once, the last one too. The
+  // first one waits for updates in between, as the plan asks for. `run`: of `what`, the action;
+  // null: it is skipped, or the list is over.
+  void begin_action(int action, const Run* run = nullptr, const Action& what = {});
   void post_with_sends();
   void end_action();
   void post(Moment moment);
@@ -163,7 +166,8 @@ class Executor {
   // Of the list, or evaluation, that is being executed: its part of the plan, the action, and
   // whether the receives that belong to its sends have been posted.
   struct Posting {
-    const std::vector<EarlyReceive>* early = nullptr;
+    const std::vector<EarlyReceive>* early = nullptr;  // null: channels post theirs by themselves
+    const std::vector<AwaitedUpdate>* awaited = nullptr;
     FindRun find;
     int action = 0;
     bool is_done = true;

@@ -37,14 +37,29 @@ void Executor::wait_for_device(std::size_t most_runs_behind) {
   }
 }
 
-void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges) {
-  receives_.insert_or_assign(wiring, pd2::plan_receives(setup_.schedule, edges));
+void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges,
+                             const std::vector<JointUpdate>& joint) {
+  receives_.insert_or_assign(wiring, pd2::plan_receives(setup_.schedule, edges, joint));
 }
 
 // Before the action's own receives: what it posts here is under way, whatever those wait for.
-void Executor::begin_action(int action) {
+void Executor::begin_action(int action, const Run* run, const Action& what) {
   posting_.action = action;
   posting_.is_done = false;
+  if (posting_.early == nullptr) {
+    return;
+  }
+  post(Moment::kBeforeUpdates);
+  if (posting_.awaited != nullptr) {
+    for (const AwaitedUpdate& each : *posting_.awaited) {
+      if (each.action == action) {
+        worker(each.stage).updates().finish();
+      }
+    }
+    if (run != nullptr) {
+      worker(what.stage).finish_joint_updates(what.kind, *run);
+    }
+  }
   post(Moment::kBefore);
 }
 

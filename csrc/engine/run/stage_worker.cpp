@@ -156,6 +156,15 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   }
 }
 
+void StageWorker::finish_joint_updates(ActionKind kind, const Run& run) {
+  const bool is_needed = kind == ActionKind::kForward
+                             ? version_of_batch(run.batch) > stage_->versions().newest()
+                             : kind == ActionKind::kUpdate && run.ends_batch;
+  if (is_needed && updates_.are_joint()) {
+    updates_.finish();
+  }
+}
+
 void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
   const Wiring& wiring = wirings_.at(run.wiring);
   if (kind == ActionKind::kForward) {

@@ -67,6 +67,9 @@ class StageWorker {
   // After the thread has ended. Releases the channels and the replicas, and so their connections.
   void drop_connections();
 
+  // Waits for the updates that other stages wait for, too, and without which the action cannot be
+  // done: before its receives are posted, where these keep a device busy (see plan_receives()).
+  void finish_joint_updates(ActionKind kind, const Run& run);
   // Begins the transfers of what the action will receive.
   void prepare(ActionKind kind, const Run& run, int microbatch);
   // Calls `step`, reserve() or post(), for what another stage sends for the microbatch, the next in

@@ -51,6 +51,8 @@ class StageUpdates {
   // Before the next batch's first gradients: waits until they have a buffer. Throws ChannelAborted
   // when stopped.
   void free_gradients();
+  // Whether other stages wait for what this one's updates read from its device.
+  bool are_joint() const { return (clipping_ && clipping_->norm) || stage_.is_tied(); }
   // Whether gradients are complete whose update has not been submitted.
   bool is_due() const { return complete_.has_value(); }
   // Waits for the update under way, if any, whose version can be read then. Throws ChannelAborted

@@ -1,7 +1,9 @@
 // A reference for plan_receives(): ranks with devices that spin, as NCCL makes them. Hosts launch
 // ahead, devices follow, and wherever it is asked for, and memory is taken, a host waits for all
-// that its device has to do. For memory of what it receives it waits for a header first. It knows
-// nothing of plans but where they say that a receive is posted.
+// that its device has to do. For memory of what it receives it waits for a header first. Updates
+// that wait for each other have threads of their own, which tell the other stages what they read
+// from their device; these, too, may wait for all that it has to do. It knows nothing of plans but
+// where they say that a receive is posted, or an update waited for.
 
 #pragma once
 
@@ -11,6 +13,7 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <random>
 #include <string>
@@ -21,21 +24,28 @@ namespace pd2::testing {
 
 // At once: all of a batch when it begins, and nobody waits for a device, but the batch's lists must
 // be done before the next one begins.
-enum class Posting { kPlanned, kWhenConsumed, kTwoAhead, kAtOnce };
+// Without joint: the plan knows of no updates that wait for each other, and nobody waits for one
+// before what depends on it is computed.
+enum class Posting { kPlanned, kPlannedWithoutJoint, kWhenConsumed, kTwoAhead, kAtOnce };
 
 struct Drains {
   double in_actions = 0;       // the probability that a host waits at a place in an action
   double between_batches = 0;  // and that all wait before they begin the next batch
+  double in_updates = 0;       // and that an update's thread does, at each of its steps
+  double headers = 1;          // and that a host waits for a header before it posts a receive
 };
 
 class ReceiveExecution {
  public:
   ReceiveExecution(const Schedule& schedule, std::vector<StageEdge> edges, Posting posting,
-                   unsigned seed)
+                   unsigned seed, std::vector<JointUpdate> joint = {})
       : schedule_(schedule),
         edges_(std::move(edges)),
         posting_(posting),
-        plan_(posting == Posting::kPlanned ? plan_receives(schedule, edges_) : ReceivePlan()),
+        joint_(std::move(joint)),
+        plan_(posting == Posting::kPlanned               ? plan_receives(schedule, edges_, joint_)
+              : posting == Posting::kPlannedWithoutJoint ? plan_receives(schedule, edges_)
+                                                         : ReceivePlan()),
         random_(seed) {}
 
   // Returns what is wrong, "" if runs of these numbers of batches, each drained, come to an end.
@@ -45,12 +55,14 @@ class ReceiveExecution {
       ranks_.assign(schedule_.ranks.size(), {});
       channels_.clear();
       shares_.assign(schedule_.num_stages, {});
+      updates_.assign(schedule_.num_stages, {});
       for (int batch = 0; batch <= num_batches; ++batch) {
         const ListKind list = batch == num_batches ? ListKind::kEpilogue
                               : batch              ? ListKind::kSteady
                                                    : ListKind::kPrologue;
         submit(list, std::min(batch, num_batches - 1));
         const bool all_wait = batch == num_batches || chance(drains.between_batches);
+        if (batch == num_batches) await_all();
         if (all_wait) {
           for (Rank& rank : ranks_)
             rank.program.push_back(
@@ -84,17 +96,29 @@ class ReceiveExecution {
       kAnnounce,
       kSend,
       kShare,
+      kUpdate,
+      kAwait,
       kDrain,
       kFinish
     } kind;
     Ends ends = {};      // of a message
     int microbatch = 0;  // from the run's first
-    int stage = 0;       // of kShare
+    int stage = 0;       // of kShare, kUpdate and kAwait
+    int batch = 0;       // of kUpdate and kAwait; there kLast: the last that has begun
   };
+  static constexpr int kLast = std::numeric_limits<int>::max();
   struct Rank {
-    std::deque<Op> program;  // what the host has not launched
-    std::deque<Op> compute;  // what the compute stream has to do, in order
-    int unfinished = 0;      // sends, receives and sums that were launched and go on
+    std::deque<Op> program;   // what the host has not launched
+    std::deque<Op> compute;   // what the compute stream has to do, in order
+    int unfinished = 0;       // sends, receives and sums that were launched and go on
+    int given = 0, done = 0;  // to the compute stream, and by it
+    bool is_idle() const { return compute.empty() && unfinished == 0; }
+  };
+  // A stage's: the batches, and where the compute stream is to be for the last one.
+  struct Update {
+    int begun = -1, told = -1, over = -1;
+    int after = 0, after_shares = 0;
+    bool drains = false;  // before its next step
   };
   struct Channel {
     int expected = 0, posted = 0, consumed = 0;  // by the receiver's host
@@ -145,7 +169,7 @@ class ReceiveExecution {
       using Receives = std::vector<std::pair<Ends, int>>;
       const auto reserve = [&](const Receives& receives) {
         for (const auto& [ends, number] : receives) {
-          program.push_back({Op::kReserve, ends, number, 0});
+          if (chance(drains_.headers)) program.push_back({Op::kReserve, ends, number});
           drain();
         }
       };
@@ -157,7 +181,7 @@ class ReceiveExecution {
         }
       };
       const auto early = [&](int place, Moment moment) {
-        if (posting_ != Posting::kPlanned) return;
+        if (posting_ != Posting::kPlanned && posting_ != Posting::kPlannedWithoutJoint) return;
         Receives receives;
         for (const EarlyReceive& each : plan_.of(static_cast<int>(r), list)) {
           const int number = batch * m + each.receive.microbatch;
@@ -170,36 +194,49 @@ class ReceiveExecution {
         const Action& action = all[place];
         const int number = batch * m + action.microbatch;
         const bool exists = number >= 0;
+        early(place, Moment::kBeforeUpdates);
+        await_planned(static_cast<int>(r), list, place);
+        const int needed = needed_by(action, number);
+        const bool awaits = exists && !joint_of(action.stage).empty();
+        const Op await = {.kind = Op::kAwait, .stage = action.stage, .batch = needed};
+        if (awaits && posting_ == Posting::kPlanned) program.push_back(await);
         early(place, Moment::kBefore);
         if (exists && !posts_ahead()) {
           for (const Ends& ends : messages(action.stage, action.kind, false)) {
             post({{ends, number}});
           }
         }
+        if (awaits) program.push_back(await);
         if (exists) {
           drain();
           for (const Ends& ends : messages(action.stage, action.kind, false)) {
-            program.push_back({Op::kConsume, ends, number, 0});
+            program.push_back({Op::kConsume, ends, number});
           }
           program.push_back({.kind = Op::kCompute});
           if (schedule_.num_pipelines == 2 && action.kind == ActionKind::kUpdate) {
             program.push_back({.kind = Op::kShare, .stage = action.stage});
           }
+          if (awaits && action.kind == ActionKind::kUpdate) {
+            program.push_back({.kind = Op::kUpdate, .stage = action.stage, .batch = number / m});
+          }
           for (const Ends& ends : messages(action.stage, action.kind, true)) {
             drain();
-            program.push_back({Op::kAnnounce, ends, number, 0});
+            program.push_back({Op::kAnnounce, ends, number});
           }
         }
         early(place, Moment::kWithSends);
         if (exists) {
           for (const Ends& ends : messages(action.stage, action.kind, true)) {
-            program.push_back({Op::kSend, ends, number, 0});
+            program.push_back({Op::kSend, ends, number});
           }
         }
         early(place, Moment::kAfterSends);
         if (exists) drain();
       }
-      if (all.empty()) early(0, Moment::kBefore);
+      const auto end = static_cast<int>(all.size());
+      early(end, Moment::kBeforeUpdates);
+      await_planned(static_cast<int>(r), list, end);
+      early(end, Moment::kBefore);
     }
     if (!posts_ahead() || list == ListKind::kEpilogue) return;
     for (int stage = 0; stage < schedule_.num_stages; ++stage) {
@@ -209,6 +246,36 @@ class ReceiveExecution {
           post_ahead(ends);
         }
       }
+    }
+  }
+
+  std::vector<int> joint_of(int stage) const {
+    std::vector<int> all;
+    for (const JointUpdate& stages : joint_) {
+      if (std::ranges::find(stages, stage) != stages.end()) {
+        all.insert(all.end(), stages.begin(), stages.end());
+      }
+    }
+    return all;
+  }
+  // Of the batch before an update, or of the one that makes the version that a forward reads.
+  int needed_by(const Action& action, int number) const {
+    const int batch = number / schedule_.num_microbatches;
+    if (action.kind == ActionKind::kUpdate) return batch - 1;
+    if (action.kind == ActionKind::kForward) return batch - schedule_.delay[action.stage] - 1;
+    return -1;
+  }
+  void await_planned(int rank, ListKind list, int place) {
+    if (posting_ != Posting::kPlanned) return;
+    for (const AwaitedUpdate& each : plan_.awaited[static_cast<std::size_t>(list)].at(rank)) {
+      if (each.action != place) continue;
+      ranks_[rank].program.push_back({.kind = Op::kAwait, .stage = each.stage, .batch = kLast});
+    }
+  }
+  void await_all() {
+    for (int stage = 0; stage < schedule_.num_stages; ++stage) {
+      ranks_[rank_of(stage)].program.push_back(
+          {.kind = Op::kAwait, .stage = stage, .batch = kLast});
     }
   }
 
@@ -235,7 +302,33 @@ class ReceiveExecution {
         moved = compute(ranks_[r]) || moved;
       }
       moved = transfer() || moved;
+      for (int stage = 0; stage < schedule_.num_stages; ++stage) {
+        if (updates_[stage].over == updates_[stage].begun) continue;
+        // It may be late.
+        moved = (random_() % 4 == 0 ? update(stage) : can_update(stage)) || moved;
+      }
     }
+  }
+
+  bool can_update(int stage) const {
+    const Update& update = updates_[stage];
+    const Rank& rank = ranks_[rank_of(stage)];
+    if (update.drains) return rank.is_idle();
+    if (update.told == update.begun) {
+      return std::ranges::all_of(joint_of(stage),
+                                 [&](int other) { return updates_[other].told >= update.begun; });
+    }
+    return rank.done >= update.after && shares_[stage].finished >= update.after_shares;
+  }
+
+  // The next step of the update's thread: it waits for the device, tells, waits, is over.
+  bool update(int stage) {
+    if (!can_update(stage)) return false;
+    Update& update = updates_[stage];
+    if (std::exchange(update.drains, false)) return true;
+    (update.told == update.begun ? update.over : update.told) = update.begun;
+    update.drains = update.over < update.begun && chance(drains_.in_updates);
+    return true;
   }
 
   // The host's next step.
@@ -245,8 +338,19 @@ class ReceiveExecution {
     Channel& channel = channels_[op.ends];
     switch (op.kind) {
       case Op::kDrain:
-        if (!rank.compute.empty() || rank.unfinished > 0) return false;
+        if (!rank.is_idle()) return false;
         break;
+      case Op::kUpdate:
+        updates_[op.stage].begun = op.batch;
+        updates_[op.stage].after = rank.given;
+        updates_[op.stage].after_shares = shares_[op.stage].launched;
+        updates_[op.stage].drains = chance(drains_.in_updates);
+        break;
+      case Op::kAwait: {
+        const Update& update = updates_[op.stage];
+        if (update.over < (op.batch == kLast ? update.begun : op.batch)) return false;
+        break;
+      }
       case Op::kFinish:
         if (!rank.compute.empty()) return false;
         break;
@@ -283,6 +387,7 @@ class ReceiveExecution {
         break;
     }
     rank.program.pop_front();
+    rank.given = rank.done + static_cast<int>(rank.compute.size());
     return true;
   }
 
@@ -294,6 +399,7 @@ class ReceiveExecution {
     if (op.kind == Op::kSend) ++channel.sent;
     if (op.kind == Op::kShare) ++shares_[op.stage].computed;
     rank.compute.pop_front();
+    ++rank.done;
     return true;
   }
 
@@ -330,12 +436,14 @@ class ReceiveExecution {
   const Schedule& schedule_;
   const std::vector<StageEdge> edges_;
   const Posting posting_;
+  const std::vector<JointUpdate> joint_;
   const ReceivePlan plan_;
   std::mt19937 random_;
   Drains drains_;
   std::vector<Rank> ranks_;
   std::map<Ends, Channel> channels_;
   std::vector<Share> shares_;
+  std::vector<Update> updates_;  // by stage
   std::string problem_;
 };
 

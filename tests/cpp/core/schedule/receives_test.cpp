@@ -12,7 +12,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -203,6 +205,129 @@ TEST(Receives, RandomSchedulesHaveAPlanOrWaitForTheNextBatch) {
   }
   EXPECT_GT(planned, testing::kSanitized ? 30 : 300);
   EXPECT_GT(refused, testing::kSanitized ? 1 : 10);
+}
+
+// Clipping by norm, or a scaled loss.
+std::vector<JointUpdate> all_stages(const Schedule& schedule) {
+  JointUpdate all(schedule.num_stages);
+  std::iota(all.begin(), all.end(), 0);
+  return {all};
+}
+
+// Weights that are tied, of the first stage and the last, or of neighbours; both copies of each.
+std::vector<JointUpdate> stages_of_copies(const Schedule& schedule, int a, int b) {
+  JointUpdate tied;
+  for (int first = 0; first < schedule.num_stages; first += schedule.depth()) {
+    tied.insert(tied.end(), {first + a, first + b});
+  }
+  return {tied};
+}
+
+bool may_join(const Schedule& schedule, const std::vector<JointUpdate>& joint) {
+  return value_error([&] { check_joint_updates(schedule, joint, "test"); }).empty();
+}
+
+constexpr Drains kEverywhere = {
+    .in_actions = 1, .between_batches = 1, .in_updates = 1, .headers = 0};
+
+std::string joint_execution(const Schedule& schedule, Posting posting,
+                            const std::vector<JointUpdate>& joint, Drains drains,
+                            unsigned seed = 1) {
+  return ReceiveExecution(schedule, chain_edges(schedule.depth()), posting, seed, joint)
+      .run({1, 4, 2}, drains);
+}
+
+TEST(Receives, NoUpdateThatOthersWaitForWaitsForAReceive) {
+  for (const Schedule& schedule : made_schedules(testing::kSanitized ? 4 : 5, 6)) {
+    const int last = schedule.depth() - 1;
+    if (last == 0) continue;
+    for (const auto& joint : {all_stages(schedule), stages_of_copies(schedule, 0, last),
+                              stages_of_copies(schedule, last - 1, last)}) {
+      if (!may_join(schedule, joint)) continue;
+      // Only there a rank waits in a batch's list for an update of the next batch's.
+      if (schedule.name == "pipedream" && schedule.num_microbatches == 1) continue;
+      EXPECT_EQ(joint_execution(schedule, Posting::kPlanned, joint, kEverywhere), "")
+          << named(schedule) << " " << joint[0].size();
+      for (unsigned seed = 0; seed < 4; ++seed) {
+        const Drains drains = {
+            .in_actions = 0.25 * seed, .between_batches = 0.5, .in_updates = 0.5, .headers = 0.5};
+        EXPECT_EQ(joint_execution(schedule, Posting::kPlanned, joint, drains, seed), "")
+            << named(schedule) << " " << joint[0].size();
+      }
+    }
+  }
+}
+
+TEST(Receives, APlanWithoutTheNormLetsUpdatesSpin) {
+  int found_with_delay = 0;
+  for (const Schedule& schedule : made_schedules(4, 8)) {
+    if (schedule.ranks.size() == 1 || !may_join(schedule, all_stages(schedule))) continue;
+    bool found = false;
+    for (unsigned seed = 0; seed < 20 && !found; ++seed) {
+      found = joint_execution(schedule, Posting::kPlannedWithoutJoint, all_stages(schedule),
+                              {.in_updates = 1, .headers = 0}, seed) != "";
+    }
+    const bool has_delay = schedule.delay[0] > 0;
+    if (!has_delay && schedule.num_pipelines == 1) {
+      EXPECT_TRUE(found) << named(schedule);
+    }
+    found_with_delay += has_delay && found ? 1 : 0;
+  }
+  EXPECT_GT(found_with_delay, 10);
+}
+
+TEST(Receives, UpdatesAreAwaitedWhereAnUpdateIsThatForwardsReadLater) {
+  const Schedule schedule = make_schedule("2bw", 3, 3);
+  const ReceivePlan plan = plan_receives(schedule, chain_edges(3), all_stages(schedule));
+  // The last stage comes to its next update before the others' forwards read this one's version.
+  const int end = 6;
+  const AwaitedUpdates at_end = {
+      {{.action = end + 1, .stage = 0}}, {{.action = end + 1, .stage = 1}}, {}};
+  EXPECT_EQ(plan.awaited[static_cast<std::size_t>(ListKind::kSteady)], at_end);
+  for (const ListKind list : {ListKind::kPrologue, ListKind::kEpilogue}) {
+    EXPECT_EQ(plan.awaited[static_cast<std::size_t>(list)], AwaitedUpdates(3));
+  }
+  // Without a delay a rank waits before its first forward, as everybody does.
+  const Schedule flushed = make_schedule("1f1b", 3, 3);
+  const ReceivePlan of_flushed = plan_receives(flushed, chain_edges(3), all_stages(flushed));
+  for (const AwaitedUpdates& list : of_flushed.awaited) EXPECT_EQ(list, AwaitedUpdates(3));
+}
+
+TEST(Receives, RandomSchedulesWithJointUpdatesHaveAPlanOrWaitForTheNextBatch) {
+  ScheduleMutator mutator(12);
+  int planned = 0;
+  int refused = 0;
+  for (int walks = testing::kSanitized ? 40 : 400; walks > 0; --walks) {
+    walk(mutator, mutator.make(4, 4), 40, [&](const Schedule& schedule) {
+      try {
+        validate(schedule);
+      } catch (const ValueError&) {
+        return false;
+      }
+      const auto joint = mutator.below(2) || schedule.depth() == 1
+                             ? all_stages(schedule)
+                             : stages_of_copies(schedule, 0, schedule.depth() - 1);
+      if (!may_join(schedule, joint)) return true;
+      const bool has_plan =
+          value_error([&] { plan_receives(schedule, chain_edges(schedule.depth())); }).empty();
+      const std::string refusal =
+          value_error([&] { plan_receives(schedule, chain_edges(schedule.depth()), joint); });
+      if (refusal.empty()) {
+        EXPECT_EQ(joint_execution(schedule, Posting::kPlanned, joint, kEverywhere), "")
+            << to_text(schedule);
+        ++planned;
+      } else if (has_plan) {
+        // Its stages read versions of different ages: a rank waits for an update that comes in
+        // another one's next list.
+        EXPECT_NE(refusal.find("for an update of all its stages"), std::string::npos) << refusal;
+        EXPECT_NE(std::ranges::min(schedule.delay), std::ranges::max(schedule.delay));
+        ++refused;
+      }
+      return true;
+    });
+  }
+  EXPECT_GT(planned, testing::kSanitized ? 100 : 1000);
+  EXPECT_LT(refused, planned / 20);
 }
 
 TEST(Receives, EdgesGoToLaterStages) {
