@@ -35,6 +35,18 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
 
 
+def backend_for_all() -> str | None:
+    """The backends of the default group, and gloo for hosts; None if it has one for hosts itself.
+
+    It has none after ``init_process_group("nccl")``, nor, where there is an accelerator, after
+    ``init_process_group()`` or ``init_device_mesh``; but a model may be on the CPU there.
+    """
+    backends = backends_of()
+    if "cpu" in backends:
+        return None
+    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends).items())
+
+
 def go_over_hosts(device_types: Collection[str]) -> bool:
     """Whether messages between devices of these types go over the hosts' memory.
 

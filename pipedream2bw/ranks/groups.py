@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
-from .device_groups import end_with_fault, errors_left_to_engine
+from .device_groups import backend_for_all, end_with_fault, errors_left_to_engine
 
 
 def number_groups_alike(store: Store, name: str) -> None:
@@ -42,9 +42,10 @@ def new_group(
     do nothing but count it.
 
     Args:
-        backend: None: those of the default group.
+        backend: None: those of the default group, and gloo for hosts if it has none for them.
         timeout: of the group's transfers; None: the deadline's.
     """
+    backend = backend or backend_for_all()
     timeout = timeout or datetime.timedelta(seconds=deadline.seconds)
     world = dist.distributed_c10d._world
     own = None

@@ -1,4 +1,4 @@
-"""Over a group like NCCL's, whose receives spin until they are aborted, no failure leaves a rank."""
+"""Over a group like NCCL's, whose receives spin, no failure of one rank leaves another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEDULES = ("2bw", "1f1b", "zero_bubble")
 ENDS = ("forward", "backward", "step", "abort", "close")
 
 
-class Raised(Exception):
+class UserError(Exception):
     """What the user's code raises."""
 
 
@@ -69,7 +69,7 @@ def fail() -> None:
         failing["at"] = time.time()
         if failing["how"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise Raised("on purpose")
+        raise UserError("on purpose")
 
 
 class Layer(nn.Linear):

@@ -14,6 +14,7 @@ from pipedream2bw import _C
 from pipedream2bw.ranks import groups
 from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.groups import destroy_groups, new_group
+from tests.runs import backends
 from tests.runs.launch import run_ranks
 
 
@@ -61,3 +62,15 @@ def test_a_group_is_made_by_its_members_alone() -> None:
     numbers = [int(name) for name in first["names"]]
     assert numbers == [numbers[0] + i for i in (0, 2, 3, 5)]
     assert [int(name) for name in third["names"]] == [numbers[0] + i for i in (1, 2, 4, 5)]
+
+
+def train_on_hosts(rank: int, world: int, how: str) -> None:
+    torch.set_num_threads(1)
+    mesh = backends.join(how, "cpu", (2, world // 2))
+    for width in (world // 2, world):
+        backends.check_training("cpu", width, mesh if width == world // 2 else None)
+
+
+@pytest.mark.parametrize("how", backends.JOINS)
+def test_the_processes_group_may_be_made_without_a_backend(how: str) -> None:
+    run_ranks(train_on_hosts, 4, args=[how], rendezvous="environment", timeout=60)
