@@ -49,6 +49,10 @@ class JointUpdates:
 
     def set_norm(self, has_norm: bool) -> None:
         """Plans anew. Drained; every rank calls it. ValueError if there is no safe plan."""
-        self.have_norm = has_norm
-        for wiring, edges in self._edges.items():
-            self.connect(wiring, edges)
+        before, self.have_norm = self.have_norm, has_norm
+        try:
+            for wiring, edges in self._edges.items():
+                self.connect(wiring, edges)
+        except ValueError:
+            self.have_norm = before
+            raise

@@ -255,8 +255,10 @@ class Walk {
 
   void check_finished() const {
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
-      PD2_CHECK(has_finished(rank), "schedule ", schedule_.name, ": rank ", rank, " waits in ",
-                to_string(action(rank)), " for ",
+      const bool is_at_end = has_finished(rank);
+      PD2_CHECK(is_at_end && !ranks_[rank].waits_for_updates, "schedule ", schedule_.name,
+                ": rank ", rank, " waits ",
+                is_at_end ? "behind its last action" : "in " + to_string(action(rank)), " for ",
                 ranks_[rank].waits_for_device ? "the gradients of the stage's copy, and that one "
                                                 "for this rank"
                 : ranks_[rank].waits_for_updates ? "an update of all its stages, and one of these "
