@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <limits>
 #include <set>
 #include <tuple>
@@ -92,6 +93,14 @@ int step_of(const Period& period, int chunk, ActionKind kind) {
   return kSlots * found->lag + static_cast<int>(found - period.begin());
 }
 
+// A stage's last W of a batch, and the stage's update.
+void add_weight_grad(std::vector<Action>& list, int stage, int microbatch, int m) {
+  list.push_back({.stage = stage, .kind = kWeightGrad, .microbatch = microbatch});
+  if (floor_mod(microbatch, m) == m - 1) {
+    list.push_back({.stage = stage, .kind = kUpdate, .microbatch = microbatch});
+  }
+}
+
 class Lists {
  public:
   Lists(const Period& period, int ranks, int rank, int m)
@@ -99,15 +108,18 @@ class Lists {
     for (const PeriodAction& action : period) end_ = std::max(end_, m + action.lag);
   }
 
-  RankActions make(bool is_flushed) const {
+  RankActions make() const {
     RankActions actions;
-    add_periods(actions.prologue, 0, is_flushed ? end_ : m_, 0);
-    if (is_flushed) {
-      actions.steady = actions.prologue;
-    } else {
-      add_periods(actions.steady, 0, m_, -end_);
-      add_periods(actions.epilogue, m_, end_, -end_);
-    }
+    add_periods(actions.prologue, 0, m_, 0);
+    add_periods(actions.steady, 0, m_, -end_);
+    add_periods(actions.epilogue, m_, end_, -end_);
+    return actions;
+  }
+
+  // Of one batch alone.
+  std::vector<Action> whole() const {
+    std::vector<Action> actions;
+    add_periods(actions, 0, end_, 0);
     return actions;
   }
 
@@ -119,9 +131,10 @@ class Lists {
         const int microbatch = k - lag;
         if (microbatch < first || microbatch >= m_) continue;
         const int stage = chunk == 0 ? rank_ : 2 * ranks_ - 1 - rank_;
-        list.push_back({.stage = stage, .kind = kind, .microbatch = microbatch});
-        if (kind == kWeightGrad && floor_mod(microbatch, m_) == m_ - 1) {
-          list.push_back({.stage = stage, .kind = kUpdate, .microbatch = microbatch});
+        if (kind == kWeightGrad) {
+          add_weight_grad(list, stage, microbatch, m_);
+        } else {
+          list.push_back({.stage = stage, .kind = kind, .microbatch = microbatch});
         }
       }
     }
@@ -132,6 +145,92 @@ class Lists {
   const int rank_;
   const int m_;
   int end_ = 0;  // the period after which all of a batch is done
+};
+
+// The lists of a batch that drains: as the periods have them to a rank's last F, and after it every
+// I as soon as its message is there, and W's while it is not. All actions take one slot here, and
+// messages none.
+class Draining {
+ public:
+  Draining(const std::vector<Period>& periods, int m)
+      : ranks_(static_cast<int>(periods.size())), m_(m), done_(4 * ranks_ * m, kNever) {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Rank& made = each_.emplace_back();
+      for (const Action& action : Lists(periods[rank], ranks_, rank, m).whole()) {
+        if (action.kind == kForward) made.forwards_end = made.todo.size() + 1;
+        if (action.kind != kUpdate) made.todo.push_back(action);
+      }
+      std::erase_if(made.todo, [&, place = size_t{0}](const Action& action) mutable {
+        return place++ >= made.forwards_end && action.kind == kWeightGrad;
+      });
+    }
+  }
+
+  std::vector<std::vector<Action>> make() {
+    bool is_done = false;
+    for (int slot = 0; !is_done; ++slot) {
+      is_done = true;
+      for (Rank& rank : each_) {
+        take_one(rank, slot);
+        if (rank.next < rank.todo.size() || !rank.weight_grads.empty()) is_done = false;
+      }
+    }
+    std::vector<std::vector<Action>> lists;
+    for (Rank& rank : each_) lists.push_back(std::move(rank.list));
+    return lists;
+  }
+
+ private:
+  static constexpr int kNever = std::numeric_limits<int>::max();
+
+  struct Rank {
+    std::vector<Action> todo;  // without the W's after the last F
+    size_t next = 0;
+    size_t forwards_end = 0;
+    std::deque<Action> weight_grads;  // the I's that are done and whose W's are not
+    std::vector<Action> list;
+  };
+
+  void take_one(Rank& rank, int slot) {
+    if (rank.next < rank.todo.size() && can_begin(rank.todo[rank.next], slot)) {
+      take(rank, rank.todo[rank.next++], slot);
+    } else if (rank.next >= rank.forwards_end && !rank.weight_grads.empty()) {
+      take_weight_grad(rank);
+    }
+  }
+
+  void take(Rank& rank, const Action& action, int slot) {
+    if (action.kind == kWeightGrad) return take_weight_grad(rank);
+    done(action.stage, action.kind, action.microbatch) = slot + 1;
+    if (action.kind == kInputGrad) rank.weight_grads.push_back(action);
+    rank.list.push_back(action);
+  }
+
+  void take_weight_grad(Rank& rank) {
+    const Action& of = rank.weight_grads.front();
+    add_weight_grad(rank.list, of.stage, of.microbatch, m_);
+    rank.weight_grads.pop_front();
+  }
+
+  bool can_begin(const Action& action, int slot) {
+    const int last = 2 * ranks_ - 1;
+    if (action.kind == kWeightGrad) return true;
+    if (action.kind == kForward) {
+      return action.stage == 0 || done(action.stage - 1, kForward, action.microbatch) <= slot;
+    }
+    if (action.stage == last) return done(last, kForward, action.microbatch) <= slot;
+    return done(action.stage + 1, kInputGrad, action.microbatch) <= slot;
+  }
+
+  // The slot after that of an F or I.
+  int& done(int stage, ActionKind kind, int microbatch) {
+    return done_[((kind == kForward ? 0 : 2 * ranks_) + stage) * m_ + microbatch];
+  }
+
+  const int ranks_;
+  const int m_;
+  std::vector<int> done_;
+  std::vector<Rank> each_;
 };
 
 }  // namespace
@@ -201,8 +300,14 @@ Schedule make_v_schedule(std::string_view name, const std::vector<Period>& perio
   for (int stage = 0; stage < 2 * ranks; ++stage) {
     schedule.placement.push_back(std::min(stage, 2 * ranks - 1 - stage));
   }
+  if (is_flushed) {
+    for (std::vector<Action>& list : Draining(periods, num_microbatches).make()) {
+      schedule.ranks.push_back({.prologue = list, .steady = list, .epilogue = {}});
+    }
+    return schedule;
+  }
   for (int rank = 0; rank < ranks; ++rank) {
-    schedule.ranks.push_back(Lists(periods[rank], ranks, rank, num_microbatches).make(is_flushed));
+    schedule.ranks.push_back(Lists(periods[rank], ranks, rank, num_microbatches).make());
   }
   return schedule;
 }

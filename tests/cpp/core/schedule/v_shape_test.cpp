@@ -154,6 +154,23 @@ TEST(VShape, TheLongerTheWayTheSlowerMessagesMayBe) {
   }
 }
 
+// The last rank waits p - 1 forwards for its first message, whatever the order: p - 1 slots of a
+// batch are the least that can be idle.
+TEST(VShape, ADrainIdlesNoLongerThanItMust) {
+  for (const int p : {1, 2, 3, 4, 5, 8, 16}) {
+    for (const int m : {p, 2 * p, 2 * p + 1, 4 * p}) {
+      const auto over = [&](const std::string& name) {
+        Costs costs;
+        costs.stages.assign(2 * p, {.forward = 1, .input_grad = 1, .weight_grad = 1});
+        return simulate(made(name, p, m), costs, 4).period - 6 * m;
+      };
+      EXPECT_NEAR(over("zero_bubble_v"), p - 1, 1e-9) << p << " " << m;
+      EXPECT_LE(over("v_half"), 3 * p) << p << " " << m;
+      EXPECT_LE(over("v_min"), 4 * p) << p << " " << m;
+    }
+  }
+}
+
 TEST(VShape, ARankHasTwoStages) {
   EXPECT_EQ(value_error([] { make_schedule("2bw_v_half", 4, 4); }),
             "stages_per_rank: 1, schedule: 2bw_v_half: rank r has the stages r and num_stages - 1 "
