@@ -167,6 +167,13 @@ def simulate(
     launches: LaunchCosts | None,
     host: HostCosts | None,
 ) -> Simulation: ...
+def fastest_v_schedule(
+    ranks: int,
+    num_microbatches: int,
+    in_flight: float,
+    stages: Sequence[StageCosts],
+    edges: Sequence[EdgeCosts],
+) -> Schedule: ...
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledRows:

@@ -41,6 +41,7 @@ from .runtime.lazy_numbers import Loss
 from .runtime.stage_memory import StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
+from .schedules.fastest_v import fastest_v_schedule
 from .schedules.load import load_schedule, make_schedule, schedule_names
 from .schedules.simulate import HostCosts, IdleTime, LaunchCosts, Simulation, simulate
 
@@ -83,6 +84,7 @@ __all__ = [
     "draw_text",
     "draw_timeline",
     "errors",
+    "fastest_v_schedule",
     "load",
     "load_schedule",
     "make_schedule",

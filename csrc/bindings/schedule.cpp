@@ -5,6 +5,7 @@
 #include "core/schedule/methods.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
+#include "core/simulate/fastest_v.h"
 #include "core/simulate/simulate.h"
 
 #include <pybind11/operators.h>
@@ -104,6 +105,16 @@ void bind_simulation(py::module_& module) {
       },
       py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"),
       py::arg("launches"), py::arg("host"));
+  module.def(
+      "fastest_v_schedule",
+      [](int ranks, int num_microbatches, double in_flight, std::vector<StageCosts> stages,
+         std::vector<EdgeCosts> edges) {
+        const Costs costs = {.stages = std::move(stages), .edges = std::move(edges), .skips = {}};
+        const py::gil_scoped_release no_gil;
+        return fastest_v_schedule(ranks, num_microbatches, in_flight, costs);
+      },
+      py::arg("ranks"), py::arg("num_microbatches"), py::arg("in_flight"), py::arg("stages"),
+      py::arg("edges"));
 }
 
 }  // namespace

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
+from .costs import PerStage, halves_of_backward, one_each
 from .events import Event
 from .load import schedule_for
-
-PerStage = float | Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +197,7 @@ def simulate(
     made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
     check_whole_number("num_batches", num_batches)
     d = made.depth
-    input_grads, weight_grads = _halves(backward, input_grad, weight_grad, d)
+    input_grads, weight_grads = halves_of_backward(backward, input_grad, weight_grad, d)
     of_stages: dict[str, PerStage] = {
         "forward": forward,
         "input_grad": input_grads,
@@ -214,8 +212,8 @@ def simulate(
         "state_bytes": state_bytes,
     }
     of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
-    stages = {name: _values(name, given, d) for name, given in of_stages.items()}
-    edges = {name: _values(name, given, d, of_edges=True) for name, given in of_edges.items()}
+    stages = {name: one_each(name, given, d) for name, given in of_stages.items()}
+    edges = {name: one_each(name, given, d, of_edges=True) for name, given in of_edges.items()}
     found = _C.simulate(
         made,
         [_C.StageCosts(**{name: stages[name][i] for name in stages}) for i in range(d)],
@@ -270,43 +268,3 @@ def _host_costs(given: HostCosts | None) -> _C.HostCosts | None:
         raise TypeError(f"host_costs: {given!r} given, it must be HostCosts")
     check_whole_number("host_costs.buckets", given.buckets)
     return _C.HostCosts(**dataclasses.asdict(given))
-
-
-def _halves(
-    backward: PerStage | None,
-    input_grad: PerStage | None,
-    weight_grad: PerStage | None,
-    num_stages: int,
-) -> tuple[list[float], list[float]]:
-    """Returns the seconds of the input gradients and of the weight gradients."""
-    if input_grad is None and weight_grad is None:
-        whole = _values("backward", 2.0 if backward is None else backward, num_stages)
-        for stage, seconds in enumerate(whole):
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"backward[{stage}]: {seconds}: a cost must be finite and >= 0")
-        halves = [seconds / 2 for seconds in whole]
-        return halves, halves
-    if backward is not None or input_grad is None or weight_grad is None:
-        raise ValueError(
-            f"backward: {backward}, input_grad: {input_grad}, weight_grad: {weight_grad}: give "
-            "backward alone, or both of the others"
-        )
-    return (
-        _values("input_grad", input_grad, num_stages),
-        _values("weight_grad", weight_grad, num_stages),
-    )
-
-
-def _values(name: str, given: PerStage, num_stages: int, *, of_edges: bool = False) -> list[float]:
-    """Returns one value for each stage, or for each edge."""
-    expected = num_stages - 1 if of_edges else num_stages
-    if isinstance(given, (int, float)):
-        return [float(given)] * expected
-    values = [float(value) for value in given]
-    if len(values) != expected:
-        what = "pair of neighbouring stages" if of_edges else "stage"
-        raise ValueError(
-            f"{name}: {len(values)} values, num_stages: {num_stages}: one number, or one for each "
-            f"{what}"
-        )
-    return values

@@ -1,0 +1,82 @@
+#include "core/simulate/fastest_v.h"
+
+#include "core/check.h"
+#include "core/infinity.h"
+#include "core/schedule/v_shape.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pd2 {
+namespace {
+
+constexpr int kMostSteps = 6;  // a period: with longer ways a microbatch only waits
+constexpr double kEqual = 1.001;
+
+struct Candidate {
+  int halves = 0;  // in flight on the fullest rank
+  int least = 0;   // microbatches of a batch
+  std::string name;
+  std::vector<Period> periods;
+};
+
+std::vector<Candidate> candidates(int ranks) {
+  std::vector<Candidate> all;
+  VSteps steps;
+  for (steps.forward_down = 1; steps.forward_down <= kMostSteps; ++steps.forward_down) {
+    for (steps.forward_up = 1; steps.forward_up <= kMostSteps; ++steps.forward_up) {
+      for (steps.backward_down = 1; steps.backward_down <= kMostSteps; ++steps.backward_down) {
+        for (steps.backward_up = 1; steps.backward_up <= kMostSteps; ++steps.backward_up) {
+          auto periods = v_periods(ranks, steps);
+          if (!periods) continue;
+          Candidate& made = all.emplace_back();
+          for (const Period& period : *periods) {
+            made.halves = std::max(made.halves, most_halves_in_flight(period));
+          }
+          made.least = least_microbatches(*periods);
+          made.name = "2bw_v";
+          for (const int step :
+               {steps.forward_down, steps.forward_up, steps.backward_down, steps.backward_up}) {
+            made.name += "_" + std::to_string(step);
+          }
+          made.periods = std::move(*periods);
+        }
+      }
+    }
+  }
+  std::ranges::stable_sort(all, {}, &Candidate::halves);
+  return all;
+}
+
+}  // namespace
+
+Schedule fastest_v_schedule(int ranks, int num_microbatches, double in_flight, const Costs& costs) {
+  PD2_CHECK(ranks >= 1, "num_stages: ", 2 * ranks, ": a V has two stages a rank");
+  PD2_CHECK(num_microbatches >= 1, "num_microbatches: ", num_microbatches,
+            ": a batch needs num_microbatches >= 1");
+  const std::vector<Candidate> all = candidates(ranks);
+  int fewest = all.front().halves, least = all.front().least;
+  for (const Candidate& one : all) least = std::min(least, one.least);
+  PD2_CHECK(in_flight >= fewest / 2.0, "in_flight: ", in_flight, ", ranks: ", ranks,
+            ": a V needs in_flight >= ", fewest / 2.0);
+  PD2_CHECK(num_microbatches >= least, "num_microbatches: ", num_microbatches, ", ranks: ", ranks,
+            ": a V needs num_microbatches >= ", least);
+  Schedule best;
+  double shortest = kInfinity;
+  for (const Candidate& one : all) {
+    if (one.halves > 2 * in_flight || one.least > num_microbatches) continue;
+    Schedule schedule = make_v_schedule(one.name, one.periods, num_microbatches, false);
+    const double period = simulate(schedule, costs, 4).period;
+    if (period * kEqual >= shortest) continue;
+    shortest = period;
+    best = std::move(schedule);
+  }
+  PD2_CHECK(shortest < kInfinity, "in_flight: ", in_flight,
+            ", num_microbatches: ", num_microbatches, ": no V of ", ranks,
+            " ranks needs as few of both");
+  return best;
+}
+
+}  // namespace pd2
