@@ -1,4 +1,6 @@
-"""2BW and three flushing schedules on 8 to 4,096 devices: the best way to train on each, simulated.
+"""2BW in a line, 2BW in a V, and schedules with flushes on 8 to 4,096 devices, simulated.
+
+The best way to train with each is looked for.
 
 All (t, w, d, v, b, recompute) are looked through: t devices share each layer, w replicas have d
 ranks of v stages, b sequences are a microbatch. They are simulated in the order of a lower bound on
@@ -9,7 +11,9 @@ their seconds, until no bound is below the best. What is assumed stands in docs/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -20,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pipedream2bw as pd2
 from benchmarks.measuring.report import Figure, arguments, machine, write_json
 from benchmarks.paper.devices import H100_CLUSTER, Cluster, Constants
-from benchmarks.paper.scale_costs import Candidate, Costs, costs
+from benchmarks.paper.scale_costs import TWO_VERSIONS, Candidate, Costs, costs, is_v
 from benchmarks.paper.shapes import Gpt
 
 CONSTANTS = Constants(efficiency=0.5, launch=20e-6)
@@ -32,7 +36,15 @@ MODELS = (
     Gpt("1T", layers=128, hidden=25600, heads=160, sequence=SEQUENCE),
 )
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = (
+    "2bw",
+    "2bw_v_two_thirds",
+    "2bw_v_half",
+    "1f1b",
+    "interleaved",
+    "zero_bubble",
+    "v_half",
+)
 
 
 def candidates(
@@ -40,7 +52,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All that the schedule's rules allow."""
     powers = [2**i for i in range(13)]
-    chunks = [2, 4, 5, 8, 10] if schedule == "interleaved" else [1]
+    chunks = [2, 4, 5, 8, 10] if schedule == "interleaved" else [2] if is_v(schedule) else [1]
     for t, d, v, b, recompute in itertools.product(
         [p for p in powers if p <= cluster.devices_per_server],
         powers,
@@ -57,7 +69,21 @@ def candidates(
             continue
         if schedule == "interleaved" and (m % d or d == 1):
             continue
+        if is_v(schedule) and (d == 1 or m < least_of_v(schedule, d)):
+            continue
         yield candidate
+
+
+@functools.cache
+def least_of_v(schedule: str, ranks: int) -> int:
+    """The fewest microbatches that the V takes."""
+    if schedule not in TWO_VERSIONS:
+        return 1
+    for m in range(1, 2 * ranks + 1):
+        with contextlib.suppress(ValueError):
+            pd2.make_schedule(schedule, 2 * ranks, m, 2)
+            return m
+    raise AssertionError(schedule)
 
 
 def least_seconds(candidate: Candidate, of: Costs) -> float:
@@ -66,16 +92,17 @@ def least_seconds(candidate: Candidate, of: Costs) -> float:
 
     def of_rank(*kinds: list[float]) -> list[float]:
         """Seconds of a batch's."""
-        return [m * sum(sum(seconds[rank::p]) for seconds in kinds) for rank in range(p)]
+        held = [candidate.stages_on(rank) for rank in range(p)]
+        return [m * sum(seconds[i] for seconds in kinds for i in stages) for stages in held]
 
     whole = of_rank(of.forward, of.input_grad, of.weight_grad, of.recompute)
-    if candidate.schedule == "2bw":
+    if candidate.schedule in TWO_VERSIONS:
         return max(whole)
     # From a rank's first forward of a batch to that of the next, stage 0's update is in between: on
     # the stages before, the last gradient has to come to it, and then the first forward from it.
     # Second forwards may be done while that is under way, and where W is apart so may W.
     ways = [f + i for f, i in zip(of.forward, of.input_grad, strict=True)]
-    if candidate.schedule == "zero_bubble":
+    if candidate.is_split:
         between = of_rank(of.forward, of.input_grad)
     else:
         between = whole
@@ -88,9 +115,12 @@ def least_bytes(candidate: Candidate, of: Costs) -> float:
     p, m = candidate.ranks, candidate.microbatches
     sizes = []
     for rank in range(p):
-        stages = range(rank, candidate.num_stages, p)
+        stages = candidate.stages_on(rank)
         state = sum(candidate.versions * of.weight_bytes[i] + of.other_bytes[i] for i in stages)
+        # Of a V a third of p, of each of two stages.
         in_flight = min(p if candidate.schedule == "zero_bubble" else p - rank, m)
+        if is_v(candidate.schedule):
+            in_flight = min(2 * p // 3, m)
         kept = of.input_bytes if candidate.recompute else of.activation_bytes
         sizes.append(state + in_flight * min(kept[i] for i in stages))
     return max(sizes)
@@ -111,7 +141,7 @@ class Result:
 
 
 def simulate(candidate: Candidate, of: Costs) -> Result:
-    flushes = candidate.schedule != "2bw"
+    flushes = candidate.schedule not in TWO_VERSIONS
     # A flush hides the sum over replicas behind the last microbatch's backward, 2BW behind work.
     backward = [i + w for i, w in zip(of.input_grad, of.weight_grad, strict=True)]
     exposed = [
@@ -188,7 +218,7 @@ def main() -> None:
             gb = found.peak_bytes / 1e9
             how = found.candidate.describe()
             print(
-                f"{model.name:4}{devices:6}  {schedule:12}{rate:10.0f} tokens/s a device"
+                f"{model.name:4}{devices:6}  {schedule:18}{rate:10.0f} tokens/s a device"
                 f"{100 * used:7.1f} %{gb:7.1f} GB  m={found.candidate.microbatches} {how}",
                 flush=True,
             )

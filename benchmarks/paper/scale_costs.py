@@ -13,6 +13,14 @@ STATE_BYTES = 4 * SINGLE
 UPDATE_TRAFFIC = 30  # of a fused step
 
 
+TWO_VERSIONS = ("2bw", "2bw_v_two_thirds", "2bw_v_half")
+
+
+def is_v(schedule: str) -> bool:
+    """Whether rank r holds the stages r and 2 d - 1 - r."""
+    return "v_" in schedule
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """One way to train ``model``."""
@@ -37,7 +45,17 @@ class Candidate:
 
     @property
     def versions(self) -> int:
-        return 2 if self.schedule == "2bw" else 1
+        return 2 if self.schedule in TWO_VERSIONS else 1
+
+    @property
+    def is_split(self) -> bool:
+        """Whether W is an action of its own, before which a second forward's activations wait."""
+        return self.schedule == "zero_bubble" or is_v(self.schedule)
+
+    def stages_on(self, rank: int) -> list[int]:
+        if is_v(self.schedule):
+            return [rank, self.num_stages - 1 - rank]
+        return list(range(rank, self.num_stages, self.ranks))
 
     def describe(self) -> str:
         chunks = f" v={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
@@ -105,7 +123,7 @@ def costs(candidate: Candidate, cluster: Cluster, constants: Constants) -> Costs
         parameters[-1] += model.vocabulary * model.hidden / t
     kept = model.kept_bytes(rows, scores=False) / t  # sequences are split where layers are not
     logits = model.logit_values(rows) / t
-    if candidate.recompute and candidate.schedule != "zero_bubble":
+    if candidate.recompute and not candidate.is_split:
         # One block at a time. Where W comes later, all of them are kept until then.
         activations = [kept] * candidate.num_stages
         activations[-1] = max(kept, (HALF + SINGLE) * logits)

@@ -14,9 +14,12 @@ HERE = Path(__file__).resolve()
 RESULTS = HERE.parents[2] / "benchmarks" / "results" / "scale.json"
 COLOURS = {
     "2bw": "#d62728",
+    "2bw_v_two_thirds": "#ff7f0e",
+    "2bw_v_half": "#e377c2",
     "1f1b": "#222222",
     "interleaved": "#1f77b4",
     "zero_bubble": "#2ca02c",
+    "v_half": "#17becf",
 }
 
 
