@@ -364,6 +364,7 @@ class StageBytes:
     optimizer_state: int
     padding: int
     kept_gradients: int
+    replica_sums: int
     host_copies: int
     on_host: int
 
@@ -385,6 +386,7 @@ class Stage:
         names: Sequence[str],
         num_versions: int,
         replica_group: str = "",
+        sum_order: Sequence[int] = (),
         bucket_bytes: int = 0,
         copy_sum: CopySum | None = None,
         copy: int = 0,

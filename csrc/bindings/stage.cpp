@@ -26,18 +26,20 @@ void bind_making(StageClass& stage) {
   stage
       .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                        int num_versions, const std::string& replica_group,
-                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
+                       std::vector<int> sum_order, std::int64_t bucket_bytes,
+                       std::shared_ptr<CopySum> copy_sum, int copy,
                        std::vector<at::ScalarType> dtypes, bool split_master, bool has_spare,
                        std::shared_ptr<StageStreams> streams, bool steps_on_host) {
-             return std::make_shared<Stage>(parameters, std::move(names), num_versions,
-                                            resolve_group(replica_group), bucket_bytes,
-                                            CopySumEnd{std::move(copy_sum), copy},
-                                            StagePrecision{std::move(dtypes), split_master},
-                                            has_spare, std::move(streams), steps_on_host);
+             return std::make_shared<Stage>(
+                 parameters, std::move(names), num_versions,
+                 Replicas{resolve_group(replica_group), std::move(sum_order)}, bucket_bytes,
+                 CopySumEnd{std::move(copy_sum), copy},
+                 StagePrecision{std::move(dtypes), split_master}, has_spare, std::move(streams),
+                 steps_on_host);
            }),
            py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
-           py::arg("replica_group") = "", py::arg("bucket_bytes") = 0,
-           py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
+           py::arg("replica_group") = "", py::arg("sum_order") = std::vector<int>(),
+           py::arg("bucket_bytes") = 0, py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
            py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false,
            py::arg("has_spare") = false, py::arg("streams") = py::none(),
            py::arg("steps_on_host") = false)
@@ -190,6 +192,7 @@ void bind_stage(py::module_& module) {
               std::pair("optimizer_state", &StageBytes::optimizer_state),
               std::pair("padding", &StageBytes::padding),
               std::pair("kept_gradients", &StageBytes::kept_gradients),
+              std::pair("replica_sums", &StageBytes::replica_sums),
               std::pair("host_copies", &StageBytes::host_copies),
               std::pair("on_host", &StageBytes::on_host));
   StageClass stage(module, "Stage");

@@ -107,6 +107,7 @@ class DelayedBackend : public c10d::Backend {
   using Seconds = DelayedCalls::Seconds;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
+  using Sizes = std::vector<std::int64_t>;
 
   // The delays are those of DelayedCalls.
   DelayedBackend(c10::intrusive_ptr<c10d::Backend> backend, Seconds shortest, Seconds longest,
@@ -122,6 +123,12 @@ class DelayedBackend : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
     return later([=, this]() mutable { return backend_->allgather(outputs, inputs, options); });
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_sizes,
+                        Sizes& input_sizes, const c10d::AllToAllOptions& options) override {
+    return later([=, this]() mutable {
+      return backend_->alltoall_base(output, input, output_sizes, input_sizes, options);
+    });
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {

@@ -97,17 +97,15 @@ class PipelineModule(SessionModule):
             same batches.
         devices: in one process, the device of each stage; the model's own if None. A copy of a
             stage is on the device of the stage that shares its rank.
-        replicated: names of arguments that every microbatch gets whole; other tensors are split
-            along dimension 0.
+        replicated: arguments that every microbatch gets whole; others are split along dimension 0.
         recompute: True: every stage keeps of a microbatch in flight only what it received, and
             runs its forward again before the backward, while the gradient is still under way
             (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
             ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
             or names of modules: of each of these only the inputs are kept, and it runs again when
-            its gradient arrives.
-            Hooks run twice, and so does Python code with effects of its own; where a schedule has I
-            and W, those of named modules three times. Inside there may be no torch.Generator of the
-            model's own.
+            its gradient arrives. Hooks run twice, and so does Python code with effects of its own;
+            where a schedule has I and W, those of named modules three times. Inside there may be no
+            torch.Generator of the model's own.
         accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
             gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
             batches, and each call gives its own loss. Replicas add up their gradients once per
@@ -121,13 +119,14 @@ class PipelineModule(SessionModule):
         warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
             v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
             schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
-            Batch n reads what batch n - 1 read, and so follows it without a drain. Weights that
-            are loaded begin no new warm-up.
+            Batch n reads what n - 1 read, without a drain. Loaded weights begin no new warm-up.
         compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
             are compiled when they first run, once for all weight versions. Not with ``recompute``.
         bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
             up at once, beginning while the batch's last microbatch still gives others (arXiv
             2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
+        replica_sums: ``"ordered"``: replicas add up their gradients in the replicas' order, to the
+            same bits over any backend. ``"all_reduce"``: in the backend's, by as many bytes.
         precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
             ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
             BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained
@@ -137,8 +136,8 @@ class PipelineModule(SessionModule):
             ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters, so
             that nothing is lost between. ``"fp32"``: everything is float32. None: the model's
             own dtypes, stepped in them. A dtype in which the device multiplies no matrices is
-            refused; another operator that it lacks in that dtype ends the first microbatch that
-            comes to it, with an error that names the stage and the operator.
+            refused; another operator that it lacks in that dtype ends the first microbatch with it,
+            by an error that names stage and operator.
         split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
             not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
@@ -205,6 +204,7 @@ class PipelineModule(SessionModule):
         warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
         bucket_cap_mb: float = 25.0,
+        replica_sums: str = "ordered",
         precision: str | None = None,
         split_master: bool = False,
         optimizer_device: str | torch.device | None = None,

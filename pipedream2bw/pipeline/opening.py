@@ -184,6 +184,7 @@ def check(
             metrics=metrics,
             compile_options=compiling,
             bucket_cap_mb=options.bucket_cap_mb,
+            replica_sums=options.replica_sums,
             warmup_batches=options.warmup_batches,
             spare_buffer=options.spare_buffer,
             optimizer_on_host=options.optimizer_device is not None,

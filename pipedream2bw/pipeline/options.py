@@ -45,6 +45,7 @@ class Options:
     warmup_batches: int
     compile: bool | Mapping[str, Any]
     bucket_cap_mb: float
+    replica_sums: str
     precision: str | None
     split_master: bool
     optimizer_device: str | torch.device | None
@@ -60,7 +61,7 @@ class Options:
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
             *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
-            *("graphs", "timeout", "optimizer_device"),
+            *("graphs", "timeout", "optimizer_device", "replica_sums"),
         )
         return {
             **comparable(self, names),
@@ -86,6 +87,8 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
         raise TypeError(f"loss_fn: {type(loss_fn).__name__} given, it must be callable")
     check_number("timeout", options.timeout, below=math.inf)
     check_number("bucket_cap_mb", options.bucket_cap_mb)
+    if options.replica_sums not in ("ordered", "all_reduce"):
+        raise ValueError(f"replica_sums: {options.replica_sums!r}, known: 'ordered', 'all_reduce'")
     if isinstance(options.replicated, str):
         raise TypeError(f"replicated: {options.replicated!r} given, it must be a sequence of names")
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)

@@ -137,6 +137,18 @@ def _measured_pair(
     return max(0.0, small - _SMALL_BYTES / rate), rate
 
 
+def _add_in_order(flat: torch.Tensor, room: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Does what replicas do: pieces go to the rank that adds them, and their sums to all.
+
+    The group's ranks are the first ones.
+    """
+    dist.all_to_all_single(room, flat, group=group)
+    sums = flat.view(dist.get_world_size(group), -1)
+    torch.sum(room.view_as(sums), 0, out=sums[dist.get_rank(group)])
+    for rank, each in enumerate(sums):
+        dist.broadcast(each, rank, group=group)
+
+
 def _measured_all_reduce(
     group: dist.ProcessGroup, device: torch.device, deadline: Deadline
 ) -> tuple[tuple[int, int, float], ...]:
@@ -152,8 +164,8 @@ def _measured_all_reduce(
         for size in _SUM_BYTES:
             seconds = 0.0
             if made is not None:
-                flat = torch.zeros(size // 4, device=device)
-                add_up = functools.partial(dist.all_reduce, flat, group=made)
+                flat = torch.zeros(size // 4 // count * count, device=device)
+                add_up = functools.partial(_add_in_order, flat, torch.empty_like(flat), made)
                 seconds = median_seconds(add_up, device, times=_SUMS, warmup=2)
             slowest = torch.tensor([seconds], dtype=torch.float64)
             slow = functools.partial(dist.all_reduce, slowest, dist.ReduceOp.MAX, group=group)

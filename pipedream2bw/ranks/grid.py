@@ -148,6 +148,22 @@ class RankGrid:
         """The processes that hold one of this process's stages, if there are several."""
         return self._groups.get(stage % self.depth)
 
+    def sum_order(self, stage: int, sums: str) -> list[int]:
+        """Returns the ranks of :meth:`replica_group` as their gradients are added up.
+
+        Args:
+            sums: ``"ordered"``: from replica 0's first pipeline on; else none, in any order.
+        """
+        group = self.replica_group(stage)
+        if group is None or sums != "ordered":
+            return []
+        copies = range(stage % self.depth, self.num_stages, self.depth)
+        return [
+            dist.get_group_rank(group, self.process_of(copy, replica))
+            for replica in range(self.width)
+            for copy in copies
+        ]
+
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
         if self.in_processes and None not in self._groups:

@@ -81,8 +81,7 @@ class LocalStages:
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
         joint_updates: which stages make their updates together.
-        in_update_order: the stages, those of a rank in the order in which the schedule updates
-            them.
+        in_update_order: the stages, those of a rank as the schedule updates them.
     """
 
     def __init__(
@@ -186,6 +185,7 @@ class LocalStages:
                 streams=streams[ranks[stage], devices[stage]],
                 num_versions=schedule.num_versions[stage],
                 group=grid.replica_group(stage),
+                sum_order=grid.sum_order(stage, self.options.replica_sums),
                 bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
                 first=grid.process_of(stage % d, replica=0),
                 deadline=grid.deadline,

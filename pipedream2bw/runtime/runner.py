@@ -43,6 +43,7 @@ class StageOptions:
         metrics: what is computed beside the loss.
         compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
         bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
+        replica_sums: "ordered" if they add in the order of the replicas, or "all_reduce".
         warmup_batches: how many batches are trained without a delay.
         spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
         optimizer_on_host: whether the stages' optimizers work in the host's memory.
@@ -56,6 +57,7 @@ class StageOptions:
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bucket_cap_mb: float = math.inf
+    replica_sums: str = "ordered"
     warmup_batches: int = 0
     spare_buffer: bool = False
     optimizer_on_host: bool = False

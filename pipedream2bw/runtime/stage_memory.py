@@ -23,6 +23,8 @@ class StageMemory:
             the first step.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
+        replica_sums: room for what replicas receive of each other's gradients: two parts of
+            ``bucket_cap_mb`` at most.
         host_copies: with ``optimizer_device="cpu"``, newest weights and gradients of one batch in
             the host's memory, through which they go down and up.
         padding: what aligning every parameter to 64 bytes (512 on a device) adds to these.
@@ -42,6 +44,7 @@ class StageMemory:
     gradients: int
     kept_gradients: int
     optimizer_state: int
+    replica_sums: int = 0
     host_copies: int
     frozen_weights: int
     buffers: int
@@ -75,6 +78,7 @@ def memory_of(stage: LocalStage) -> StageMemory:
         gradients=engine.gradients,
         kept_gradients=engine.kept_gradients,
         optimizer_state=engine.optimizer_state + weights.correction_bytes(),
+        replica_sums=engine.replica_sums,
         host_copies=engine.host_copies,
         frozen_weights=weights.frozen_bytes,
         buffers=sum(buffer.nbytes for buffer in weights.buffers),

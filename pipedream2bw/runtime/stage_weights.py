@@ -37,6 +37,7 @@ class StageSpec:
     streams: _C.StageStreams  # of the stage's rank
     num_versions: int
     group: dist.ProcessGroup | None  # the processes that hold the stage
+    sum_order: Sequence[int]  # their ranks as their gradients are added up; none: an all-reduce
     bucket_bytes: int  # of gradients that they add up at once
     first: int  # the one of them that gives the others its initial weights
     deadline: Deadline  # for waiting for them
@@ -105,6 +106,7 @@ class StageWeights:
             names=list(self.trainable),
             num_versions=spec.num_versions,
             replica_group="" if spec.group is None else spec.group.group_name,
+            sum_order=spec.sum_order,
             bucket_bytes=spec.bucket_bytes,
             copy_sum=spec.copies,
             copy=spec.pipeline,

@@ -86,6 +86,11 @@ def test_collectives(size: int) -> None:
         y = full(0.0, size=2 * size)
         group._allgather_base(y, full(rank + 1.0, size=2)).wait()
         found["all-gather base"] = y[::2].tolist()
+        pieces = [full(10.0 * rank + to, size=to + 1) for to in range(size)]
+        y = full(0.0, size=size * (rank + 1))
+        sizes = [rank + 1] * size, [piece.numel() for piece in pieces]
+        group.alltoall_base(y, torch.cat(pieces), *sizes).wait()
+        found["all-to-all"] = y.tolist()
         y = full(0.0, size=2)
         group._reduce_scatter_base(
             y, torch.arange(2.0 * size, device="checked") * (rank + 1)
@@ -102,6 +107,7 @@ def test_collectives(size: int) -> None:
             "broadcast": [size],
             "all-gather": [i + 1 for i in range(size)],
             "all-gather base": [i + 1 for i in range(size)],
+            "all-to-all": [10 * i + rank for i in range(size) for _ in range(rank + 1)],
             "reduce-scatter": [2 * rank * total, (2 * rank + 1) * total],
         }
 

@@ -135,7 +135,8 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
     oracle = Oracle(whole, sgd(whole.parameters()), M, task.loss_fn, delay=int("2bw" in schedule))
     replica = at.get("dp", 0)
     # Shards add up a product's terms in another order, which each processor rounds as it does.
-    close = partial(assert_close, within=1e-6 if tp is None else 5e-6)
+    within = 1e-6 if tp is None else 5e-6
+    same = assert_equal if tp is None else partial(assert_close, within=within)
     want = [oracle.train_replicas(each)[replica] for each in zip(*by_replica, strict=True)]
     pipe = make_pipeline(
         task, d, M, by_replica[0][0], model=model, mesh=mesh, schedule=schedule, **options
@@ -159,14 +160,18 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
         output = pipe(*example)
         assert (output is not None) == pipe.gives_output
         if output is not None:
-            close("output", output, whole(*example).detach())
-    close("losses", torch.tensor(ours), torch.tensor(want))
+            assert_close("output", output, whole(*example).detach(), within=within)
+    same("losses", torch.tensor(ours), torch.tensor(want))
     assert state
     for local_name, tensor in state.items():
         layer, _, rest = local_name.partition(".")
         name = f"{layer}.{NAMES.get(rest, rest)}"
         theirs = whole.state_dict()[name]
-        close(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
+        same(name, tensor, theirs if tp is None else shard_of(theirs, name, tp))
+
+
+def assert_equal(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert torch.equal(ours, theirs), name
 
 
 def on(ranks: Any, *names: str) -> DeviceMesh:

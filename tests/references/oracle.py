@@ -37,9 +37,10 @@ class Oracle:
     """Trains ``model`` batch by batch; afterwards it holds the newest weights.
 
     Every weight version that is still read is kept as plain clones, in ``versions``, oldest first:
-    what a run that goes on elsewhere has. With several replicas every
-    batch is a sequence with one batch for each; their gradients, each replica's added up by itself,
-    are averaged.
+    what a run that goes on elsewhere has. With several replicas every batch is a sequence with one
+    batch for each. Each replica's gradients, of losses divided by the number of replicas, are added
+    up by themselves (each pipeline's, if it has two), and then these sums in the order of the
+    replicas.
     """
 
     def __init__(

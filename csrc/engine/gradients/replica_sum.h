@@ -3,10 +3,13 @@
 
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/gradient_buckets.h"
+#include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,47 +17,106 @@
 
 namespace pd2 {
 
+// The processes that hold a stage; without a group there is one.
+struct Replicas {
+  c10::intrusive_ptr<c10d::ProcessGroup> group{};
+  // The group's ranks, in the order in which their gradients are added. Empty: the group's
+  // all-reduce adds them, in an order of its own.
+  std::vector<int> order{};
+
+  explicit operator bool() const { return group != nullptr; }
+};
+
 // Sums bucket by bucket (see GradientBuckets), so that all replicas begin them in one order.
 //
-// Used by the stage's executor thread alone: sums of two batches must not begin in two orders.
+// In the order of the replicas, a bucket is summed in parts of few bytes, each in two exchanges:
+//
+//   rank 0   a0 b0 c0                  s0           s0 s1 s2      s = a + b + c on all ranks,
+//   rank 1   a1 b1 c1  -- to rank p -> s1 - to all  s0 s1 s2      from the first replica to the
+//   rank 2   a2 b2 c2     piece p      s2           s0 s1 s2      last
+//
+// which move what a ring moves, 2 (w - 1) / w of the bytes to each replica and from it. What comes
+// in the first is kept apart, in a few lanes that parts take turns in.
+//
+// The stage's executor thread announces microbatches and ends batches; finish() may be called by
+// the thread that makes the batch's update. All else is done by whichever of them may: a batch's
+// exchanges begin when the batch before has none left to begin.
 class ReplicaSum {
  public:
-  // The sum of one batch.
-  struct UnderWay {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;  // of the first buckets
-    bool is_settled = false;                            // nothing to wait for or to read
+  using IsStopped = std::function<bool()>;
+  // The sum of one batch: all replicas do the same things in the same order.
+  struct Batch {
+    std::size_t buffer = 0;
+    std::size_t num_ready = 0, num_sent = 0, num_summed = 0;  // parts, from the first on
+    std::vector<std::vector<c10::intrusive_ptr<c10d::Work>>>
+        works{};                        // by part, of its last exchange
+    bool is_settled = false;            // nothing to wait for or to read
+    std::atomic<bool> is_over = false;  // nothing is left to begin
   };
+  using UnderWay = std::shared_ptr<Batch>;
 
-  // `gradients`: one for each dtype, with flags; they outlive this object.
-  ReplicaSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::int64_t bucket_bytes,
-             const std::vector<std::unique_ptr<GradAccumulator>>& gradients);
+  // `gradients`: one for each dtype, with flags; they outlive this object. `stream`: of the sums.
+  ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
+             const std::vector<std::unique_ptr<GradAccumulator>>& gradients, MaybeStream stream);
 
   // Announces gradients of the batch's next microbatch, which will go to this buffer.
   void begin_microbatch(std::size_t buffer, bool is_last) {
-    buffer_ = buffer;
+    next_->buffer = buffer;
     buckets_.begin_microbatch(buffer, is_last);
   }
-  // Those of UnderWay::works.
   const std::vector<GradientBuckets::Bucket>& buckets() const { return buckets_.buckets(); }
-  // All gradients of the batch are in this buffer: begins the sums that have not begun.
+  // All gradients of the batch are in this buffer: they may be summed. The sum of the batch before
+  // is finished.
   UnderWay end_batch(std::size_t buffer);
+  // Makes the sum, and waits for it, or lets the current stream wait; calls `then` with each bucket
+  // that is there. Every replica calls it for a batch that has ended. Throws ChannelAborted when
+  // stopped.
+  using Then = std::function<void(const GradientBuckets::Bucket& bucket)>;
+  void finish(
+      Batch& batch, const IsStopped& is_stopped,
+      const Then& then = [](const GradientBuckets::Bucket&) {});
   // If a batch is complete but for end_batch(): waits for its sum, after which it may be moved.
   // Every replica calls it. Throws ChannelAborted when stopped.
-  void settle(const std::function<bool()>& is_stopped);
+  void settle(const IsStopped& is_stopped);
 
-  double timeout() const { return timeout_; }  // of the group, in seconds
-  void drop_connections() { group_.reset(); }
+  // Of the lanes.
+  std::int64_t bytes() const;
+  void drop_connections() { replicas_.group.reset(); }
 
  private:
-  void finish(std::size_t buffer);
-  c10::intrusive_ptr<c10d::Work> begin(std::size_t bucket, std::size_t buffer) const;
+  // Of a bucket; elements.
+  struct Part {
+    std::size_t bucket;
+    std::int64_t begin, end;
+  };
+  using Exchange = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  void cut(std::int64_t part_bytes);
+  bool is_ordered() const { return !replicas_.order.empty(); }
+  void make_ready(std::size_t bucket);
+  void fill(std::size_t buffer);
+  // Begins what is next of the batch: parts are sent until all lanes are taken, then one is summed
+  // before another one is sent. Returns false if it has to wait first; null: it must not.
+  bool advance(Batch& batch, const IsStopped* is_stopped);
+  bool await(const Exchange& exchange, const IsStopped* is_stopped) const;
+  Exchange send(std::size_t part, std::size_t buffer) const;
+  Exchange sum(std::size_t part, std::size_t buffer) const;
+
+  at::Tensor flat(const Part& part, std::size_t buffer) const;
+  // Elements of the pieces of a part, by rank; and where this rank's come, from every rank.
+  std::vector<std::int64_t> pieces(const Part& part) const;
+  at::Tensor received(std::size_t part) const;
+
+  Replicas replicas_;
+  const int rank_, size_;  // of the group
   const double timeout_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;
+  const MaybeStream stream_;
   GradientBuckets buckets_;
-  std::size_t buffer_ = 0;
-  UnderWay under_way_;
+  std::vector<Part> parts_;
+  std::vector<at::Tensor> lanes_;  // bytes
+  UnderWay next_ = std::make_shared<Batch>();
+  UnderWay before_;  // which has ended; null: none
 };
 
 }  // namespace pd2

@@ -212,6 +212,9 @@ void Executor::take_back(std::int64_t batch, std::int64_t run) {
   for (const auto& worker : workers_) {
     worker->updates().take_back(batch, run);
   }
+  for (const auto& worker : workers_) {
+    worker->updates().finish();
+  }
 }
 
 void Executor::count_anew() {

@@ -14,9 +14,9 @@
 namespace pd2 {
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-             int num_versions, c10::intrusive_ptr<c10d::ProcessGroup> replicas,
-             std::int64_t bucket_bytes, CopySumEnd copies, const StagePrecision& precision,
-             bool has_spare, std::shared_ptr<const StageStreams> streams, bool steps_on_host)
+             int num_versions, Replicas replicas, std::int64_t bucket_bytes, CopySumEnd copies,
+             const StagePrecision& precision, bool has_spare,
+             std::shared_ptr<const StageStreams> streams, bool steps_on_host)
     : streams_(streams ? std::move(streams) : std::make_shared<const StageStreams>(at::kCPU)),
       num_versions_(num_versions),
       has_spare_(has_spare && has_slack()),
@@ -86,7 +86,8 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     }
   }
   if (replicas) {
-    replicas_ = std::make_unique<ReplicaSum>(std::move(replicas), bucket_bytes, gradients_);
+    replicas_ = std::make_unique<ReplicaSum>(std::move(replicas), bucket_bytes, gradients_,
+                                             streams_->update);
   }
   arrange(/*reads_first=*/true, /*waits=*/false);
 }
@@ -245,8 +246,8 @@ void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
 }
 
 void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
-  for (const auto& work : std::exchange(update_.sum.works, {})) {
-    wait_for_work(*work, replicas_->timeout(), on_host(), is_stopped);
+  if (const auto sum = std::exchange(update_.sum, nullptr)) {
+    replicas_->finish(*sum, is_stopped);
   }
   if (host_) {
     host_->release();
@@ -257,12 +258,13 @@ void Stage::reduce(const std::function<bool()>& is_stopped) {
   if (std::exchange(update_.is_reduced, true)) {
     return;
   }
-  const auto works = std::exchange(update_.sum.works, {});
-  for (std::size_t bucket = 0; bucket < works.size(); ++bucket) {
-    wait_for_work(*works[bucket], replicas_->timeout(), on_host(), is_stopped);
-    if (host_) {
-      host_->fetch(replicas_->buckets()[bucket], update_.gradients);
-    }
+  const auto of_replicas = std::exchange(update_.sum, nullptr);
+  if (of_replicas) {
+    replicas_->finish(*of_replicas, is_stopped, [this](const GradientBuckets::Bucket& bucket) {
+      if (host_) {
+        host_->fetch(bucket, update_.gradients);
+      }
+    });
   }
   std::vector<c10::intrusive_ptr<CopySum::Sum>> sums;
   for (std::size_t buffer = 0; buffer < gradients_.size() && copies_.sum; ++buffer) {
@@ -275,7 +277,7 @@ void Stage::reduce(const std::function<bool()>& is_stopped) {
     wait_for_work(*sum, timeout_of(nullptr), /*on_host=*/true, is_stopped);
     sum->added().hold_back(stream_here(streams_->device));
   }
-  if ((replicas_ && !update_.sum.is_settled) || copies_.sum) {
+  if ((of_replicas && !of_replicas->is_settled) || copies_.sum) {
     for (auto& gradient : gradients_) {
       gradient->read_flags(update_.gradients);
     }

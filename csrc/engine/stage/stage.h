@@ -31,8 +31,9 @@ struct StageBytes {
   std::int64_t kept_gradients = 0;  // to be added together: the most at once
   std::int64_t optimizer_state = 0;
   std::int64_t padding = 0;
-  std::int64_t host_copies = 0;  // of weights and gradients, where the optimizer works on the host
-  std::int64_t on_host = 0;      // of all these, then
+  std::int64_t replica_sums = 0;  // what replicas receive of each other's gradients
+  std::int64_t host_copies = 0;   // of weights and gradients, where the optimizer works on the host
+  std::int64_t on_host = 0;       // of all these, then
 };
 
 // By parameter: its group in the list given to step(); -1: this optimizer does not step it.
@@ -68,11 +69,11 @@ struct StagePrecision {
 class Stage {
  public:
   // Copies the values of `parameters` (trainable, on the device of `streams`; null: the CPU).
-  // Gradients are summed once per batch: over the `replicas` group of the processes that hold the
+  // Gradients are summed once per batch: over the `replicas` that hold the
   // stage, in buckets of so many bytes, or with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
-        c10::intrusive_ptr<c10d::ProcessGroup> replicas, std::int64_t bucket_bytes,
-        CopySumEnd copies = {}, const StagePrecision& precision = {}, bool has_spare = false,
+        Replicas replicas, std::int64_t bucket_bytes, CopySumEnd copies = {},
+        const StagePrecision& precision = {}, bool has_spare = false,
         std::shared_ptr<const StageStreams> streams = nullptr, bool steps_on_host = false);
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
@@ -238,8 +239,8 @@ class Stage {
   struct Update {
     int from = 0, to = 0;
     std::size_t gradients = 0;
-    ReplicaSum::UnderWay sum = {};
-    double gradient_scale = 1;  // by which the step multiplies
+    ReplicaSum::UnderWay sum = nullptr;  // null: none
+    double gradient_scale = 1;           // by which the step multiplies
     bool is_reduced = false;
   };
   std::size_t gradient_buffer(std::int64_t batch) const;

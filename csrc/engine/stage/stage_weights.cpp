@@ -101,6 +101,7 @@ StageBytes Stage::bytes() const {
     bytes.optimizer_state += fused.optimizer->state_bytes();
     bytes.padding += fused.optimizer->state_padding_bytes();
   }
+  bytes.replica_sums = replicas_ ? replicas_->bytes() : 0;
   if (host_) {
     bytes.host_copies = host_->bytes();
     bytes.padding += host_->padding_bytes();

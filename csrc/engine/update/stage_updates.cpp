@@ -65,15 +65,19 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
     end_update(gradients);
     return;
   }
+  start(gradients, [=, this] { return this->apply(gradients, apply, loss_scale); });
+}
+
+void StageUpdates::start(const Complete& gradients, std::function<bool()> make) {
   is_under_way_ = true;
   made_next_ = gradients.batch + 1;
   // The gradients, and all that read what the update writes to.
   const Fence complete = Fence::of(stage_.streams().compute);
-  background_->start([this, gradients, apply, loss_scale, complete] {
+  background_->start([this, gradients, make = std::move(make), complete] {
     const OnStream guard(stage_.streams().update);
     complete.hold_back(stage_.streams().update);
     try {
-      is_made_ = this->apply(gradients, apply, loss_scale);
+      is_made_ = make();
       end_ = Fence::of(stage_.streams().update);
       if (is_made_) {
         begin_copies(gradients.batch + 1);
@@ -174,7 +178,12 @@ void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
     dropped_ = std::exchange(complete_, std::nullopt);
   }
   if (dropped_) {
-    drop(*std::exchange(dropped_, std::nullopt));
+    has_begun_ = false;
+    start(*dropped_, [this, gradients = *dropped_] {
+      drop(gradients);
+      return false;
+    });
+    dropped_.reset();
   }
   const std::lock_guard lock(copies_mutex_);
   to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());

@@ -69,7 +69,7 @@ class StageUpdates {
   // with several these have to go on meanwhile.
   void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone);
   // Forgets the batch and all later ones, and runs from that one on. Drained, in all processes that
-  // hold the stage.
+  // hold the stage. finish() comes after it, for all stages: replicas may wait for each other's.
   void take_back(std::int64_t batch, std::int64_t run);
   // Batches and runs get numbers that others had, as other versions were loaded. Drained.
   void count_anew();
@@ -88,6 +88,8 @@ class StageUpdates {
     std::int64_t run = 0, batch = 0;
   };
   void begin(const Complete& gradients, const Apply& apply);
+  // Calls `make`, which says whether it has made a version, in the updates' own thread.
+  void start(const Complete& gradients, std::function<bool()> make);
   // False if the batch is discarded: nothing was changed.
   bool apply(const Complete& gradients, const Apply& apply, float loss_scale);
   bool is_discarded(std::int64_t batch) const {

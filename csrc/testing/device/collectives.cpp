@@ -194,6 +194,26 @@ WorkPtr CheckedProcessGroup::allgather_into_tensor_coalesced(
   return allgather(lists, inputs, options);
 }
 
+WorkPtr CheckedProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                           std::vector<int64_t>& output_sizes,
+                                           std::vector<int64_t>& input_sizes,
+                                           const c10d::AllToAllOptions&) {
+  Operation operation{"all-to-all", {input}, {output}, {}};
+  const Tensors to = memory_of(output).split_with_sizes(output_sizes);
+  const Tensors from = memory_of(input).split_with_sizes(input_sizes);
+  TORCH_CHECK(static_cast<int>(to.size()) == size_ && static_cast<int>(from.size()) == size_,
+              "all-to-all: pieces: ", from.size(), " to ", to.size(), ", ranks: ", size_);
+  operation.parts.emplace_back([=, this](Wire& wire) {
+    to[rank_].copy_(from[rank_]);
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      pd2::send(wire, from[peer], peer);
+      receive(wire, to[peer], peer);
+    }
+  });
+  return post(std::move(operation));
+}
+
 WorkPtr CheckedProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                             const c10d::ReduceScatterOptions& options) {
   TORCH_CHECK(outputs.size() == inputs.size(), "reduce_scatter: outputs: ", outputs.size(),

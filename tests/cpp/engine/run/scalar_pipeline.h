@@ -46,7 +46,7 @@ class ScalarPipeline {
       const at::Tensor initial = at::full({1}, weights[i % d], at::kDouble);
       auto stage = std::make_shared<Stage>(
           std::vector<at::Tensor>{initial}, std::vector<std::string>{"w"}, schedule.num_versions[i],
-          nullptr, 0, CopySumEnd{sums[i % d], schedule.pipeline(i)});
+          Replicas{}, 0, CopySumEnd{sums[i % d], schedule.pipeline(i)});
       stage->set_optimizers({{OptimizerKind::kSgd, {0}}});
       std::vector<at::Tensor> slots;
       for (int slot = 0; slot < stage->num_slots(); ++slot) {

@@ -106,7 +106,7 @@ TEST_F(HostMirrorTest, WhatTheUserWroteReplacesMastersAndNothingElseDoes) {
 }
 
 TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
-  Stage stage({at::ones({kNumel})}, {"w"}, 2, nullptr, 0, {},
+  Stage stage({at::ones({kNumel})}, {"w"}, 2, Replicas{}, 0, {},
               StagePrecision{.dtypes = {at::kBFloat16}}, false, nullptr, /*steps_on_host=*/true);
   stage.set_optimizers({{OptimizerKind::kSgd, {0}}});
   const auto give = [&](std::int64_t batch, float value) {

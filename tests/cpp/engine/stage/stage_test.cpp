@@ -16,7 +16,7 @@ class StageTest : public testing::Test {
  protected:
   void make(int num_versions, at::ScalarType dtype = at::kFloat, bool has_spare = false) {
     stage_.emplace(std::vector<at::Tensor>{at::full({3}, 100, dtype)},
-                   std::vector<std::string>{"w"}, num_versions, nullptr, 0, CopySumEnd{},
+                   std::vector<std::string>{"w"}, num_versions, Replicas{}, 0, CopySumEnd{},
                    StagePrecision{}, has_spare);
     for (int slot = 0; slot < stage_->num_slots(); ++slot) {
       weights_.push_back(stage_->weight(slot, 0).detach().requires_grad_());
@@ -68,7 +68,7 @@ TEST_F(StageTest, TheNextBatchsGradientsMayComeWhileTheStepIsUnderWay) {
 
 TEST_F(StageTest, LargeWeightsHaveTheirOwnState) {
   constexpr std::int64_t kNumel = 1 << 20;
-  Stage stage({at::ones({3}), at::ones({kNumel})}, {"small", "large"}, 2, nullptr, 0);
+  Stage stage({at::ones({3}), at::ones({kNumel})}, {"small", "large"}, 2, Replicas{}, 0);
   stage.set_optimizers({{OptimizerKind::kAdam, {0, 0}}});
   for (std::size_t parameter = 0; parameter < 2; ++parameter) {
     const at::Tensor weight = stage.weight(0, parameter);
@@ -80,7 +80,7 @@ TEST_F(StageTest, LargeWeightsHaveTheirOwnState) {
 }
 
 TEST_F(StageTest, LoadedMomentumIsNotBegunAnew) {
-  Stage stage({at::ones({3}), at::ones({3})}, {"stepped", "loaded"}, 1, nullptr, 0);
+  Stage stage({at::ones({3}), at::ones({3})}, {"stepped", "loaded"}, 1, Replicas{}, 0);
   stage.set_optimizers({{OptimizerKind::kSgd, {0, 0}}});
   GroupOptions options;
   options.sgd.lr = options.sgd.momentum = 1;
