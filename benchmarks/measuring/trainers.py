@@ -82,6 +82,7 @@ class Pipeline:
         make_optimizer: MakeOptimizer = adamw,
         max_grad_norm: float | None = None,
         width: int = 1,
+        replica_sums: str = "ordered",
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -93,6 +94,7 @@ class Pipeline:
             stages_per_rank=stages_per_rank,
             recompute=recompute,
             width=width,
+            replica_sums=replica_sums,
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(
