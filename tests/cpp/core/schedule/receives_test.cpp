@@ -183,7 +183,7 @@ TEST(Receives, RandomSchedulesHaveAPlanOrWaitForTheNextBatch) {
   ScheduleMutator mutator(11);
   int planned = 0;
   int refused = 0;
-  for (int walks = testing::kSanitized ? 40 : 400; walks > 0; --walks) {
+  for (int walks = testing::kSanitized ? 120 : 400; walks > 0; --walks) {
     walk(mutator, mutator.make(4, 4), 40, [&](const Schedule& schedule) {
       try {
         validate(schedule);
@@ -203,7 +203,7 @@ TEST(Receives, RandomSchedulesHaveAPlanOrWaitForTheNextBatch) {
       return true;
     });
   }
-  EXPECT_GT(planned, testing::kSanitized ? 30 : 300);
+  EXPECT_GT(planned, testing::kSanitized ? 100 : 300);
   EXPECT_GT(refused, testing::kSanitized ? 1 : 10);
 }
 
