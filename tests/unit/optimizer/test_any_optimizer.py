@@ -105,7 +105,7 @@ def test_an_optimizer_with_modes_evaluates_its_other_weights_and_trains_on(sched
                 optimizer.train()
                 stock.train()
                 # The weights are back, but for rounding.
-                oracle._versions[-1] = oracle._weights()
+                oracle.versions[-1] = oracle._weights()
             loss = pipe.train_step(*batch.args, target=batch.target)
             optimizer.step()
             assert float(loss) == oracle.train_step(batch)
