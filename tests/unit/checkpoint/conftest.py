@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.object_store import object_store
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
@@ -57,6 +59,28 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         with contextlib.suppress(Exception):
             run.ckpt.close()
         run.pipe.session.ending.abort("the test is over")
+
+
+Hangs = Callable[[str], threading.Event]
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hangs]:
+    """Lets a method of all folders hang up to the event that it gives, or to the test's end."""
+    ended = threading.Event()
+
+    def patch(method: str) -> threading.Event:
+        stock = getattr(Folder, method)
+
+        def hung(*args: Any, **options: Any) -> Any:
+            ended.wait(60)
+            return stock(*args, **options)
+
+        monkeypatch.setattr(Folder, method, hung)
+        return ended
+
+    yield patch
+    ended.set()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from pipedream2bw.checkpoint.cut import Cut, begin_cut
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.frequency import Frequency
 from pipedream2bw.errors import DamagedCheckpoint
-from tests.unit.checkpoint.conftest import Run, X
+from tests.unit.checkpoint.conftest import Hangs, Run, X
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -191,23 +191,16 @@ def test_after_a_failure_that_passes_it_saves_again(
 
 
 def test_a_file_system_that_hangs_does_not_stop_training(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], hang: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(every=2)
-    hangs = threading.Event()
-    begin = Folder.begin
-
-    def wait(self: Folder, step: int, nonce: str) -> str:
-        hangs.wait(30)
-        return begin(self, step, nonce)
-
-    monkeypatch.setattr(Folder, "begin", wait)
+    answers = hang("begin")
     monkeypatch.setattr(run.pipe.session.control, "timeout", 0.3)
     with pytest.warns(
         UserWarning, match=r"TimeoutError: .*/run: checkpoint 2 took more than 0.3 s"
     ):
         run.train(5)
-    hangs.set()
+    answers.set()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,27 +19,7 @@ from pipedream2bw.checkpoint import saving
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.importing import import_weights
 from pipedream2bw.checkpoint.waiting import in_time
-from tests.unit.checkpoint.conftest import Run, X
-
-Hangs = Callable[[str], None]
-
-
-@pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hangs]:
-    """Lets a method of all folders hang up to the test's end."""
-    ended = threading.Event()
-
-    def patch(method: str) -> None:
-        stock = getattr(Folder, method)
-
-        def hung(*args: Any, **options: Any) -> Any:
-            ended.wait(60)
-            return stock(*args, **options)
-
-        monkeypatch.setattr(Folder, method, hung)
-
-    yield patch
-    ended.set()
+from tests.unit.checkpoint.conftest import Hangs, Run, X
 
 
 @pytest.fixture
@@ -52,16 +31,9 @@ def run(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_save_is_waited_for_as_long_as_it_says_and_may_yet_become_whole(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, hang: Hangs, tmp_path: Path
 ) -> None:
-    answers = threading.Event()
-    begin = Folder.begin
-
-    def late(self: Folder, step: int, nonce: str) -> str:
-        answers.wait(60)
-        return begin(self, step, nonce)
-
-    monkeypatch.setattr(Folder, "begin", late)
+    answers = hang("begin")
     run.train(1)
     save = pd2.save(tmp_path / "own", run.pipe, run.opt)
     for timeout, seconds in ((None, 1), (0.1, 0.1), (1, 1)):
