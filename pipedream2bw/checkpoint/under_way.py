@@ -52,9 +52,7 @@ class Saving:
 
         session = self._session()
         if session is not None and session.ending.is_open:
-            with session.ending.failing_closes():
-                session.agree(Operation.flush, session.num_train_steps, check)
-            session.flush_for(Operation.flush)
+            session.flush_for(Operation.flush, check)
         else:
             check()
         seconds = self._timeout if timeout is None else timeout

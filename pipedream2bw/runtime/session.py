@@ -340,18 +340,19 @@ class Session:
             stage.weights.show_newest()
             stage.runner.make_calls()
 
-    def flush_for(self, operation: Operation) -> None:
-        """Agrees on an operation and drains, which is the first part of it."""
+    def flush_for(
+        self, operation: Operation, local: Callable[[], Announcement] = Announcement
+    ) -> None:
+        """Agrees on an operation, as ``agree`` does, and drains: the first part of it."""
         self.ending.check_open()
         with self.ending.failing_closes():
-            self.agree(operation, self.num_train_steps, Announcement)
+            self.agree(operation, self.num_train_steps, local)
             self.drain()
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
 
-        Each stage then shows the newest version that it had made whole; one may have made one more
-        than another.
+        Each stage then shows the newest version that it had made whole; some may be one ahead.
         """
         if not self.ending.has_failed:
             self.flush_for(operation)
