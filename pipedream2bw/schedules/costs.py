@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from .. import _C
 
 PerStage = float | Sequence[float]
 
@@ -31,6 +33,20 @@ def halves_of_backward(
         one_each("input_grad", input_grad, num_stages),
         one_each("weight_grad", weight_grad, num_stages),
     )
+
+
+def stage_costs(given: Mapping[str, PerStage], num_stages: int) -> list[_C.StageCosts]:
+    """Returns what each stage costs, of costs by the names of ``_C.StageCosts``."""
+    values = {name: one_each(name, of_all, num_stages) for name, of_all in given.items()}
+    return [_C.StageCosts(**{n: values[n][i] for n in values}) for i in range(num_stages)]
+
+
+def edge_costs(given: Mapping[str, PerStage], num_stages: int) -> list[_C.EdgeCosts]:
+    """Returns what each pair of neighbours costs, of costs by the names of ``_C.EdgeCosts``."""
+    values = {
+        name: one_each(name, of_all, num_stages, of_edges=True) for name, of_all in given.items()
+    }
+    return [_C.EdgeCosts(**{n: values[n][i] for n in values}) for i in range(num_stages - 1)]
 
 
 def one_each(name: str, given: PerStage, num_stages: int, *, of_edges: bool = False) -> list[float]:

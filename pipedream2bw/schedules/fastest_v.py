@@ -7,7 +7,7 @@ import math
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
-from .costs import PerStage, one_each
+from .costs import PerStage, edge_costs, stage_costs
 
 
 def fastest_v_schedule(
@@ -60,14 +60,10 @@ def fastest_v_schedule(
         raise ValueError(f"num_stages: {num_stages}: a V has two stages a rank, so it must be even")
     of_stages = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
     of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
-    stages = {name: one_each(name, given, num_stages) for name, given in of_stages.items()}
-    edges = {
-        name: one_each(name, given, num_stages, of_edges=True) for name, given in of_edges.items()
-    }
     return _C.fastest_v_schedule(
         num_stages // 2,
         num_microbatches,
         in_flight,
-        [_C.StageCosts(**{name: stages[name][i] for name in stages}) for i in range(num_stages)],
-        [_C.EdgeCosts(**{name: edges[name][i] for name in edges}) for i in range(num_stages - 1)],
+        stage_costs(of_stages, num_stages),
+        edge_costs(of_edges, num_stages),
     )

@@ -9,7 +9,7 @@ import os
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
-from .costs import PerStage, halves_of_backward, one_each
+from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
 from .events import Event
 from .load import schedule_for
 
@@ -212,12 +212,10 @@ def simulate(
         "state_bytes": state_bytes,
     }
     of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
-    stages = {name: one_each(name, given, d) for name, given in of_stages.items()}
-    edges = {name: one_each(name, given, d, of_edges=True) for name, given in of_edges.items()}
     found = _C.simulate(
         made,
-        [_C.StageCosts(**{name: stages[name][i] for name in stages}) for i in range(d)],
-        [_C.EdgeCosts(**{name: edges[name][i] for name in edges}) for i in range(d - 1)],
+        stage_costs(of_stages, d),
+        edge_costs(of_edges, d),
         num_batches,
         _launch_costs(launch_costs),
         _host_costs(host_costs),
