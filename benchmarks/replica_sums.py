@@ -11,7 +11,7 @@ Both train in the same processes, in turns. Figures are the medians of the round
 from __future__ import annotations
 
 from measuring.ranks import last_ranks_value, run_on_ranks
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload
 from measuring.trainers import (
     MIN_STEPS,
@@ -72,10 +72,7 @@ def main() -> None:
             figures.append(
                 Figure(setting, f"{schedule}: ordered over all-reduce", ratios, at_most=most)
             )
-    print_table(times, judged=False)
-    print()
-    print_table(figures, judged=not options.smoke)
-    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
+    report_ratios(options, where, figures, times, rounds=rounds)
 
 
 if __name__ == "__main__":

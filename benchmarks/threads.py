@@ -12,7 +12,7 @@ is timed the losses of both are compared.
 from __future__ import annotations
 
 import torch
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload
 from measuring.trainers import (
     MIN_STEPS,
@@ -70,10 +70,7 @@ def main() -> None:
         ratios = [one / two for one, two in zip(taken["unsplit"], taken["2bw"], strict=True)]
         measure = "2bw on two threads: throughput over the unsplit model's"
         figures.append(Figure(f"m={m}", measure, ratios, at_least=TARGET, ideal=2.0))
-    print_table(times, judged=False)
-    print()
-    print_table(figures, judged=not options.smoke)
-    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
+    report_ratios(options, where, figures, times, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload
 from measuring.trainers import MIN_STEPS, Block, Pipeline, steps_lasting
 
@@ -63,10 +63,7 @@ def main() -> None:
     figure = Figure(
         setting, "step time recorded over not recorded", ratios, at_most=MOST_OVERHEAD, ideal=1.0
     )
-    print_table(times, judged=False)
-    print()
-    print_table([figure], judged=not options.smoke)
-    write_json(options.json, where, [figure, *times], rounds=rounds, smoke=options.smoke)
+    report_ratios(options, where, [figure], times, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from measuring.ranks import last_ranks_value, run_on_ranks
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload, sleep_until
 from measuring.trainers import (
     LEARNING_RATE,
@@ -169,10 +169,7 @@ def main() -> None:
                 Figure(setting, f"{name}: {case.label} over plain", ratios, at_most=at_most)
             )
     figures += replicas(workload, p, rounds, MIN_STEPS + (0 if options.smoke else 8))
-    print_table(times, judged=False)
-    print()
-    print_table(figures, judged=not options.smoke)
-    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
+    report_ratios(options, where, figures, times, rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,21 @@ def write_json(
     path.write_text(compact(_rounded(report)))
 
 
+def report_ratios(
+    options: argparse.Namespace,
+    where: dict[str, Any],
+    figures: list[Figure],
+    times: list[Figure],
+    *,
+    rounds: int,
+) -> None:
+    """Prints the times and the ratios that are judged, and writes both."""
+    print_table(times, judged=False)
+    print()
+    print_table(figures, judged=not options.smoke)
+    write_json(options.json, where, figures + times, rounds=rounds, smoke=options.smoke)
+
+
 def compact(report: dict[str, Any]) -> str:
     """The report as JSON, with each item of its lists and dictionaries on a line of its own."""
     return (
