@@ -1,6 +1,7 @@
 #include "core/schedule/generate.h"
 
 #include "core/check.h"
+#include "core/floor.h"
 #include "core/schedule/methods.h"
 
 #include <algorithm>
@@ -66,7 +67,7 @@ class RankLists {
   // The rank's index-th forward or backward; negative ones are the previous batches'.
   Action action(ActionKind kind, int index) const {
     const int group = method_.order == ChunkOrder::kDepthFirst && v_ > 1 ? ranks_ : m_;
-    const int batch = (index - floor_mod(index, num_steps_)) / num_steps_;
+    const int batch = floor_div(index, num_steps_);
     const int within = floor_mod(index, num_steps_);
     const int round = within / (group * v_);
     const int chunk = within % (group * v_) / group;
@@ -74,8 +75,6 @@ class RankLists {
     const int stage = (kind == kForward ? chunk : v_ - 1 - chunk) * ranks_ + rank_;
     return {.stage = stage, .kind = kind, .microbatch = microbatch};
   }
-
-  static int floor_mod(int a, int b) { return (a % b + b) % b; }
 
   const ScheduleMethod& method_;
   const int m_;

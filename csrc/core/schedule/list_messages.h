@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "core/floor.h"
 #include "core/schedule/schedule.h"
-#include "core/schedule/unroll.h"
 
 #include <compare>
 #include <cstddef>
@@ -60,9 +60,8 @@ class ListMessages {
   // The same for the messages of all batches that have one place in their batch.
   std::size_t num_places() const { return channels_.size() * num_microbatches_; }
   std::size_t place(int message) const {
-    const int microbatch = (*this)[message].microbatch;
-    return message / span_ * num_microbatches_ + microbatch -
-           batch_in_list(microbatch, num_microbatches_) * num_microbatches_;
+    return message / span_ * num_microbatches_ +
+           floor_mod((*this)[message].microbatch, num_microbatches_);
   }
 
   // Calls use(message) for all that the action sends, or that it consumes.

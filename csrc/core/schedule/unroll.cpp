@@ -1,6 +1,7 @@
 #include "core/schedule/unroll.h"
 
 #include "core/check.h"
+#include "core/floor.h"
 
 #include <algorithm>
 
@@ -17,7 +18,7 @@ int batches_behind(const Schedule& schedule, const Counts& counts) {
       }
     }
   }
-  return (-lowest + schedule.num_microbatches - 1) / schedule.num_microbatches;
+  return -floor_div(lowest, schedule.num_microbatches);
 }
 
 }  // namespace
@@ -38,8 +39,7 @@ int batch_of(std::int64_t microbatch, int num_microbatches) {
 }
 
 int batch_in_list(int microbatch, int num_microbatches) {
-  return microbatch >= 0 ? microbatch / num_microbatches
-                         : -((num_microbatches - 1 - microbatch) / num_microbatches);
+  return floor_div(microbatch, num_microbatches);
 }
 
 std::string place(std::int64_t microbatch, int num_microbatches) {

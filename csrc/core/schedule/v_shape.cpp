@@ -1,5 +1,7 @@
 #include "core/schedule/v_shape.h"
 
+#include "core/floor.h"
+
 #include <algorithm>
 #include <array>
 #include <deque>
@@ -17,9 +19,6 @@ constexpr int kSlots = 6;  // of a period
 
 // Where the way turns: slots from the last one of a pass to the first one of the next.
 using Turns = std::array<int, 3>;
-
-int floor_div(int a, int b) { return a / b - (a % b < 0 ? 1 : 0); }
-int floor_mod(int a, int b) { return a - floor_div(a, b) * b; }
 
 // A rank's actions of microbatch 0. W's have the two slots that are left of a period, in the order
 // in which less is in flight.
@@ -93,7 +92,7 @@ int step_of(const Period& period, int chunk, ActionKind kind) {
   return kSlots * found->lag + static_cast<int>(found - period.begin());
 }
 
-// A stage's last W of a batch, and the stage's update.
+// A W, and behind a batch's last one the stage's update.
 void add_weight_grad(std::vector<Action>& list, int stage, int microbatch, int m) {
   list.push_back({.stage = stage, .kind = kWeightGrad, .microbatch = microbatch});
   if (floor_mod(microbatch, m) == m - 1) {
