@@ -5,6 +5,7 @@
 #include "core/schedule/v_shape.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,27 +25,19 @@ struct Candidate {
 
 std::vector<Candidate> candidates(int ranks) {
   std::vector<Candidate> all;
-  VSteps steps;
-  for (steps.forward_down = 1; steps.forward_down <= kMostSteps; ++steps.forward_down) {
-    for (steps.forward_up = 1; steps.forward_up <= kMostSteps; ++steps.forward_up) {
-      for (steps.backward_down = 1; steps.backward_down <= kMostSteps; ++steps.backward_down) {
-        for (steps.backward_up = 1; steps.backward_up <= kMostSteps; ++steps.backward_up) {
-          auto periods = v_periods(ranks, steps);
-          if (!periods) continue;
-          Candidate& made = all.emplace_back();
-          for (const Period& period : *periods) {
-            made.halves = std::max(made.halves, most_halves_in_flight(period));
-          }
-          made.least = least_microbatches(*periods);
-          made.name = "2bw_v";
-          for (const int step :
-               {steps.forward_down, steps.forward_up, steps.backward_down, steps.backward_up}) {
-            made.name += "_" + std::to_string(step);
-          }
-          made.periods = std::move(*periods);
-        }
-      }
+  constexpr int n = kMostSteps;
+  for (int i = 0; i < n * n * n * n; ++i) {
+    const std::array steps = {i / (n * n * n) + 1, i / (n * n) % n + 1, i / n % n + 1, i % n + 1};
+    auto periods = v_periods(ranks, {steps[0], steps[1], steps[2], steps[3]});
+    if (!periods) continue;
+    Candidate& made = all.emplace_back();
+    for (const Period& period : *periods) {
+      made.halves = std::max(made.halves, most_halves_in_flight(period));
     }
+    made.least = least_microbatches(*periods);
+    made.name = "2bw_v";
+    for (const int step : steps) made.name += "_" + std::to_string(step);
+    made.periods = std::move(*periods);
   }
   std::ranges::stable_sort(all, {}, &Candidate::halves);
   return all;
