@@ -185,11 +185,7 @@ TEST(Receives, RandomSchedulesHaveAPlanOrWaitForTheNextBatch) {
   int refused = 0;
   for (int walks = testing::kSanitized ? 120 : 400; walks > 0; --walks) {
     walk(mutator, mutator.make(4, 4), 40, [&](const Schedule& schedule) {
-      try {
-        validate(schedule);
-      } catch (const ValueError&) {
-        return false;
-      }
+      if (!value_error([&] { validate(schedule); }).empty()) return false;
       const std::string refusal =
           value_error([&] { plan_receives(schedule, chain_edges(schedule.depth())); });
       if (refusal.empty()) {
@@ -299,11 +295,7 @@ TEST(Receives, RandomSchedulesWithJointUpdatesHaveAPlanOrWaitForTheNextBatch) {
   int refused = 0;
   for (int walks = testing::kSanitized ? 40 : 400; walks > 0; --walks) {
     walk(mutator, mutator.make(4, 4), 40, [&](const Schedule& schedule) {
-      try {
-        validate(schedule);
-      } catch (const ValueError&) {
-        return false;
-      }
+      if (!value_error([&] { validate(schedule); }).empty()) return false;
       const auto joint = mutator.below(2) || schedule.depth() == 1
                              ? all_stages(schedule)
                              : stages_of_copies(schedule, 0, schedule.depth() - 1);
