@@ -16,7 +16,7 @@ _SLICE_SECONDS = 0.05
 _FAILED_SECONDS = 2.0
 """Without a byte more of other processes, once the pipeline has failed."""
 _SHARE = 0.5
-"""Of ``timeout``, after which a file system hangs: so this rank tells it before others give up."""
+"""A file system that is silent for this share of ``timeout`` hangs, before others give up."""
 
 _Result = TypeVar("_Result")
 
