@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from tests.device import checked
-from tests.device.prove import FOUND, IMPLIED, TRAININGS, UNNEEDED, prove
+from tests.device.prove import one_process, two_processes
+from tests.device.prove.outcomes import FOUND, IMPLIED, UNNEEDED, Outcome
 
 WAIT, RECORD, HOST = (
     checked.Ordering.STREAM_WAIT,
@@ -27,8 +29,17 @@ WAIT, RECORD, HOST = (
 def test_nothing_that_is_left_out_is_missed(
     name: str, every: int, needed: list[checked.Ordering]
 ) -> None:
+    check(one_process.prove(one_process.TRAININGS[name], every), needed)
+
+
+@pytest.mark.parametrize("name", ["two processes, rings", "two replicas, clipping"])
+def test_nothing_that_one_of_two_processes_leaves_out_is_missed(name: str) -> None:
+    check(two_processes.prove(name, every=25, timeout=90.0), [WAIT])
+
+
+def check(outcomes: Iterable[Outcome], needed: list[checked.Ordering]) -> None:
     seen = {kind: Counter[str]() for kind in checked.Ordering.__members__.values()}
-    for kind, n, word in prove(TRAININGS[name], every):
+    for kind, n, word in outcomes:
         assert word in (FOUND, IMPLIED, UNNEEDED), (kind, n, word)
         seen[kind][word] += 1
     for kind in needed:

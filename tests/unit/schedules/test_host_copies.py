@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -66,3 +68,28 @@ def test_copies_steps_and_what_waits_for_them_are_the_longest_ways(name: str) ->
     for size in sizes_for(name, 4):
         for _ in range(4):
             check(name, size, rng)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"down": -1.0}, ValueError, "host's down: -1: a bandwidth must be >= 0"),
+        ({"up": math.nan}, ValueError, "host's up: nan: a bandwidth must be >= 0"),
+        ({"buckets": 0}, ValueError, "host_costs.buckets: 0, it must be at least 1"),
+        ({"buckets": 2**30}, ValueError, "host's buckets: 1073741824: must be >= 1 and <= "),
+        ({"buckets": 1.5}, TypeError, "host_costs.buckets: "),
+    ],
+)
+def test_costs_that_no_host_has_are_refused(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        pd2.simulate("2bw", num_stages=2, num_microbatches=2, host_costs=pd2.HostCosts(**given))
+
+
+def test_a_run_with_launches_has_no_steps_on_hosts() -> None:
+    costs: dict[str, Any] = {"host_costs": pd2.HostCosts(), "launch_costs": pd2.LaunchCosts()}
+    with pytest.raises(ValueError, match="costs of launches and of the host: both"):
+        pd2.simulate("2bw", num_stages=2, num_microbatches=2, **costs)
+    with pytest.raises(TypeError, match=re.escape("host_costs: 1 given, it must be HostCosts")):
+        pd2.simulate("2bw", num_stages=2, num_microbatches=2, host_costs=1)  # type: ignore[arg-type]

@@ -1,52 +1,31 @@
-"""Leaves out each wait and each record_stream of whole trainings, one at a time.
-
-The checked device must find each that is missing, or show that it was not needed: that others give
-the same order, or that what came after it uses other memory. One for which it does neither is
-missed.
-
-    python -m tests.device.prove              every one of all trainings: half an hour
-    python -m tests.device.prove --every 10   a sample
-    python -m tests.device.prove --only tied
-"""
+"""Leaves them out of trainings in one process, on two devices in turn."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import pipedream2bw as pd2
 from tests.device import checked
 from tests.device.on_device import batch_on, on, places
+from tests.device.prove.outcomes import (
+    FOUND,
+    KINDS,
+    NUM_BATCHES,
+    NUM_JUDGED,
+    VERDICTS,
+    Outcome,
+    synchronize,
+)
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
 from tests.samples.models import TASKS, Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
-
-NUM_BATCHES, NUM_JUDGED = 6, 3
-"""What is left out in the last batches may be for those that would come after them."""
-KINDS = [checked.Ordering.STREAM_WAIT, checked.Ordering.RECORD_STREAM, checked.Ordering.HOST_WAIT]
-FOUND, NOT_REACHED, IMPLIED, UNNEEDED, MISSED = WORDS = (
-    "found",
-    "not reached",
-    "implied",
-    "unneeded",
-    "missed",
-)
-VERDICTS = {
-    None: NOT_REACHED,
-    checked.Verdict.IMPLIED: IMPLIED,
-    checked.Verdict.UNNEEDED: UNNEEDED,
-    checked.Verdict.OPEN: MISSED,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +87,6 @@ TRAININGS = {
 }
 
 
-def synchronize() -> None:
-    for device in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(device)
-
-
 def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) -> str:
     """What becomes of the training without the n-th of a kind."""
     synchronize()  # what was given before is over
@@ -134,7 +108,7 @@ def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) 
     return VERDICTS[verdict]
 
 
-def prove(training: Training, every: int) -> Iterator[tuple[checked.Ordering, int, str]]:
+def prove(training: Training, every: int) -> Iterator[Outcome]:
     """Gives what became of each that was left out; one of ``every``."""
     want = training.run("cpu")
     assert_same(training.run("checked:0"), want)  # first uses
@@ -147,31 +121,3 @@ def prove(training: Training, every: int) -> Iterator[tuple[checked.Ordering, in
         assert_same(training.run("checked:0", note), want)
         for n in range(1, counts[0] + 1, every):
             yield kind, n, judge(training, want, kind, n)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--every", type=int, default=1, help="one of so many is left out")
-    parser.add_argument("--only", default="", help="trainings whose name has this in it")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    checked.set_timeout(20.0)
-    missed = 0
-    print(f"{'training':28}{'kind':16}" + "".join(f"{word:>12}" for word in ("left out", *WORDS)))
-    for name, training in TRAININGS.items():
-        if given.only not in name:
-            continue
-        counts = {kind: Counter[str]() for kind in KINDS}
-        for kind, n, word in tqdm(prove(training, given.every), desc=name, disable=None):
-            counts[kind][word] += 1
-            if word == MISSED:
-                print(f"  missed: {kind.name} {n}", flush=True)
-        for kind, found in counts.items():
-            numbers = [found.total(), *(found[word] for word in WORDS)]
-            print(f"{name:28}{kind.name.lower():16}" + "".join(f"{each:12}" for each in numbers))
-        missed += sum(found[MISSED] for found in counts.values())
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
