@@ -1,0 +1,150 @@
+"""A checkpoint that does not fit, or cannot be written, is refused and changes nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from tests.unit.checkpoint.trained_run import (
+    BATCHES,
+    WIDTH,
+    Keeper,
+    Trained,
+    adamw,
+    make_model,
+    runs,
+    sgd,
+)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Trained]]:
+    with runs() as begin:
+        yield begin
+
+
+def test_what_does_not_fit_is_refused_with_both_values_and_changes_nothing(
+    start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start(make=adamw)
+    run.train(0, 2)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+
+    def refused(match: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        beside, trained = options.pop("beside", {}), options.pop("trained", 1)
+        other = start(**{"make": adamw, "seed": 5, **options})
+        other.train(0, trained)
+        other.pipe.flush()
+        before = {name: value.clone() for name, value in other.pipe.state_dict().items()}
+        with pytest.raises(kind, match=match):
+            pd2.load(tmp_path, other.pipe, other.opt, **beside)
+        after = other.pipe.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        other.train(trained, 2 * trained)
+        other.pipe.flush()
+        assert other.pipe.session.num_train_steps == 2 * trained
+
+    refused("optimizer: SGD, the checkpoint has AdamW", make=sgd)
+    wider = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH))
+    refused("trained parameters: 4, the checkpoint has 16", model=wider)
+    frozen = make_model()
+    frozen[0].weight.requires_grad_(False)
+    refused("trained parameters: 15, the checkpoint has 16.*only there: .'0.weight'", model=frozen)
+    small = make_model().bfloat16()
+    refused("torch.bfloat16, the checkpoint has torch.float32", model=small, trained=0)
+    refused("loss_scale: given, the checkpoint has none", loss_scale=pd2.LossScale())
+    refused("random: 'torch', the checkpoint has 'keyed'", random="torch")
+    remedy = pd2.ErrorFeedback()
+    refused(r"staleness: .ErrorFeedback.*, the checkpoint has \[\]", staleness=remedy)
+    refused("data: given, the checkpoint was saved without", beside={"data": Keeper()})
+    refused("schedulers: 1, the checkpoint has 0", beside={"schedulers": [Keeper()]})
+    refused("extra: 'ema' given, the checkpoint has none", beside={"extra": {"ema": Keeper()}})
+    refused("data: int given", TypeError, beside={"data": 3})
+
+
+def by_kind(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimizer]:
+    """Matrices decay, the others do not."""
+    given = list(parameters)
+    matrices = {"params": [p for p in given if p.dim() == 2], "weight_decay": 0.1}
+    others = {"params": [p for p in given if p.dim() != 2], "weight_decay": 0.0}
+    groups = [others, matrices] if reverse else [matrices, others]
+    return [torch.optim.AdamW(groups, lr=0.01)]
+
+
+def alike(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimizer]:
+    """Two optimizers of one kind."""
+    given = list(parameters)
+    parts = [[p for p in given if p.dim() == 2], [p for p in given if p.dim() != 2]]
+    return [torch.optim.SGD(part, lr=0.1) for part in (parts[::-1] if reverse else parts)]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            by_kind,
+            r"param_groups: 0\.bias is in group 0 of AdamW \(optimizer 0\), the checkpoint has it "
+            r"in group 1 of AdamW \(optimizer 0\)",
+        ),
+        (
+            alike,
+            r"0\.bias is in group 0 of SGD \(optimizer 0\), the checkpoint has it in group 0 of "
+            r"SGD \(optimizer 1\)",
+        ),
+    ],
+)
+def test_groups_of_other_parameters_are_refused(
+    make: Any, match: str, start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start(make=make)
+    run.train(0, 2)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    other = start(make=functools.partial(make, reverse=True), num_stages=3)
+    with pytest.raises(ValueError, match=match):
+        pd2.load(tmp_path, other.pipe, other.opt)
+    same = start(make=make, num_stages=3)
+    pd2.load(tmp_path, same.pipe, same.opt)
+
+
+def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
+    start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    model = make_model()
+    model[9].register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
+    run = start(model=model)
+    with pytest.raises(
+        TypeError, match=r"9\.angles: a tensor of torch.complex128.*torch.complex64"
+    ):
+        pd2.Checkpointer(tmp_path, run.pipe, run.opt, preempt=())
+    named = nn.Sequential()
+    named.add_module("$0", nn.Linear(WIDTH, WIDTH))
+    named.add_module("1", nn.Linear(WIDTH, WIDTH))
+    run = start(model=named)
+    with pytest.raises(ValueError, match=r"\$0\.\w+: names in a checkpoint must not begin with"):
+        pd2.save(tmp_path, run.pipe, run.opt)
+    run.train(0, 2)
+    assert run.finish()[0]
+
+
+def test_a_save_with_something_that_cannot_be_saved_is_refused(
+    start: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start()
+    with pytest.raises(TypeError, match=r"extra\.f: builtins.set given"):
+        pd2.save(tmp_path, run.pipe, run.opt, extra={"f": {1}})
+    with pytest.raises(ValueError, match="versions: 'some'"):
+        pd2.save(tmp_path, run.pipe, run.opt, versions="some")
+    run.losses.append(run.pipe.train_step(*BATCHES[0][:1], target=BATCHES[0][1]))
+    with pytest.raises(ValueError, match=r"save: 1 train_steps and 0 opt.step\(\)"):
+        pd2.save(tmp_path, run.pipe, run.opt)
+    run.opt.step()
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    with pytest.raises(ValueError, match="0 checkpoints"):
+        pd2.load(tmp_path / "other", run.pipe, run.opt)
