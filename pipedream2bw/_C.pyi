@@ -258,6 +258,7 @@ class PlanOptions:
     start_within: float
     gradient: float
     state: float
+    steps_on_host: bool
     reserved: float
 
 class PlannedStage:

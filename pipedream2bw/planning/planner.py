@@ -154,6 +154,7 @@ def plan(
                 start_within=start_within,
                 gradient=gradient,
                 state=state,
+                steps_on_host=optimizer_device is not None,
                 reserved=0.0 if calibration is None else calibration.offset,
             ),
         )

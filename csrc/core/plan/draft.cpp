@@ -165,6 +165,10 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
       stage.memory_limit = std::min(stage.memory_limit, holders.limits[rank]);
     }
   }
+  if (options.steps_on_host) {
+    // The steps' times have the copies in them. Gradients wider than weights have one buffer.
+    chosen.costs.host = HostCosts{.one_buffer = options.gradient > 1};
+  }
   chosen.costs.edges.assign(d - 1, {});
   chosen.costs.skips.clear();
   for (const auto& [from, to, bytes] : messages) {

@@ -286,12 +286,17 @@ double busiest_rank(const PipelineShape& shape, const Costs& costs) {
   double busiest = 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double seconds = 0;
+    double of_host = 0;
     for (const int stage : shape.stages_on(rank)) {
       const StageCosts& cost = costs.stages[stage];
       seconds += share * shape.num_microbatches * work_of(cost);
-      seconds += shape.method->is_flushed() ? update(cost) : cost.update;
+      if (costs.host) {
+        of_host += cost.update;
+      } else {
+        seconds += shape.method->is_flushed() ? update(cost) : cost.update;
+      }
     }
-    busiest = std::max(busiest, seconds);
+    busiest = std::max({busiest, seconds, of_host});
   }
   return busiest;
 }

@@ -52,8 +52,8 @@ struct StepTime {
 StepTime step_time(const PipelineShape& shape, const Costs& costs);
 
 // The busiest rank's seconds of a batch. An update that goes on beside the next microbatches delays
-// none of them by waiting, but it takes its device's time; the sum over replicas before it does
-// not.
+// none of them by waiting, but it takes its device's time, or its host's, which is another's beside
+// it; the sum over replicas before it does not.
 double busiest_rank(const PipelineShape& shape, const Costs& costs);
 
 }  // namespace pd2

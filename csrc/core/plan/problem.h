@@ -59,6 +59,8 @@ struct PlanOptions {
   // Bytes per byte of trained parameters, in one copy.
   double gradient = 1;
   double state = 0;  // optimizer and masters
+  // Optimizers step in the host's memory: their times are of a rank's host, not of its device.
+  bool steps_on_host = false;
   int num_alternatives = 5;
   double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors
 };

@@ -137,6 +137,26 @@ def test_an_optimizer_on_the_host_takes_no_memory_of_devices() -> None:
         plan(made, optimizer_device="cuda")
 
 
+def test_an_update_on_the_host_takes_no_time_of_the_device() -> None:
+    made = profile(model(), torch.float32)
+    weights = [stage.weight_bytes for stage in plan(made).stages]
+
+    def seconds(update: float, **options: Any) -> float:
+        """Of a batch with an update that takes so long on the larger stage."""
+        each = update / max(weights)
+        timed = dataclasses.replace(
+            made, seconds_per_update_byte={"adamw": each, "adamw on host": each}
+        )
+        return plan(timed, **options).seconds_per_batch
+
+    alone = seconds(0.0)
+    assert seconds(0.5 * alone) > 1.2 * alone
+    assert seconds(0.5 * alone, optimizer_device="cpu") == pytest.approx(alone)
+    # Four microbatches: the first stage begins one of batch t + 2, which waits for the update of
+    # batch t, before batch t + 1's last backward.
+    assert seconds(3 * alone, optimizer_device="cpu") == pytest.approx((3 + 1 / 4) * alone)
+
+
 def test_a_dry_profile_knows_the_optimizer_on_the_host_from_the_figures() -> None:
     def dry(**changes: Any) -> pd2.Profile:
         figures = dataclasses.replace(pd2.KNOWN_DEVICES["v100"], **changes)
