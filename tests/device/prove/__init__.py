@@ -4,7 +4,7 @@ The checked device must find each that is missing, or show that it was not neede
 the same order, or that what came after it uses other memory. One for which it does neither is
 missed.
 
-    python -m tests.device.prove              every one of all trainings: half an hour
+    python -m tests.device.prove              every one of all trainings: forty minutes
     python -m tests.device.prove --every 10   a sample
     python -m tests.device.prove --only tied
 
