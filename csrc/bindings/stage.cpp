@@ -51,7 +51,22 @@ void bind_making(StageClass& stage) {
             self.arrange(reads_first, waits, [&fault] { return fault->raised(); });
           },
           py::arg("reads_first"), py::arg("waits"), py::arg("fault"),
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "share",
+          [](Stage& self, bool shares, const std::shared_ptr<Fault>& fault) {
+            self.share(shares, [&fault] { return fault->raised(); });
+          },
+          py::arg("shares"), py::arg("fault"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "settle",
+          [](Stage& self, const std::shared_ptr<Fault>& fault) {
+            self.settle([&fault] { return fault->raised(); });
+          },
+          py::arg("fault"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("is_shared", &Stage::is_shared)
+      .def("owns", &Stage::owns, py::arg("parameter"))
+      .def("owner", &Stage::owner, py::arg("parameter"));
 }
 
 void bind_weights(StageClass& stage) {
@@ -75,6 +90,17 @@ void bind_weights(StageClass& stage) {
           py::arg("version"))
       .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
       .def("hides_master", &Stage::hides_master, py::arg("parameter"))
+      .def(
+          "whole_masters",
+          [](Stage& self, const std::shared_ptr<Fault>& fault) {
+            std::vector<std::optional<at::Tensor>> masters;
+            const py::gil_scoped_release no_gil;
+            for (at::Tensor& master : self.whole_masters([&fault] { return fault->raised(); })) {
+              masters.emplace_back(master.defined() ? std::optional(master) : std::nullopt);
+            }
+            return masters;
+          },
+          py::arg("fault"))
       .def("master_buffers", &Stage::master_buffers)
       .def("round_masters", &Stage::round_masters, py::arg("slot"))
       .def("set_master", &Stage::set_master, py::arg("parameter"), py::arg("value"))

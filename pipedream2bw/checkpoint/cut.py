@@ -121,7 +121,7 @@ def begin_cut(
 
         return call
 
-    is_mine = _share(session)
+    is_mine = _sharing_out(session)
     tied = session.local_model.tied_names()
     for stage in stages:
         copy = then(_copying(stage, cut, optimizer, memory, oldest[stage.index], is_mine, tied))
@@ -133,14 +133,18 @@ def begin_cut(
     return cut
 
 
-def _share(session: Session) -> Callable[[LocalStage, int], bool]:
-    """Says which of a stage's parameters this process saves, by their numbers.
+def _sharing_out(session: Session) -> Callable[[LocalStage, int, str], bool]:
+    """Says which of a stage's parameters this process saves, by their numbers and names.
 
-    The processes that hold a stage share them out; of two pipelines the first one's save all.
+    The processes that hold a stage share them out, as their optimizers do if these have shares; of
+    two pipelines the first one's save all.
     """
     grid = session.grid
 
-    def is_mine(stage: LocalStage, number: int) -> bool:
+    def is_mine(stage: LocalStage, number: int, name: str) -> bool:
+        weights = stage.weights
+        if weights.engine.is_shared and name in weights.trainable:
+            return weights.engine.owns(list(weights.trainable).index(name))
         return grid.pipeline(stage.index) == 0 and number % grid.width == grid.replica
 
     return is_mine
@@ -152,14 +156,14 @@ def _copying(
     optimizer: OptimizerCut | None,
     memory: HostMemory,
     oldest: int,
-    is_mine: Callable[[LocalStage, int], bool],
+    is_mine: Callable[[LocalStage, int, str], bool],
     tied: Mapping[str, str],
 ) -> Callable[[], None]:
     weights, engine = stage.weights, stage.weights.engine
 
     def copy() -> None:
         counted = [name for name in weights.in_root if weights.counts(name)]
-        mine = {name for number, name in enumerate(counted) if is_mine(stage, number)}
+        mine = {name for number, name in enumerate(counted) if is_mine(stage, number, name)}
         live: dict[tuple[str, str], torch.Tensor] = {}
         for i, name in enumerate(weights.trainable):
             if name in mine:

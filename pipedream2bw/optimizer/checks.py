@@ -14,11 +14,15 @@ from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind, parameters_of
+from .sharding import check_sharding
 from .staleness import Remedies
 
 
 def agreed_session_of(
-    optimizers: Sequence[torch.optim.Optimizer], clipping: Clipping, remedies: Remedies
+    optimizers: Sequence[torch.optim.Optimizer],
+    clipping: Clipping,
+    remedies: Remedies,
+    shard_state: bool,
 ) -> Session:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
     error: Exception | None = None
@@ -31,6 +35,12 @@ def agreed_session_of(
         _check_on_host(session, optimizers, remedies)
         clipping.check(session)
         remedies.check(session, optimizers, scales_loss=clipping.loss_scale is not None)
+        if not isinstance(shard_state, bool):
+            raise TypeError(
+                f"shard_state: {type(shard_state).__name__} given, it must be True or False"
+            )
+        if shard_state:
+            check_sharding(session, optimizers, remedies)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_sessions() if session is None else [session]
@@ -47,6 +57,7 @@ def agreed_session_of(
         session.agree(Operation.new_optimizer, session.num_train_steps, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
+        settings["shard_state"] = shard_state
         session.control.agree_on_objects(None, settings)
     return session
 

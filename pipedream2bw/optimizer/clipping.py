@@ -59,13 +59,19 @@ class Clipping:
         # A loss scale needs it to know whether any gradient anywhere has overflowed.
         return self.max_grad_norm is not None or self.loss_scale is not None
 
-    def install(self, session: Session) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
-        """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained."""
+    def install(
+        self, session: Session, *, shard_state: bool
+    ) -> tuple[_C.GradientNorm | None, _C.LossScale | None]:
+        """Makes the pipeline's updates clip and unscale, or not. Every rank calls it; drained.
+
+        Args:
+            shard_state: each replica has the sums of some gradients, of which it gives the norms.
+        """
         newest = session.accumulation.num_updates
         scale = None
         if self.loss_scale is not None:
             scale = _C.LossScale(**dataclasses.asdict(self.loss_scale), version=newest)
-        norm = self._norm(session, scale) if self._needs_norm else None
+        norm = self._norm(session, scale, shard_state) if self._needs_norm else None
         session.stages.joint_updates.set_norm(norm is not None)
         number_of = _numbers(session)
         for stage in session.stages:
@@ -84,8 +90,11 @@ class Clipping:
             stage.executor.set_clipping(stage.index, clipping if clips else None)
         return norm, scale
 
-    def _norm(self, session: Session, scale: _C.LossScale | None) -> _C.GradientNorm:
-        group, board = session.grid.group_of_replica(), None
+    def _norm(
+        self, session: Session, scale: _C.LossScale | None, shard_state: bool
+    ) -> _C.GradientNorm:
+        grid, board = session.grid, None
+        group = grid.group_of_model() if shard_state else grid.group_of_replica()
         num_parameters = len(_numbers(session))
         if group is not None:
             board = make_board(group, 2 * num_parameters, session.control.deadline)

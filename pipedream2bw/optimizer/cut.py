@@ -85,7 +85,10 @@ class OptimizerCut:
     names: Mapping[int, str]
 
     def of_stage(self, weights: StageWeights) -> StateByName:
-        """The state of the parameters that count on the stage; what a remedy keeps is with it."""
+        """The state of the parameters that count on the stage and that this replica steps.
+
+        What a remedy keeps is with it.
+        """
         found: StateByName = {}
         holders = {
             id(parameter): (kind, optimizer, group)
@@ -94,7 +97,7 @@ class OptimizerCut:
             for parameter in group["params"]
         }
         for i, (name, handle) in enumerate(weights.trainable.items()):
-            if weights.is_shown and weights.counts(name):
+            if weights.is_shown and weights.counts(name) and weights.engine.owns(i):
                 kind, optimizer, group = holders[id(handle)]
                 of_own = optimizer.state.get(handle, {})
                 found[name] = read_state(kind, weights, i, group) if kind else dict(of_own)

@@ -88,6 +88,30 @@ Holder = tuple[str | None, torch.optim.Optimizer, dict[str, Any]]
 """A group of parameters, with its optimizer and the fused pass that computes that, if one does."""
 
 
+def set_fused(
+    stage: StageWeights,
+    kinds: Iterable[str | None],
+    groups: Sequence[dict[str, Any]],
+    holders: Mapping[int, Holder],
+) -> None:
+    """Makes the engine's fused passes step a stage's weights as these optimizers do.
+
+    Args:
+        groups: of all optimizers, in the order of the options that each step gets.
+        holders: by the parameters' id.
+    """
+    numbers = {id(group): number for number, group in enumerate(groups)}
+    of_stage = [holders[id(original)] for original in stage.originals]
+    places = [(kind, numbers[id(group)]) for kind, _, group in of_stage]
+    stage.engine.set_optimizers(
+        {
+            fused: [group if kind == fused else -1 for kind, group in places]
+            for fused in kinds
+            if fused is not None
+        }
+    )
+
+
 def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> None:
     """Puts what the fused passes keep into the optimizers' states."""
     where = {
@@ -98,7 +122,9 @@ def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> Non
     for kind, optimizer, group in groups:
         for parameter in group["params"] if kind is not None else ():
             if kind is not None and id(parameter) in where:
-                optimizer.state[parameter] = read_state(kind, *where[id(parameter)], group)
+                weights, i = where[id(parameter)]
+                if weights.engine.owns(i):
+                    optimizer.state[parameter] = read_state(kind, weights, i, group)
 
 
 def load_states(
@@ -142,7 +168,7 @@ def take_states(holders: Mapping[int, Holder], stages: Sequence[StageWeights]) -
     for weights in stages:
         for i, original in enumerate(weights.originals):
             kind, optimizer, _ = holders[id(original)]
-            if kind is not None:
+            if kind is not None and weights.engine.owns(i):
                 write_state(kind, weights, i, optimizer.state.get(original, {}))
 
 

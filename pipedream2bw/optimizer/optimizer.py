@@ -23,6 +23,7 @@ from .fused import (
     fused_options,
     load_states,
     parameters_of,
+    set_fused,
     show_states,
     take_states,
 )
@@ -37,6 +38,7 @@ from .own_step import (
     take_over_counters,
     update_with,
 )
+from .sharding import forget_others, whole_states
 from .staleness import Remedies, Remedy, StepCorrection
 from .verdicts import let_updates_wait
 
@@ -76,6 +78,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
             of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
+        shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
+            parameters only, steps these and gives the others their new weights; to the same bits.
+            Shares are of whole parameters, as equal as these allow. With one replica it is the
+            same as without. SGD, Adam and AdamW, and the others of ``torch.optim``.
 
     Raises:
         ValueError: parameters that are of no open pipeline, of several, or of a stage that another
@@ -93,6 +99,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         clip_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
+        shard_state: bool = False,
     ) -> None:
         clipping = Clipping(
             max_grad_norm=max_grad_norm,
@@ -100,12 +107,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             clip_grad_value=clip_grad_value,
             loss_scale=loss_scale,
         )
-        self._remedies = Remedies(staleness)
-        self._session = session = agreed_session_of(optimizers, clipping, self._remedies)
-        self._delayed_batches = 0  # steps since the warm-up
+        self._remedies, self._shard_state = Remedies(staleness), shard_state
+        session = agreed_session_of(optimizers, clipping, self._remedies, shard_state)
+        self._session, self._delayed_batches = session, 0  # steps since the warm-up
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
-            self._norm, self._scale = clipping.install(session)
+            self._norm, self._scale = clipping.install(session, shard_state=shard_state)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
         self._first_step = -1 if any(any(o.state.values()) for o in optimizers) else None  # a batch
@@ -142,23 +149,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 waits=self._norm is not None,
                 fault=session.control.fault,
             )
+            weights.engine.share(self._shard_state, fault=session.control.fault)
         weights.show_newest()
         rule = self._remedies.correction
         weights.correction_bytes = lambda: 0
         if rule is not None:
             correction = self._corrections[weights.index] = StepCorrection(rule, weights)
             weights.correction_bytes = correction.nbytes
-        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
-        of_parameter = self._holders()
-        holders = [of_parameter[id(original)] for original in weights.originals]
-        places = [(kind, numbers[id(group)]) for kind, _, group in holders]
-        weights.engine.set_optimizers(
-            {
-                fused: [group if kind == fused else -1 for kind, group in places]
-                for fused in self._kinds
-                if fused is not None
-            }
-        )
+        set_fused(weights, self._kinds, self.param_groups, self._holders())
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
@@ -344,7 +342,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         show_states(self._groups(), self._weights)
         self._read_counters()
         self._share()
-        result = state_of_all(self._wrapped, self._names(), self._room)
+        with whole_states(self._session, self._wrapped, self._weights):
+            result = state_of_all(self._wrapped, self._names(), self._room)
         if not self._room and self._first_step is None:
             result[_NOT_BEGUN] = True
         if self._scale is not None:
@@ -409,6 +408,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for correction in self._corrections.values():
             correction.load(staleness["kept"])
         take_states(self._holders(), self._weights)
+        forget_others(self._wrapped, self._weights)
 
     def cut(self) -> OptimizerCut:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""

@@ -29,7 +29,7 @@ class StageStepper:
         given = set(map(id, parameters_of(optimizer)))
         positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
         for i, name in enumerate(stage.trainable):
-            if id(stage.originals[i]) in given:
+            if id(stage.originals[i]) in given and stage.engine.owns(i):
                 positions.setdefault(stage.stages_of(name), []).append(i)
         self._parts = [_PartStepper(optimizer, stage, those) for those in positions.values()]
         # By update, not yet made: an update whose gradients overflowed leaves them to the next.

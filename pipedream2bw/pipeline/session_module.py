@@ -181,10 +181,12 @@ class SessionModule(nn.Module):
         Every rank calls it. Tensors are the live ones, as in ``nn.Module.state_dict``, but only
         until the next step: with several weight versions that writes the newest elsewhere. Of a
         pipeline that a failure has ended, each rank may read its part: the newest version that each
-        of its stages had made whole, of which one may be one ahead of another.
+        of its stages had made whole, of which one may be one ahead of another; with
+        ``shard_state`` masters of other replicas are their roundings then.
         """
         self.session.flush_to_read(Operation.state_dict)
-        return self.session.local_model.state(prefix, keep_vars)
+        is_whole = not self.session.ending.has_failed
+        return self.session.local_model.state(prefix, keep_vars, whole=is_whole)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.

@@ -65,8 +65,9 @@ class RankGrid:
         self.places: Places = [[[0] * p]]
         self.deadline = deadline
         self._why_no_device_groups = why_no_device_groups
-        # By what the processes share: a stage of the model, several stages, or (None) a replica.
-        self._groups: dict[int | tuple[int, ...] | None, dist.ProcessGroup] = {}
+        # By what the processes share: a stage of the model, several stages, (None) a replica, or
+        # ("model") the model.
+        self._groups: dict[int | tuple[int, ...] | str | None, dist.ProcessGroup] = {}
         self.mesh = mesh
         self.in_processes = world > 1
         if not self.in_processes:
@@ -171,6 +172,13 @@ class RankGrid:
             self._join(None, replicas, backend="gloo")
         return self._groups.get(None)
 
+    def group_of_model(self) -> dist.ProcessGroup | None:
+        """All processes, if there are several. Every process calls it."""
+        if self.in_processes and "model" not in self._groups:
+            everyone = set(itertools.chain(*itertools.chain(*self.places)))
+            self._join("model", [everyone], backend="gloo")
+        return self._groups.get("model")
+
     def teams_of(self, stages: Iterable[int]) -> list[set[int]]:
         """The processes that run these stages, for each shard and replica."""
         return [
@@ -201,7 +209,7 @@ class RankGrid:
 
     def _join(
         self,
-        key: int | tuple[int, ...] | None,
+        key: int | tuple[int, ...] | str | None,
         teams: Iterable[Collection[int]],
         backend: str | None = None,
     ) -> None:

@@ -54,18 +54,24 @@ class LocalModel:
             if name in mine:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
-    def state(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The process's part of the ``state_dict``; its tensors are the live ones."""
+    def state(
+        self, prefix: str = "", keep_vars: bool = False, *, whole: bool = True
+    ) -> dict[str, Any]:
+        """The process's part of the ``state_dict``; its tensors are the live ones.
+
+        Args:
+            whole: every rank calls it; else masters that other replicas have are their roundings.
+        """
         mine = self._names()
-        with self._masters_shown():
+        with self._masters_shown(whole=whole):
             full = self._root.state_dict(keep_vars=keep_vars)
         return type(full)((prefix + name, full[name]) for name in full if name in mine)
 
     @contextlib.contextmanager
-    def _masters_shown(self, *, change: bool = False) -> Iterator[None]:
+    def _masters_shown(self, *, change: bool = False, whole: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as shown:
             for stage in self._stages:
-                shown.enter_context(stage.weights.masters_shown(change=change))
+                shown.enter_context(stage.weights.masters_shown(change=change, whole=whole))
             yield
 
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:

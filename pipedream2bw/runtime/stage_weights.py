@@ -226,8 +226,8 @@ class StageWeights:
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained.
 
-        With float32 masters to these; with split ones, of which there is no whole tensor, and with
-        those in the host's memory to the 16-bit weights.
+        With float32 masters to these; with split ones, of which there is no whole tensor, with
+        those in the host's memory or shared out to replicas to the 16-bit weights.
         """
         self.engine.show()
         slot = self.engine.newest_slot
@@ -245,16 +245,21 @@ class StageWeights:
         ]
 
     @contextlib.contextmanager
-    def masters_shown(self, *, change: bool = False) -> Iterator[None]:
+    def masters_shown(self, *, change: bool = False, whole: bool = False) -> Iterator[None]:
         """Meanwhile the handles are float32 where there is a master, hidden ones too.
 
         Args:
             change: what is written to the handles meanwhile becomes the newest weights.
+            whole: also the masters that replicas share out, for which all of them call it;
+                otherwise another replica's are their roundings.
         """
         slot = self.engine.newest_slot
         hidden = [i for i in range(len(self.handles)) if self.engine.hides_master(i)]
+        masters = self.engine.whole_masters(self._deadline.fault) if whole else []
         for i in hidden:
-            self.handles[i].data = self.engine.master(slot, i).to(self.device)
+            master = masters[i] if whole else self.engine.master(slot, i)
+            assert master is not None
+            self.handles[i].data = master.to(self.device)
         try:
             yield
         finally:
@@ -341,15 +346,30 @@ class StageWeights:
                     mine.copy_(theirs)
         elif group is not None:
             source = dist.get_group_rank(group, self._first)
-            for tensor in self.held_tensors():
-                if tensor.device == self.device:
-                    broadcast(tensor, group, source, self._deadline)
-                    continue
-                for piece in torch.split(tensor, _PIECE):  # the device may have no room
-                    there = piece.to(self.device)
-                    broadcast(there, group, source, self._deadline)
-                    piece.copy_(there)
+            with self._shared_masters_follow():
+                for tensor in self.held_tensors():
+                    if tensor.device == self.device:
+                        broadcast(tensor, group, source, self._deadline)
+                        continue
+                    for piece in torch.split(tensor, _PIECE):  # the device may have no room
+                        there = piece.to(self.device)
+                        broadcast(there, group, source, self._deadline)
+                        piece.copy_(there)
         self.engine.restart_delay()
+
+    @contextlib.contextmanager
+    def _shared_masters_follow(self) -> Iterator[None]:
+        """Masters of this replica alone become the newest weights that are written meanwhile."""
+        slot, before = self.engine.newest_slot, {}
+        for i in range(len(self.handles) if self.engine.is_shared else 0):
+            if self.engine.owns(i) and self.engine.hides_master(i):
+                weight = self.engine.weight(slot, i).clone()
+                before[i] = weight, self.engine.master(slot, i).clone()
+        yield
+        for i, (weight, master) in before.items():
+            written = self.engine.weight(slot, i)
+            is_same = written == weight  # a master has low bits beside
+            self.engine.set_master(i, torch.where(is_same, master, written.float()))
 
 
 def share_out(model: nn.Module, specs: Sequence[StageSpec]) -> list[StageWeights]:

@@ -110,7 +110,7 @@ class TiedCopies:
             group = self._grid.group_of(stages)
             with contextlib.ExitStack() as shown, torch.no_grad():
                 for copy in (first, *others):
-                    shown.enter_context(copy.masters_shown(change=True))
+                    shown.enter_context(copy.masters_shown(change=True, whole=True))
                 for name in tie.names:
                     mine = first.shown(name)
                     if group is not None:

@@ -50,38 +50,63 @@ ReplicaSum::ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
       timeout_(timeout_of(replicas_.group.get())),
       gradients_(gradients),
       stream_(stream),
-      buckets_(gradients, bucket_bytes, [this](std::size_t bucket, std::size_t buffer) {
-        next_->buffer = buffer;
-        make_ready(bucket);
-        return true;
-      }) {
+      part_bytes_(std::max(bucket_bytes, kLeastPart)),
+      buckets_(gradients, bucket_bytes,
+               [this](std::size_t bucket, std::size_t buffer) {
+                 next_->buffer = buffer;
+                 make_ready(bucket);
+                 return true;
+               }),
+      shares_(share_out(buckets_.buckets(), gradients, size_)) {
   PD2_ASSERT(size_ > 1, "replicas: ", size_);
   PD2_ASSERT(!is_ordered() || static_cast<int>(replicas_.order.size()) == size_, "an order of ",
              replicas_.order.size(), " ranks of ", size_);
-  cut(bucket_bytes);
-  lanes_.resize(is_ordered() ? std::min(kMostLanes, parts_.size()) : 0);
+  cut();
+}
+
+// One parameter may have many more bytes than a bucket should: a lane must not.
+void ReplicaSum::cut() {
+  parts_.clear();
+  for (std::size_t bucket = 0; bucket < buckets().size(); ++bucket) {
+    const GradientBuckets::Bucket& all = buckets()[bucket];
+    const std::int64_t numel = all.end - all.begin;
+    Part whole{bucket, all.begin, all.end, {}};
+    whole.pieces = pieces(whole);
+    const std::int64_t count =
+        is_ordered() ? (bytes_in_lane(whole) - 1) / part_bytes_ + 1 : 1;
+    for (std::int64_t i = 0; i < count; ++i) {
+      Part& part = parts_.emplace_back(
+          Part{bucket, all.begin + numel * i / count, all.begin + numel * (i + 1) / count, {}});
+      part.pieces = pieces(part);
+    }
+  }
+  lanes_.assign(is_ordered() ? std::min(kMostLanes, parts_.size()) : 0, {});
   std::int64_t most = 0;
   for (const Part& part : parts_) {
-    most = std::max(most, pieces(part)[rank_] * size_ * flat(part, 0).element_size());
+    most = std::max(most, part.pieces[rank_] * size_ * flat(part, 0).element_size());
   }
   for (at::Tensor& lane : lanes_) {
     lane = at::empty({most}, gradients_.front()->flat(0).options().dtype(at::kByte));
   }
 }
 
-// One parameter may have many more bytes than a bucket should: a lane must not.
-void ReplicaSum::cut(std::int64_t part_bytes) {
-  for (std::size_t bucket = 0; bucket < buckets().size(); ++bucket) {
-    const GradientBuckets::Bucket& all = buckets()[bucket];
-    const std::int64_t numel = all.end - all.begin;
-    const std::int64_t bytes = numel * gradients_[all.dtype]->flat(0).element_size();
-    const std::int64_t most = std::max(part_bytes, kLeastPart);
-    const std::int64_t count = is_ordered() ? (bytes - 1) / most + 1 : 1;
-    for (std::int64_t i = 0; i < count; ++i) {
-      parts_.push_back(
-          {bucket, all.begin + numel * i / count, all.begin + numel * (i + 1) / count});
+void ReplicaSum::share(bool is_shared, const std::vector<Range>& everywhere) {
+  is_shared_ = is_shared;
+  everywhere_.clear();
+  for (std::size_t dtype = 0; dtype < gradients_.size(); ++dtype) {
+    const std::int64_t begin = gradients_[dtype]->packing().numel();
+    everywhere_.push_back({dtype, size_ - 1, 0, 0, begin, gradients_[dtype]->flat(0).numel()});
+  }
+  for (const Range& range : everywhere) {
+    const auto share = std::ranges::find_if(shares_, [&](const Share& candidate) {
+      return candidate.dtype == range.dtype && candidate.begin <= range.begin &&
+             range.begin < candidate.end;
+    });
+    if (share != shares_.end()) {  // else it is empty
+      everywhere_.push_back({range.dtype, share->rank, 0, 0, range.begin, range.end});
     }
   }
+  cut();
 }
 
 void ReplicaSum::make_ready(std::size_t bucket) {
@@ -113,6 +138,13 @@ void ReplicaSum::settle(const IsStopped& is_stopped) {
   }
   fill(next_->buffer);
   finish(*next_, is_stopped);
+  if (is_shared_) {
+    std::vector<at::Tensor> sums;
+    for (const auto& gradients : gradients_) {
+      sums.push_back(gradients->gradients(next_->buffer));
+    }
+    gather(nullptr, sums, is_stopped);
+  }
   for (const auto& gradients : gradients_) {
     gradients->read_flags(next_->buffer);
   }
@@ -131,6 +163,7 @@ void ReplicaSum::fill(std::size_t buffer) {
 
 void ReplicaSum::finish(Batch& batch, const IsStopped& is_stopped, const Then& then) {
   if (batch.is_settled) {
+    batch.is_over = !is_shared_;
     return;
   }
   const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
@@ -141,13 +174,36 @@ void ReplicaSum::finish(Batch& batch, const IsStopped& is_stopped, const Then& t
       while (batch.num_summed <= i) {
         advance(batch, &is_stopped);
       }
-      batch.is_over = batch.num_summed == parts_.size();
+      batch.is_over = !is_shared_ && batch.num_summed == parts_.size();
       await(batch.works[i], &is_stopped);
       if (i + 1 == parts_.size() || parts_[i + 1].bucket != parts_[i].bucket) {
         then(buckets()[parts_[i].bucket]);
       }
     }
-    batch.is_over = true;
+    batch.is_over = !is_shared_;
+  }
+  Fence::of(stream_).hold_back(here);
+}
+
+void ReplicaSum::gather(Batch* batch, const std::vector<at::Tensor>& flats,
+                        const IsStopped& is_stopped) {
+  const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
+  Fence::of(here).hold_back(stream_);
+  {
+    const OnStream guard(stream_);
+    Exchange exchange;
+    for (const Share& share : shares_) {
+      // As bytes: gloo sends no int16, which split masters are.
+      const at::Tensor& flat = flats[share.dtype];
+      if (flat.defined()) {
+        const at::Tensor part = flat.narrow(0, share.begin, share.end - share.begin);
+        exchange.push_back(broadcast(part.view(at::kByte), share.rank));
+      }
+    }
+    if (batch) {
+      batch->is_over = true;
+    }
+    await(exchange, &is_stopped);
   }
   Fence::of(stream_).hold_back(here);
 }
@@ -194,13 +250,13 @@ ReplicaSum::Exchange ReplicaSum::send(std::size_t part, std::size_t buffer) cons
     std::vector<at::Tensor> summed{from};
     return {replicas_.group->allreduce(summed)};
   }
-  const Sizes sizes = pieces(parts_[part]);
+  const Sizes& sizes = parts_[part].pieces;
   return {all_to_all(*replicas_.group, received(part), from, Sizes(size_, sizes[rank_]), sizes)};
 }
 
 ReplicaSum::Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const {
   const at::Tensor all = flat(parts_[part], buffer);
-  const Sizes sizes = pieces(parts_[part]);
+  const Sizes& sizes = parts_[part].pieces;
   std::vector<at::Tensor> sums = all.split_with_sizes(sizes);
   const std::vector<at::Tensor> given = received(part).view({size_, sizes[rank_]}).unbind();
   const std::vector<int>& order = replicas_.order;
@@ -208,20 +264,35 @@ ReplicaSum::Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const
   for (int i = 2; i < size_; ++i) {
     sums[rank_].add_(given[order[i]]);
   }
+  Exchange exchange;
+  if (is_shared_) {
+    for (const Share& wanted : everywhere_) {
+      const std::int64_t begin = std::max(wanted.begin, parts_[part].begin);
+      const std::int64_t end = std::min(wanted.end, parts_[part].end);
+      if (wanted.dtype == buckets()[parts_[part].bucket].dtype && begin < end) {
+        const at::Tensor sum = all.narrow(0, begin - parts_[part].begin, end - begin);
+        exchange.push_back(broadcast(sum, wanted.rank));
+      }
+    }
+    return exchange;
+  }
   if (stream_ && all.numel() == size_ * sizes[rank_]) {
     return {all_gather(*replicas_.group, all, sums[rank_])};  // in place
   }
   // The host's all-gather would copy, and takes no pieces of different sizes.
-  Exchange exchange;
   for (int rank = 0; rank < size_; ++rank) {
     if (sizes[rank] > 0) {
-      std::vector<at::Tensor> tensors{sums[rank]};
-      c10d::BroadcastOptions options;
-      options.rootRank = rank;
-      exchange.push_back(replicas_.group->broadcast(tensors, options));
+      exchange.push_back(broadcast(sums[rank], rank));
     }
   }
   return exchange;
+}
+
+c10::intrusive_ptr<c10d::Work> ReplicaSum::broadcast(at::Tensor tensor, int rank) const {
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = rank;
+  return replicas_.group->broadcast(tensors, options);
 }
 
 at::Tensor ReplicaSum::flat(const Part& part, std::size_t buffer) const {
@@ -231,16 +302,36 @@ at::Tensor ReplicaSum::flat(const Part& part, std::size_t buffer) const {
 
 std::vector<std::int64_t> ReplicaSum::pieces(const Part& part) const {
   const std::int64_t numel = part.end - part.begin;
-  Sizes sizes;
-  for (std::int64_t rank = 0; rank < size_; ++rank) {
-    sizes.push_back(numel * (rank + 1) / size_ - numel * rank / size_);
+  if (!is_shared_) {
+    Sizes sizes;
+    for (std::int64_t rank = 0; rank < size_; ++rank) {
+      sizes.push_back(numel * (rank + 1) / size_ - numel * rank / size_);
+    }
+    return sizes;
   }
+  Sizes sizes(size_, 0);
+  std::int64_t rest = numel;
+  for (const Share& share : shares_) {
+    const std::int64_t end = std::min(share.end, part.end);
+    const std::int64_t both = end - std::max(share.begin, part.begin);
+    if (share.dtype == buckets()[part.bucket].dtype && both > 0) {
+      sizes[share.rank] += both;
+      rest -= both;
+    }
+  }
+  sizes.back() += rest;  // flags
   return sizes;
+}
+
+std::int64_t ReplicaSum::bytes_in_lane(const Part& part) const {
+  const std::int64_t element = flat(part, 0).element_size();
+  return is_shared_ ? *std::ranges::max_element(part.pieces) * size_ * element
+                    : (part.end - part.begin) * element;
 }
 
 at::Tensor ReplicaSum::received(std::size_t part) const {
   const at::Tensor like = flat(parts_[part], 0);
-  const std::int64_t numel = size_ * pieces(parts_[part])[rank_];
+  const std::int64_t numel = size_ * parts_[part].pieces[rank_];
   const at::Tensor& lane = lanes_[part % lanes_.size()];
   return lane.narrow(0, 0, numel * like.element_size()).view(like.scalar_type());
 }

@@ -3,6 +3,7 @@
 
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/gradient_buckets.h"
+#include "engine/gradients/shares.h"
 #include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +38,10 @@ struct Replicas {
 //
 // which move what a ring moves, 2 (w - 1) / w of the bytes to each replica and from it. What comes
 // in the first is kept apart, in a few lanes that parts take turns in.
+//
+// Where ranks share the parameters out, a piece is what a rank steps of the part, and there is no
+// second exchange but of what all need: flags, and gradients that other stages add to. Instead all
+// get the next version, by gather().
 //
 // The stage's executor thread announces microbatches and ends batches; finish() may be called by
 // the thread that makes the batch's update. All else is done by whichever of them may: a batch's
@@ -75,9 +80,24 @@ class ReplicaSum {
   void finish(
       Batch& batch, const IsStopped& is_stopped,
       const Then& then = [](const GradientBuckets::Bucket&) {});
-  // If a batch is complete but for end_batch(): waits for its sum, after which it may be moved.
-  // Every replica calls it. Throws ChannelAborted when stopped.
+  // If a batch is complete but for end_batch(): waits for its sum, which all have then, after
+  // which it may be moved. Every replica calls it. Throws ChannelAborted when stopped.
   void settle(const IsStopped& is_stopped);
+
+  // From now on ranks share the parameters out, or not. Elements of a dtype that all need are
+  // `everywhere`. Every replica calls it, settled and drained.
+  struct Range {
+    std::size_t dtype;
+    std::int64_t begin, end;
+  };
+  void share(bool is_shared, const std::vector<Range>& everywhere);
+  bool is_shared() const { return is_shared_; }
+  const std::vector<Share>& shares() const { return shares_; }  // of all ranks
+  int rank() const { return rank_; }
+  // Every rank's shares of flat buffers, one for each dtype, on all ranks; waits as finish() does.
+  // Every replica calls it: after finish() of a `batch` for which ranks share parameters out, or
+  // settled and drained without one.
+  void gather(Batch* batch, const std::vector<at::Tensor>& flats, const IsStopped& is_stopped);
 
   // Of the lanes.
   std::int64_t bytes() const;
@@ -88,10 +108,11 @@ class ReplicaSum {
   struct Part {
     std::size_t bucket;
     std::int64_t begin, end;
+    std::vector<std::int64_t> pieces;  // elements, by rank
   };
   using Exchange = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  void cut(std::int64_t part_bytes);
+  void cut();
   bool is_ordered() const { return !replicas_.order.empty(); }
   void make_ready(std::size_t bucket);
   void fill(std::size_t buffer);
@@ -103,16 +124,23 @@ class ReplicaSum {
   Exchange sum(std::size_t part, std::size_t buffer) const;
 
   at::Tensor flat(const Part& part, std::size_t buffer) const;
-  // Elements of the pieces of a part, by rank; and where this rank's come, from every rank.
   std::vector<std::int64_t> pieces(const Part& part) const;
+  // The most bytes that a rank has of it, times the ranks.
+  std::int64_t bytes_in_lane(const Part& part) const;
+  // Where this rank's pieces come, from every rank.
   at::Tensor received(std::size_t part) const;
+  c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor tensor, int rank) const;
 
   Replicas replicas_;
   const int rank_, size_;  // of the group
   const double timeout_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;
   const MaybeStream stream_;
+  const std::int64_t part_bytes_;
   GradientBuckets buckets_;
+  const std::vector<Share> shares_;
+  bool is_shared_ = false;
+  std::vector<Share> everywhere_;  // what all ranks need of these
   std::vector<Part> parts_;
   std::vector<at::Tensor> lanes_;  // bytes
   UnderWay next_ = std::make_shared<Batch>();

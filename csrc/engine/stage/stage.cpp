@@ -164,7 +164,7 @@ bool Stage::has_gradient(std::size_t parameter) const {
 void Stage::scale_gradients(double factor) {
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    if (has_gradient(i)) {
+    if (owns(i) && has_gradient(i)) {
       gradients.push_back(gradient(i));
     }
   }
@@ -176,7 +176,7 @@ void Stage::scale_gradients(double factor) {
 void Stage::scale_gradients_in_step(double factor) {
   bool is_in_step = stepped_.size() == places_.size();
   for (std::size_t i = 0; i < places_.size() && is_in_step; ++i) {
-    is_in_step = !has_gradient(i) || stepped_[i].by != nullptr;  // else a user's optimizer reads it
+    is_in_step = !owns(i) || !has_gradient(i) || stepped_[i].by != nullptr;  // else a user's optimizer reads it
   }
   if (is_in_step) {
     update_.gradient_scale = factor;
@@ -241,13 +241,26 @@ void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
   }
   if (replicas_ && !replicas_know) {
     newest_batch_ = std::max(newest_batch_, batch);  // the sum is written there
-    update_.sum = replicas_->end_batch(gradient_buffer(batch));
+    update_.gradients = gradient_buffer(batch);
+    update_.sum = replicas_->end_batch(update_.gradients);
   }
 }
 
 void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
   if (const auto sum = std::exchange(update_.sum, nullptr)) {
-    replicas_->finish(*sum, is_stopped);
+    if (!update_.is_reduced) {
+      replicas_->finish(*sum, is_stopped);
+    }
+    if (replicas_->is_shared()) {  // others may wait for what they think has been stepped
+      std::vector<at::Tensor> anything;
+      for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
+        const at::ScalarType dtype = packings_[buffer]->dtype();
+        const at::Tensor bytes = gradients_[buffer]->gradients(update_.gradients).view(at::kByte);
+        const auto size = static_cast<std::int64_t>(c10::elementSize(dtype));
+        anything.push_back(bytes.narrow(0, 0, packings_[buffer]->numel() * size).view(dtype));
+      }
+      replicas_->gather(sum.get(), anything, is_stopped);
+    }
   }
   if (host_) {
     host_->release();
@@ -258,7 +271,10 @@ void Stage::reduce(const std::function<bool()>& is_stopped) {
   if (std::exchange(update_.is_reduced, true)) {
     return;
   }
-  const auto of_replicas = std::exchange(update_.sum, nullptr);
+  const ReplicaSum::UnderWay of_replicas = update_.sum;
+  if (!is_shared()) {
+    update_.sum = nullptr;
+  }
   if (of_replicas) {
     replicas_->finish(*of_replicas, is_stopped, [this](const GradientBuckets::Bucket& bucket) {
       if (host_) {

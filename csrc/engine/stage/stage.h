@@ -94,9 +94,10 @@ class Stage {
   // version. Where the optimizer works on the host, masters are there.
   at::Tensor master(int slot, std::size_t parameter) const;
   bool has_split_master(std::size_t parameter) const;
-  // Whether it has a master that is no tensor of the stage's device.
+  // Whether it has a master that is no tensor of the stage's device, or not of all replicas.
   bool hides_master(std::size_t parameter) const;
-  // Whole buffers of the masters (or remainders), one for each dtype that has them.
+  // Whole buffers of the masters (or remainders), one for each dtype that has them; empty where
+  // replicas share them out.
   std::vector<at::Tensor> master_buffers() const;
   // Rounds the weights of `slot` again, after the masters were changed.
   void round_masters(int slot);
@@ -159,6 +160,27 @@ class Stage {
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
+  // From now on each replica has masters and state of its share of the parameters alone, and steps
+  // no others (`shares`), or of all. Every replica calls it after arrange(), before
+  // set_optimizers(). Without replicas it changes nothing. Throws ChannelAborted when stopped.
+  void share(bool shares, const std::function<bool()>& is_stopped);
+  bool is_shared() const { return replicas_ && replicas_->is_shared(); }
+  // Waits for the sum of a complete batch, if there is one: the replicas' group is free then. Every
+  // replica calls it, drained.
+  void settle(const std::function<bool()>& is_stopped) {
+    if (replicas_) {
+      replicas_->settle(is_stopped);
+    }
+  }
+  // Whether this replica steps the parameter, and the rank of the replicas' group that does.
+  bool owns(std::size_t parameter) const {
+    return !is_shared() || owner(parameter) == replicas_->rank();
+  }
+  int owner(std::size_t parameter) const;
+  // The masters of all parameters that hide them, by parameter, others undefined: as copies, where
+  // replicas share them out; then every replica calls it, drained.
+  std::vector<at::Tensor> whole_masters(const std::function<bool()>& is_stopped);
+
   // Whether the version that the batch read is still there. Its update has not been made.
   bool keeps_version_of(std::int64_t batch) const {
     return !rotates() || newest_batch_ - batch < num_slots() - num_versions_;
@@ -196,6 +218,9 @@ class Stage {
   int write_next(std::span<const GroupOptions> groups);
   // Instead of write_next(): W(t+1) is W(t), nothing is stepped.
   void repeat_newest();
+
+  // After the step: replicas that share the parameters out give each other what they have stepped.
+  void exchange_shares(const std::function<bool()>& is_stopped);
 
   // Instead of reduce() and all that follows it: waits for the sums that have begun, whose results
   // nobody reads.
@@ -239,7 +264,7 @@ class Stage {
   struct Update {
     int from = 0, to = 0;
     std::size_t gradients = 0;
-    ReplicaSum::UnderWay sum = nullptr;  // null: none
+    ReplicaSum::UnderWay sum = nullptr;  // null: none, or all has been exchanged
     double gradient_scale = 1;           // by which the step multiplies
     bool is_reduced = false;
   };
@@ -251,7 +276,9 @@ class Stage {
     std::size_t buffer;
     std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
-    std::size_t bucket;  // of the host's
+    std::size_t bucket;             // of the host's
+    std::int64_t begin, numel;      // of the flat buffers; not the host's
+    at::Tensor master{};            // of these elements; undefined: none
     // Of each member what `all` says of it.
     std::vector<bool> of_members(const std::vector<bool>& all) const;
   };
@@ -262,9 +289,17 @@ class Stage {
   };
   // Throws ValueError if none steps it.
   const Stepped& stepped(std::size_t parameter) const;
-  // The parameters of one dtype, or of a bucket of the host's, that the optimizer steps.
+  // The parameters of one dtype, of this replica's share or of a bucket of the host's that the
+  // optimizer steps.
   void add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
                  std::size_t bucket);
+  // This replica's, of a dtype.
+  std::vector<Share> shares_of(std::size_t buffer) const;
+  // What is kept of elements of masters, which are all here; undefined: there are none.
+  at::Tensor range_of_masters(std::size_t buffer, std::int64_t begin, std::int64_t numel) const;
+  // The same of a parameter; undefined, too, if another replica has it.
+  at::Tensor kept_master(std::size_t parameter) const;
+  at::Tensor whole_buffer(std::size_t buffer) const;  // zeros where another replica has masters
   void step_on_host(std::span<const GroupOptions> groups);
 
   const std::shared_ptr<const StageStreams> streams_;

@@ -12,8 +12,9 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
   for (const OptimizerGroups& groups : optimizers) {
     PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
     for (std::size_t buffer = 0; buffer < packings_.size() && !host_; ++buffer) {
-      const std::size_t all = packings_[buffer]->views().size();
-      add_fused(groups, {.dtype = buffer, .first = 0, .last = all, .begin = 0, .end = 0}, 0);
+      for (const Share& share : shares_of(buffer)) {
+        add_fused(groups, {buffer, share.first, share.last, share.begin, share.end}, 0);
+      }
     }
     for (std::size_t bucket = 0; host_ && bucket < host_->buckets().size(); ++bucket) {
       add_fused(groups, host_->buckets()[bucket], bucket);
@@ -24,7 +25,15 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
 void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
                       std::size_t bucket) {
   const std::size_t buffer = range.dtype;
-  Fused fused{.buffer = buffer, .members = {}, .optimizer = nullptr, .bucket = bucket};
+  // Where the host steps, its buffers are stepped in place of a range.
+  const std::int64_t begin = host_ ? 0 : range.begin;
+  const std::int64_t numel = (host_ ? packings_[buffer]->numel() : range.end) - begin;
+  Fused fused{.buffer = buffer,
+              .members = {},
+              .optimizer = nullptr,
+              .bucket = bucket,
+              .begin = begin,
+              .numel = numel};
   std::vector<ParameterSlice> slices;
   std::vector<std::size_t> parameters;
   for (std::size_t i = 0; i < places_.size(); ++i) {  // in the order of their offsets
@@ -33,7 +42,7 @@ void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& r
         index < range.last) {
       const ParameterView& view = packings_[buffer]->views()[index];
       fused.members.push_back(index);
-      slices.push_back({view.offset, view.numel, groups.of_parameter[i]});
+      slices.push_back({view.offset - begin, view.numel, groups.of_parameter[i]});
       parameters.push_back(i);
     }
   }
@@ -42,7 +51,8 @@ void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& r
   }
   fused.optimizer = std::make_unique<FusedOptimizer>(
       groups.kind, std::move(slices),
-      host_ ? host_->gradients(buffer) : gradients_[buffer]->gradients(0));
+      host_ ? host_->gradients(buffer) : gradients_[buffer]->flat(0).narrow(0, begin, numel));
+  fused.master = range_of_masters(buffer, begin, numel);
   for (std::size_t index = 0; index < parameters.size(); ++index) {
     Stepped& stepped = stepped_[parameters[index]];
     PD2_ASSERT(stepped.by == nullptr, "parameter ", parameters[index], " in two optimizers");
@@ -69,18 +79,21 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
   }
   for (Fused& fused : optimizers_) {
     const GradAccumulator& accumulator = *gradients_[fused.buffer];
-    fused.optimizer->step(slots_[from][fused.buffer], accumulator.gradients(gradients),
-                          slots_[to][fused.buffer], groups,
-                          fused.of_members(accumulator.has_gradient(gradients)),
-                          masters_[fused.buffer], update_.gradient_scale);
+    const auto part = [&](const at::Tensor& flat) {
+      return flat.narrow(0, fused.begin, fused.numel);
+    };
+    fused.optimizer->step(part(slots_[from][fused.buffer]), part(accumulator.flat(gradients)),
+                          part(slots_[to][fused.buffer]), groups,
+                          fused.of_members(accumulator.has_gradient(gradients)), fused.master,
+                          update_.gradient_scale);
   }
-  if (to != from && optimizers_.empty()) {
+  if (to != from && optimizers_.empty() && !is_shared()) {
     PD2_ASSERT(!rotates() || places_.empty(),
                "the gradients are where the weights would be copied");
     repeat_newest();
   } else if (to != from) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
-      if (stepped_[i].by == nullptr) {
+      if (owns(i) && stepped_[i].by == nullptr) {
         PD2_ASSERT(!rotates(), "the gradient is where the weight would be copied");
         weight(to, i).copy_(weight(from, i));
       }

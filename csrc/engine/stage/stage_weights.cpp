@@ -2,6 +2,8 @@
 #include "engine/stage/stage.h"
 #include "engine/weights/split_master.h"
 
+#include <ATen/ops/empty_like.h>
+
 #include <algorithm>
 #include <iterator>
 
@@ -14,14 +16,16 @@ at::Tensor Stage::weight(int slot, std::size_t parameter) const {
 
 at::Tensor Stage::master(int slot, std::size_t parameter) const {
   const Place& place = places_.at(parameter);
-  const at::Tensor& flat = masters_[place.buffer];
-  if (!flat.defined()) {
+  if (!masters_[place.buffer].defined()) {
     return weight(slot, parameter);
   }
   if (host_) {
     host_->take_changes(slots_.at(slot), masters_);
   }
-  const at::Tensor kept = packings_[place.buffer]->view(flat, place.index);
+  const at::Tensor kept = kept_master(parameter);
+  if (!kept.defined()) {
+    return weight(slot, parameter).to(at::kFloat);
+  }
   if (!has_split_master(parameter)) {
     return kept;
   }
@@ -36,17 +40,19 @@ bool Stage::has_split_master(std::size_t parameter) const {
 
 bool Stage::hides_master(std::size_t parameter) const {
   const bool has_master = masters_[places_.at(parameter).buffer].defined();
-  return has_split_master(parameter) || (has_master && host_);
+  return has_split_master(parameter) || (has_master && (host_ || is_shared()));
 }
 
 std::vector<at::Tensor> Stage::master_buffers() const {
   std::vector<at::Tensor> buffers;
-  std::ranges::copy_if(masters_, std::back_inserter(buffers), &at::Tensor::defined);
+  if (!is_shared()) {
+    std::ranges::copy_if(masters_, std::back_inserter(buffers), &at::Tensor::defined);
+  }
   return buffers;
 }
 
 void Stage::round_masters(int slot) {
-  for (std::size_t buffer = 0; buffer < packings_.size() && !host_; ++buffer) {
+  for (std::size_t buffer = 0; buffer < packings_.size() && !host_ && !is_shared(); ++buffer) {
     const at::Tensor& master = masters_[buffer];
     if (master.defined() && master.scalar_type() == at::kFloat) {
       slots_.at(slot)[buffer].copy_(master);
@@ -58,7 +64,10 @@ void Stage::set_master(std::size_t parameter, const at::Tensor& value) {
   const Place& place = places_.at(parameter);
   const at::Tensor newest = weight(versions_.slot(versions_.newest()), parameter);
   const at::Tensor weight = host_ ? host_->weight(place.buffer, place.index) : newest;
-  const at::Tensor kept = packings_[place.buffer]->view(masters_[place.buffer], place.index);
+  at::Tensor kept = kept_master(parameter);
+  if (!kept.defined()) {  // another replica's, whose rounding is here
+    kept = at::empty_like(weight, masters_[place.buffer].options());
+  }
   if (has_split_master(parameter)) {
     split_master(value.to(kept.device()), weight, kept);
   } else {
@@ -86,9 +95,14 @@ StageBytes Stage::bytes() const {
     const auto gradient_size = static_cast<std::int64_t>(flat.element_size());
     bytes.weights += num_versions_ * packing.parameter_numel() * weight_size;
     if (masters_[buffer].defined()) {
+      std::int64_t numel = 0;
+      for (std::size_t i = 0; i < places_.size(); ++i) {
+        const bool is_here = places_[i].buffer == buffer && owns(i);
+        numel += is_here ? packing.views()[places_[i].index].numel : 0;
+      }
       const auto size = static_cast<std::int64_t>(masters_[buffer].element_size());
-      bytes.masters += packing.parameter_numel() * size;
-      bytes.padding += (packing.numel() - packing.parameter_numel()) * size;
+      bytes.masters += numel * size;
+      bytes.padding += (masters_[buffer].numel() - numel) * size;
     }
     const std::int64_t num_gradients = has_two_gradients_ || (has_spare_ && rotates()) ? 2 : 1;
     bytes.gradients += num_gradients * packing.parameter_numel() * gradient_size;

@@ -290,6 +290,7 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
     } else {
       stage_.repeat_newest();
     }
+    stage_.exchange_shares(callbacks_.is_stopped);
   });
   if (!is_made) {
     drop(gradients);

@@ -1,0 +1,29 @@
+// Which replica steps which parameters, where each parameter has its state on one of them.
+#pragma once
+
+#include "engine/gradients/gradient_buckets.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace pd2 {
+
+// Neighbouring parameters of one bucket, with the padding after them.
+struct Share {
+  std::size_t dtype;
+  int rank;
+  std::size_t first, last;  // parameters
+  std::int64_t begin, end;  // elements
+};
+
+// Whole parameters, so that each one's norm, state and checkpoint is one rank's. Every bucket is
+// cut into a run for each rank, in the order of the ranks: its gradients are exchanged at once. No
+// rank gets more bytes than it must, given what it has of other buckets; those with the largest
+// parameters come first. The same on all ranks; in the order of the buckets.
+std::vector<Share> share_out(const std::vector<GradientBuckets::Bucket>& buckets,
+                             const std::vector<std::unique_ptr<GradAccumulator>>& gradients,
+                             int num_ranks);
+
+}  // namespace pd2

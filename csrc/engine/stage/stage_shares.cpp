@@ -1,0 +1,141 @@
+// What each replica has of a stage whose replicas share out masters and optimizer state.
+#include "core/check.h"
+#include "engine/stage/stage.h"
+#include "engine/weights/split_master.h"
+
+#include <utility>
+
+namespace pd2 {
+
+void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
+  if (!replicas_ || shares == replicas_->is_shared()) {
+    return;
+  }
+  PD2_ASSERT(!host_ || !shares, "the host steps whole buffers");
+  std::vector<at::Tensor> wholes(masters_.size());
+  for (std::size_t buffer = 0; buffer < masters_.size(); ++buffer) {
+    if (masters_[buffer].defined()) {
+      wholes[buffer] = shares ? masters_[buffer] : whole_buffer(buffer);
+    }
+  }
+  if (!shares) {
+    replicas_->gather(nullptr, wholes, is_stopped);
+  }
+  std::vector<ReplicaSum::Range> everywhere;
+  for (const Tie& tie : ties_) {  // whose sum each replica makes of its own stages' gradients
+    for (const std::size_t parameter : tie.parameters) {
+      const Place& place = places_[parameter];
+      const ParameterView& view = packings_[place.buffer]->views()[place.index];
+      everywhere.push_back({place.buffer, view.offset, view.offset + view.numel});
+    }
+  }
+  optimizers_.clear();
+  stepped_.clear();
+  replicas_->share(shares, everywhere);
+  for (std::size_t buffer = 0; buffer < masters_.size(); ++buffer) {
+    const at::Tensor& whole = wholes[buffer];
+    if (!whole.defined() || !shares) {
+      masters_[buffer] = whole;
+      continue;
+    }
+    std::int64_t numel = 0;
+    for (const Share& share : shares_of(buffer)) {
+      numel += share.end - share.begin;
+    }
+    masters_[buffer] = zeros_on_huge_pages(numel, whole.options());
+    for (const Share& share : shares_of(buffer)) {
+      const std::int64_t length = share.end - share.begin;
+      range_of_masters(buffer, share.begin, length).copy_(whole.narrow(0, share.begin, length));
+    }
+  }
+}
+
+int Stage::owner(std::size_t parameter) const {
+  const Place& place = places_.at(parameter);
+  for (const Share& share : replicas_->shares()) {
+    if (share.dtype == place.buffer && share.first <= place.index && place.index < share.last) {
+      return share.rank;
+    }
+  }
+  PD2_ASSERT(false, "parameter ", parameter, " is in no share");
+}
+
+std::vector<Share> Stage::shares_of(std::size_t buffer) const {
+  if (!is_shared()) {
+    const FlatPacking& packing = *packings_[buffer];
+    return {{buffer, 0, 0, packing.views().size(), 0, packing.numel()}};
+  }
+  std::vector<Share> mine;
+  for (const Share& share : replicas_->shares()) {
+    if (share.dtype == buffer && share.rank == replicas_->rank()) {
+      mine.push_back(share);
+    }
+  }
+  return mine;
+}
+
+at::Tensor Stage::range_of_masters(std::size_t buffer, std::int64_t begin,
+                                   std::int64_t numel) const {
+  if (!masters_[buffer].defined()) {
+    return {};
+  }
+  std::int64_t before = 0;
+  for (const Share& share : shares_of(buffer)) {  // which lie one after the other
+    if (share.begin <= begin && begin + numel <= share.end) {
+      return masters_[buffer].narrow(0, before + begin - share.begin, numel);
+    }
+    before += share.end - share.begin;
+  }
+  PD2_ASSERT(false, "elements from ", begin, " on are another replica's");
+}
+
+at::Tensor Stage::kept_master(std::size_t parameter) const {
+  const Place& place = places_.at(parameter);
+  if (!masters_[place.buffer].defined() || !owns(parameter)) {
+    return {};
+  }
+  const ParameterView& view = packings_[place.buffer]->views()[place.index];
+  return range_of_masters(place.buffer, view.offset, view.numel)
+      .as_strided(view.sizes, view.strides);
+}
+
+at::Tensor Stage::whole_buffer(std::size_t buffer) const {
+  const at::Tensor whole = packings_[buffer]->allocate(masters_[buffer].scalar_type());
+  for (const Share& share : shares_of(buffer)) {
+    const std::int64_t length = share.end - share.begin;
+    whole.narrow(0, share.begin, length).copy_(range_of_masters(buffer, share.begin, length));
+  }
+  return whole;
+}
+
+std::vector<at::Tensor> Stage::whole_masters(const std::function<bool()>& is_stopped) {
+  const int newest = versions_.slot(versions_.newest());
+  std::vector<at::Tensor> wholes(masters_.size()), masters(places_.size());
+  for (std::size_t buffer = 0; buffer < masters_.size() && is_shared(); ++buffer) {
+    if (masters_[buffer].defined()) {
+      wholes[buffer] = whole_buffer(buffer);
+    }
+  }
+  if (is_shared()) {
+    replicas_->settle(is_stopped);
+    replicas_->gather(nullptr, wholes, is_stopped);
+  }
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    const Place& place = places_[i];
+    if (!is_shared() && hides_master(i)) {
+      masters[i] = master(newest, i);
+    } else if (is_shared() && wholes[place.buffer].defined()) {
+      const at::Tensor kept = packings_[place.buffer]->view(wholes[place.buffer], place.index);
+      masters[i] = has_split_master(i) ? join_master(weight(newest, i), kept) : kept;
+    }
+  }
+  return masters;
+}
+
+void Stage::exchange_shares(const std::function<bool()>& is_stopped) {
+  if (const auto sum = std::exchange(update_.sum, nullptr)) {
+    replicas_->gather(sum.get(), slots_[update_.to], is_stopped);
+  }
+}
+
+}  // namespace pd2

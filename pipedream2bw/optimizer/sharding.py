@@ -1,0 +1,141 @@
+"""Optimizer state of which each replica has a share: ``shard_state`` of PipelineOptimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..ranks.groups import broadcast
+from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
+from .fused import parameters_of
+from .staleness import Remedies
+
+_EACH_BY_ITSELF = (
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""torch's optimizers, which step each parameter as if it were the only one."""
+
+
+def check_sharding(
+    session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
+) -> None:
+    """Raises ValueError where replicas cannot share out the optimizers' state."""
+    for optimizer in optimizers:
+        if type(optimizer) not in _EACH_BY_ITSELF:
+            known = ", ".join(kind.__name__ for kind in _EACH_BY_ITSELF)
+            raise ValueError(
+                f"shard_state: True, optimizer: {type(optimizer).__name__}: nothing tells whether "
+                "it steps each parameter as if it were the only one, as it must where a replica "
+                f"steps some alone: it must be one of torch.optim's {known}"
+            )
+    if session.stages.options.optimizer_on_host:
+        raise ValueError(
+            'shard_state: True, optimizer_device: "cpu": replicas share out what is where the '
+            "stages are: it must be None"
+        )
+    if session.schedule.num_pipelines > 1:
+        raise ValueError(
+            f"shard_state: True, schedule: {session.schedule.name!r}, pipelines: "
+            f"{session.schedule.num_pipelines}: it must have 1"
+        )
+    if remedies.correction is not None:
+        raise ValueError(
+            f"shard_state: True, staleness: {remedies.correction}: it keeps a whole tensor for "
+            "each parameter: it must be a LearningRateDiscount"
+        )
+
+
+def forget_others(
+    optimizers: Sequence[torch.optim.Optimizer], stages: Sequence[StageWeights]
+) -> None:
+    """Drops what was loaded of parameters that another replica steps."""
+    for weights in stages:
+        for i, original in enumerate(weights.originals):
+            if not weights.engine.owns(i):
+                for optimizer in optimizers:
+                    optimizer.state.pop(original, None)
+
+
+class _Like(NamedTuple):
+    """Stands for a tensor that is sent apart."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+
+@contextlib.contextmanager
+def whole_states(
+    session: Session,
+    optimizers: Sequence[torch.optim.Optimizer],
+    stages: Sequence[StageWeights],
+) -> Iterator[None]:
+    """Meanwhile the optimizers' states have all parameters of this process's stages.
+
+    Every rank calls it, drained. After a failure there is only what this replica steps.
+    """
+    holders = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
+    try:
+        for weights in stages:
+            if weights.engine.is_shared and not session.ending.has_failed:
+                _gather(session, weights, holders)
+        yield
+    finally:
+        forget_others(optimizers, stages)
+
+
+def _gather(
+    session: Session, weights: StageWeights, holders: dict[int, torch.optim.Optimizer]
+) -> None:
+    group = session.grid.replica_group(weights.index)
+    assert group is not None
+    deadline = session.grid.deadline
+    weights.engine.settle(session.control.fault)  # sums that use the group
+    mine = {
+        name: holders[id(original)].state.get(original, {})
+        for i, (name, original) in enumerate(zip(weights.trainable, weights.originals, strict=True))
+        if weights.engine.owns(i)
+    }
+    told: list[Any] = [None] * group.size()
+    shapes = {
+        name: {key: _described(v) for key, v in state.items()} for name, state in mine.items()
+    }
+    deadline.wait("gathering", lambda: dist.all_gather_object(told, shapes, group=group))
+    originals = dict(zip(weights.trainable, weights.originals, strict=True))
+    for rank, states in enumerate(told):
+        for name, state in states.items():
+            found: dict[str, Any] = {}
+            for key, value in state.items():
+                found[key] = value
+                if isinstance(value, _Like):
+                    device = torch.device("cpu") if value.on_host else weights.device
+                    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    if rank == group.rank():
+                        tensor.copy_(mine[name][key])
+                    broadcast(tensor, group, rank, deadline)
+                    found[key] = tensor
+            if rank != group.rank() and found:
+                holders[id(originals[name])].state[originals[name]] = found
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Like(tuple(value.shape), value.dtype, value.device.type == "cpu")

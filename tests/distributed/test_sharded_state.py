@@ -1,0 +1,330 @@
+"""Optimizer state on one replica of several: the same bits, in less memory."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.references.oracle import Batch, Oracle
+from tests.runs.launch import in_turn, run_ranks
+from tests.samples.odd_optimizers import CountsInGroup
+
+ROWS, WIDTH, NUM_BATCHES, M = 4, 16, 5, 4
+
+
+class Block(nn.Module):
+    """Parameters of very different sizes, one of them unused at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+        self.outer = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def tied_model() -> nn.Sequential:
+    made = model()
+    made[3].outer.weight = made[0].outer.weight
+    return made
+
+
+def batches_of(replica: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1 + replica)
+    rows = (torch.randn(2, M * ROWS, WIDTH, generator=generator) for _ in range(NUM_BATCHES))
+    return [Batch((x,), target) for x, target in rows]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=0.01)
+
+
+def made(
+    width: int,
+    make_model: Callable[[], nn.Module] = model,
+    schedule: str = "2bw",
+    **options: Any,
+) -> pd2.PipelineModule:
+    world = torch.distributed.get_world_size()
+    return pd2.PipelineModule(
+        make_model(),
+        mse_loss,
+        num_stages=world // width,
+        width=width,
+        schedule=schedule,
+        num_microbatches=M,
+        example_args=batches_of(0)[0].args,
+        timeout=60.0,
+        **options,
+    )
+
+
+def own_batches(width: int) -> list[Batch]:
+    ranks = torch.distributed.get_world_size() // width
+    return batches_of(torch.distributed.get_rank() // ranks)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return all(itertools.starmap(same, zip(one, other, strict=True)))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def trained(
+    width: int,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    shard_state: bool,
+    make_model: Callable[[], nn.Module] = model,
+    clip: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    with made(width, make_model, **options) as pipe:
+        opt = pd2.PipelineOptimizer(
+            make_optimizer(pipe.parameters()), shard_state=shard_state, **(clip or {})
+        )
+        losses = []
+        for batch in own_batches(width):
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        pipe.flush()
+        return {
+            "norm": opt.grad_norm.item() if clip and "max_grad_norm" in clip else 0.0,
+            "weights": {n: t.clone() for n, t in pipe.state_dict().items()},
+            "state": {n: {k: torch.as_tensor(v).clone() for k, v in s.items()} for n, s in
+                      opt.state_dict()["state"].items()},
+            "losses": [loss.item() for loss in losses],
+        }  # fmt: skip
+
+
+def equal_with_and_without(width: int, *args: Any, **options: Any) -> dict[str, Any]:
+    whole = trained(width, args[0], False, *args[1:], **options)
+    shared = trained(width, args[0], True, *args[1:], **options)
+    assert whole["state"]
+    for key, value in whole.items():
+        assert same(shared[key], value), key
+    return shared
+
+
+SMALL = 4 / 1024
+"""MiB: many buckets, of one or two parameters."""
+
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (sgd, {"bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"schedule": "1f1b", "clip": {"clip_grad_value": 0.01}}),
+    (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL}),
+    (adamw, {"precision": "bf16", "split_master": True, "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {"make_model": tied_model, "precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"make_model": tied_model, "bucket_cap_mb": SMALL}),
+    (rmsprop, {"precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {"replica_sums": "all_reduce"}),
+]
+
+
+def every_case(rank: int, world: int) -> None:
+    for make_optimizer, options in CASES:
+        if world == 4 or not options.get("replica_sums"):
+            equal_with_and_without(2, make_optimizer, **options)
+
+
+def test_bits_are_those_of_whole_states() -> None:
+    run_ranks(every_case, 4, timeout=150)
+
+
+def like_the_oracle(rank: int, world: int) -> None:
+    """Replicas without stages: each has the whole model."""
+    whole = model()
+    oracle = Oracle(whole, sgd(whole.parameters()), M, mse_loss, delay=1)
+    for batches in zip(*(batches_of(replica) for replica in range(world)), strict=True):
+        oracle.train_replicas(list(batches))
+    for bucket in (SMALL, 25.0):
+        shared = trained(world, sgd, True, bucket_cap_mb=bucket)
+        assert same(shared["weights"], dict(whole.state_dict()))
+
+
+def goes_on(rank: int, world: int, folder: str) -> None:
+    """From a checkpoint of shares with whole states, and the other way round."""
+    batches = own_batches(world)
+    for first, then in ((True, False), (False, True), (True, True)):
+        path = f"{folder}/{first}-{then}"
+        want = trained(world, adamw, False, precision="bf16")
+        with made(world, precision="bf16") as pipe:
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=first)
+            for batch in batches[:3]:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            pd2.save(path, pipe, opt).wait()
+        with made(world, precision="bf16") as pipe:
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=then)
+            pd2.load(path, pipe, opt)
+            for batch in batches[3:]:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            assert same(dict(pipe.state_dict()), want["weights"])
+            assert same(opt.state_dict()["state"], want["state"])
+
+
+def takes_over(rank: int, world: int) -> None:
+    """Loading, and another optimizer over the same pipeline, keep and give whole masters."""
+    want = trained(world, adamw, False, precision="bf16")
+    with made(world, precision="bf16") as pipe:
+        batches = own_batches(world)
+        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        for number, batch in enumerate(batches):
+            if number == 2:
+                state, kept = opt.state_dict(), pipe.state_dict()
+                kept = {name: tensor.clone() for name, tensor in kept.items()}
+                opt = pd2.PipelineOptimizer(adamw(pipe.parameters()))  # whole again
+                assert same(dict(pipe.state_dict()), kept)
+                opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+                opt.load_state_dict(state)
+                assert same(dict(pipe.state_dict()), kept)
+            pipe.train_step(*batch.args, target=batch.target)
+            opt.step()
+        ended = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        assert same(ended, want["weights"])
+        assert same(opt.state_dict()["state"], want["state"])
+        pipe.load_state_dict(model().state_dict())
+        assert same(dict(pipe.state_dict()), dict(model().state_dict()))
+        with pytest.raises(RuntimeError, match="missing keys"):
+            pipe.load_state_dict({"0.norm.bias": torch.ones(WIDTH)})
+        assert same(dict(pipe.state_dict()), dict(model().state_dict()))
+
+
+def test_states_of_shares_are_whole_wherever_they_are_seen(tmp_path: Path) -> None:
+    goes = functools.partial(goes_on, folder=str(tmp_path))
+    run_ranks(in_turn, 2, args=(like_the_oracle, takes_over, goes), timeout=150)
+
+
+NUMEL, COUNT = 128 * 128, 8
+
+
+def square_model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))
+
+
+def bytes_written() -> int:
+    """By this process: to sockets and files, not to memory that it shares."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["wchar"])
+
+
+def measured(rank: int, world: int, precision: str | None, shard_state: bool) -> dict[str, float]:
+    """Of a parameter: what is reported, what masters and moments take up, and bytes sent."""
+    x = torch.ones(2, 128)
+    with pd2.PipelineModule(
+        square_model(),
+        mse_loss,
+        num_microbatches=2,
+        width=world,
+        precision=precision,
+        example_args=(x,),
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=shard_state)
+        before = 0
+        for batch in range(3):
+            pipe.train_step(x, target=x)
+            opt.step()
+            if batch == 0:
+                pipe.flush()
+                before = bytes_written()
+        pipe.flush()
+        sent = bytes_written() - before
+        (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
+        engine, slot = stage.weights.engine, stage.weights.engine.newest_slot
+        owned = [i for i in range(COUNT) if engine.owns(i)]
+        tensors = [engine.master(slot, i) for i in owned if precision]
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensors += [engine.optimizer_state(name, i) for i in owned]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        reported = report.weights + report.gradients + report.masters + report.optimizer_state
+        return {
+            "reported": reported / (COUNT * NUMEL),
+            "padding": report.padding,
+            "kept": sum(each.nbytes() for each in storages.values()) / (COUNT * NUMEL),
+            "sent": sent / (2 * COUNT * NUMEL),
+        }
+
+
+def all_measured(rank: int, world: int) -> list[dict[str, float]]:
+    return [measured(rank, world, "bf16", True), measured(rank, world, None, True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_takes_8_and_12_over_w_bytes(world: int) -> None:
+    results = [result.value for result in run_ranks(all_measured, world, timeout=100)]
+    for half, full in results:
+        assert half["reported"] == 8 + 12 / world
+        assert half["kept"] == pytest.approx(12 / world, abs=0.01)
+        assert full["reported"] == 12 + 8 / world
+        assert full["kept"] == pytest.approx(8 / world, abs=0.01)
+    # Gradients to whom they belong, and from there the weights as the stages compute with them.
+    for number, each in enumerate((4 + 2, 4 + 4)):
+        sent = sum(result[number]["sent"] for result in results) / world
+        assert sent == pytest.approx(each * (world - 1) / world, rel=0.02)
+
+
+def refused(rank: int, world: int) -> None:
+    def refuses(error: type[Exception], text: str, *, kind: Any = sgd, **options: Any) -> None:
+        given = {"shard_state": True, **options}
+        with made(world, **given.pop("pipeline", {})) as pipe:
+            optimizer = kind(pipe.parameters())
+            with pytest.raises(error, match=text):
+                pd2.PipelineOptimizer(optimizer, **given)
+
+    refuses(TypeError, "shard_state: int given, it must be True or False", shard_state=1)
+    refuses(
+        ValueError, "shard_state: True, optimizer: CountsInGroup: nothing tells", kind=CountsInGroup
+    )
+    refuses(ValueError, "shard_state must be the same on every rank", shard_state=bool(rank))
+    refuses(
+        ValueError,
+        'shard_state: True, optimizer_device: "cpu"',
+        pipeline={"optimizer_device": "cpu"},
+    )
+    refuses(
+        ValueError, "shard_state: True, staleness: ErrorFeedback", staleness=pd2.ErrorFeedback()
+    )
+
+
+def test_every_rank_refuses_what_cannot_be_shared_out() -> None:
+    run_ranks(refused, 2, timeout=60)
+
+
+def test_one_replica_has_all_of_it() -> None:
+    x = torch.randn(M, WIDTH)
+    states = []
+    for shard_state in (False, True):
+        with pd2.PipelineModule(
+            model(), mse_loss, num_stages=2, num_microbatches=M, example_args=(x,)
+        ) as pipe:
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=shard_state)
+            pipe.train_step(x, target=x)
+            opt.step()
+            states.append([{n: t.clone() for n, t in pipe.state_dict().items()}, opt.state_dict()])
+    assert same(*states)
