@@ -25,10 +25,11 @@ def train(rank: int, world: int, width: int) -> None:
         own = rank // num_ranks
         want = by_definition(of, by_replica)[own]
         bucket_cap_mb = numbers.choice([25.0, 1e-6])
+        options = {"bucket_cap_mb": bucket_cap_mb, "shard_state": of.can_shard and seed % 3 != 1}
         late = delays_everywhere(0.02) if seed % 3 == 0 else contextlib.nullcontext()
         try:
             with late:
-                got = by_pipeline(of, by_replica[own], width=width, bucket_cap_mb=bucket_cap_mb)
+                got = by_pipeline(of, by_replica[own], width=width, **options)
             assert_alike(of, got, want, width=width)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {of}") from error

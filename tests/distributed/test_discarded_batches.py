@@ -56,6 +56,8 @@ def two_replicas(rank: int, world: int) -> list[tuple[Outcome, Outcome]]:
         ("backward", {"schedule": "2bw", "optimizer_options": {"max_grad_norm": 0.05}}),
         ("forward", {"schedule": "2bw", "spare_buffer": True}),
         ("hook", {"schedule": "1f1b", "accumulate": 2}),
+        ("forward", {"schedule": "2bw", "optimizer_options": {"shard_state": True}}),
+        ("hook", {"schedule": "1f1b", "optimizer_options": {"shard_state": True}}),
     ):
         settings: dict[str, Any] = {"num_stages": 1, "num_microbatches": M, "width": 2, **options}
         failures = [Failure(0, kind, 3 * M + 2)] if rank == 1 else []
@@ -69,7 +71,12 @@ def between_step_and_update(rank: int, world: int) -> list[tuple[list[str], torc
     """Batches that are discarded when they are complete and no step has come."""
     x, y = batches(1, ROWS)[0].args[0], batches(1, ROWS)[0].target
     results = []
-    for optimizer, fails in ((torch.optim.RMSprop, True), (torch.optim.SGD, False)):
+    for optimizer, fails, shard_state in (
+        (torch.optim.RMSprop, True, False),
+        (torch.optim.SGD, False, False),
+        (torch.optim.RMSprop, True, True),
+        (torch.optim.SGD, False, True),
+    ):
         failures = [Failure(0, "forward", 3 * M - 1)] if fails and rank == 0 else []
         torch.manual_seed(0)
         pipe = pd2.PipelineModule(
@@ -83,7 +90,8 @@ def between_step_and_update(rank: int, world: int) -> list[tuple[list[str], torc
         )
         seen = []
         with pipe:
-            opt = pd2.PipelineOptimizer(optimizer(pipe.parameters(), lr=0.1))
+            stock = optimizer(pipe.parameters(), lr=0.1)
+            opt = pd2.PipelineOptimizer(stock, shard_state=shard_state)
             for number in range(6):
                 try:
                     pipe.train_step(x, target=y)

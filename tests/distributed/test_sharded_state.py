@@ -224,8 +224,8 @@ def test_states_of_shares_are_whole_wherever_they_are_seen(tmp_path: Path) -> No
 NUMEL, COUNT = 128 * 128, 8
 
 
-def square_model() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))
+def square_model() -> list[nn.Module]:
+    return [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))]
 
 
 def bytes_written() -> int:

@@ -115,6 +115,12 @@ class Combination:
             "recompute": self.recompute,
         }
 
+    @property
+    def can_shard(self) -> bool:
+        """Whether replicas may share out its optimizers' state."""
+        is_corrected = self.staleness not in ("", "discount")
+        return not is_corrected and self.optimizer != "own" and self.schedule not in TWO_PIPELINES
+
     def optimizer_options(self) -> dict[str, Any]:
         """Of PipelineOptimizer."""
         remedies = {
@@ -485,7 +491,9 @@ def by_definition(of: Combination, by_replica: Sequence[Sequence[Batch]]) -> lis
     ]
 
 
-def by_pipeline(of: Combination, batches: Sequence[Batch], **options: Any) -> Outcome:
+def by_pipeline(
+    of: Combination, batches: Sequence[Batch], *, shard_state: bool = False, **options: Any
+) -> Outcome:
     """``batches``: this replica's, one for each train_step."""
     other = build(of, seed=7).state_dict()
     with pd2.PipelineModule(
@@ -499,7 +507,7 @@ def by_pipeline(of: Combination, batches: Sequence[Batch], **options: Any) -> Ou
         **options,
     ) as pipe:
         wrapped = optimizers_of(of.optimizer, pipe.named_parameters())
-        opt = pd2.PipelineOptimizer(*wrapped, **of.optimizer_options())
+        opt = pd2.PipelineOptimizer(*wrapped, **of.optimizer_options(), shard_state=shard_state)
         first_rates = [group["lr"] for group in opt.param_groups]
         losses: list[Any] = []
         norms: list[Any] = []
