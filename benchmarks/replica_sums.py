@@ -1,7 +1,8 @@
-"""What the replicas' order of additions costs: step time with ordered sums over an all-reduce's.
+"""What replicas' sums and steps cost: step time over that with an all-reduce and whole steps.
 
-One stage that sleeps, with 16 MiB of gradients, m = 4, and 2 or 4 replicas of it, in a process
-each. Under 2bw the next batch hides the sum, under 1f1b nothing does.
+One stage, m = 4, and 2 or 4 replicas of it, in a process each. Under 2bw the next batch hides
+the update, under 1f1b nothing does. Sums in the replicas' order: a stage that sleeps, with 16 MiB
+of gradients. Optimizer state that replicas share out: blocks with 48 MiB, in float32.
 
     python benchmarks/replica_sums.py [--rounds 9] [--smoke] [--json PATH]
 
@@ -9,6 +10,8 @@ Both train in the same processes, in turns. Figures are the medians of the round
 """
 
 from __future__ import annotations
+
+import itertools
 
 from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, report_ratios
@@ -22,23 +25,36 @@ from measuring.trainers import (
     steps_lasting,
 )
 
-MOST_COST = 1.03
+MOST_COST, MOST_SHARED = 1.03, 1.0
 M = 4
 WORKLOAD = Workload("sleep", rows=1, hidden=4 << 20, forward_seconds=10e-3, backward_seconds=20e-3)
 SMOKE_WORKLOAD = Workload("sleep", rows=1, hidden=64, forward_seconds=1e-3, backward_seconds=2e-3)
+BLOCKS = Workload("transformer", rows=1, hidden=512, layers=4, sequence=4)
+SMOKE_BLOCKS = Workload("transformer", rows=1, hidden=64, layers=1, sequence=4)
 SCHEDULES = ("2bw", "1f1b")
+REDUCED = "all_reduce"
 
 
 def measure(
-    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float
+    rank: int, world_size: int, workload: Workload, other: str, rounds: int, seconds: float
 ) -> dict[str, list[float]] | None:
-    """Runs on every rank, each a replica; the last one returns seconds per step of each round."""
+    """Runs on every rank, each a replica; the last one returns seconds per step of each round.
+
+    Args:
+        other: what is compared with an all-reduce and whole steps.
+    """
     trainers: dict[str, Trainer] = {
-        f"{schedule}, {sums}": Pipeline(
-            workload, 1, M, schedule, width=world_size, replica_sums=sums
+        f"{schedule}, {how}": Pipeline(
+            workload,
+            1,
+            M,
+            schedule,
+            width=world_size,
+            replica_sums=REDUCED if how == REDUCED else "ordered",
+            shard_state=how == "shared",
         )
         for schedule in SCHEDULES
-        for sums in ("ordered", "all_reduce")
+        for how in (other, REDUCED)
     }
     steps: dict[str, int] = {}
     for label, trainer in trainers.items():
@@ -51,12 +67,14 @@ def measure(
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=9).parse_args()
     rounds, seconds = (1, 0.05) if options.smoke else (options.rounds, 1.5)
-    workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
+    sleeping = SMOKE_WORKLOAD if options.smoke else WORKLOAD
+    blocks = SMOKE_BLOCKS if options.smoke else BLOCKS
     where = machine()
     print(describe(where), flush=True)
     times, figures = [], []
-    for width in (2,) if options.smoke else (2, 4):
-        measured = run_on_ranks(width, measure, workload, rounds, seconds)[-1]
+    for width, other in itertools.product((2,) if options.smoke else (2, 4), ("ordered", "shared")):
+        workload, most = (sleeping, MOST_COST) if other == "ordered" else (blocks, MOST_SHARED)
+        measured = run_on_ranks(width, measure, workload, other, rounds, seconds)[-1]
         assert measured is not None
         setting = f"{width} replicas"
         times += [
@@ -65,13 +83,12 @@ def main() -> None:
         ]
         for schedule in SCHEDULES:
             both = zip(
-                *(measured[f"{schedule}, {s}"] for s in ("ordered", "all_reduce")), strict=True
+                measured[f"{schedule}, {other}"], measured[f"{schedule}, {REDUCED}"], strict=True
             )
-            ratios = [ordered / reduced for ordered, reduced in both]
-            most = MOST_COST if schedule == "2bw" else None
-            figures.append(
-                Figure(setting, f"{schedule}: ordered over all-reduce", ratios, at_most=most)
-            )
+            ratios = [mine / reduced for mine, reduced in both]
+            bar = most if schedule == "2bw" or other == "shared" else None
+            name = f"{schedule}: {other} over all-reduce"
+            figures.append(Figure(setting, name, ratios, at_most=bar))
     report_ratios(options, where, figures, times, rounds=rounds)
 
 

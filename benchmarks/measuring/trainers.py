@@ -83,6 +83,7 @@ class Pipeline:
         max_grad_norm: float | None = None,
         width: int = 1,
         replica_sums: str = "ordered",
+        shard_state: bool = False,
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -98,7 +99,9 @@ class Pipeline:
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(
-            make_optimizer(self.pipe.parameters()), max_grad_norm=max_grad_norm
+            make_optimizer(self.pipe.parameters()),
+            max_grad_norm=max_grad_norm,
+            shard_state=shard_state,
         )
         self.args = (x,) if self.pipe.is_first_stage else ()
         self.target = target if self.pipe.is_last_stage else None

@@ -24,7 +24,7 @@ class StageMemory:
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
         replica_sums: room for what replicas receive of each other's gradients: two parts of
-            ``bucket_cap_mb`` at most.
+            ``bucket_cap_mb`` at most, with ``shard_state`` of twice as much.
         host_copies: with ``optimizer_device="cpu"``, newest weights and gradients of one batch in
             the host's memory, through which they go down and up.
         padding: what aligning every parameter to 64 bytes (512 on a device) adds to these.

@@ -72,8 +72,7 @@ void ReplicaSum::cut() {
     const std::int64_t numel = all.end - all.begin;
     Part whole{bucket, all.begin, all.end, {}};
     whole.pieces = pieces(whole);
-    const std::int64_t count =
-        is_ordered() ? (bytes_in_lane(whole) - 1) / part_bytes_ + 1 : 1;
+    const std::int64_t count = is_ordered() ? (bytes_in_lane(whole) - 1) / part_bytes_ + 1 : 1;
     for (std::int64_t i = 0; i < count; ++i) {
       Part& part = parts_.emplace_back(
           Part{bucket, all.begin + numel * i / count, all.begin + numel * (i + 1) / count, {}});
@@ -325,8 +324,13 @@ std::vector<std::int64_t> ReplicaSum::pieces(const Part& part) const {
 
 std::int64_t ReplicaSum::bytes_in_lane(const Part& part) const {
   const std::int64_t element = flat(part, 0).element_size();
-  return is_shared_ ? *std::ranges::max_element(part.pieces) * size_ * element
-                    : (part.end - part.begin) * element;
+  const std::int64_t bytes = (part.end - part.begin) * element;
+  if (!is_shared_) {
+    return bytes;
+  }
+  // Whole, all ranks add at once; what is cut off may be one rank's alone.
+  const std::int64_t most = *std::ranges::max_element(part.pieces) * size_ * element;
+  return most <= 2 * part_bytes_ ? std::min(most, part_bytes_) : size_ * bytes;
 }
 
 at::Tensor ReplicaSum::received(std::size_t part) const {

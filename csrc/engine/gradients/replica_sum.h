@@ -125,7 +125,7 @@ class ReplicaSum {
 
   at::Tensor flat(const Part& part, std::size_t buffer) const;
   std::vector<std::int64_t> pieces(const Part& part) const;
-  // The most bytes that a rank has of it, times the ranks.
+  // The bytes by which a bucket is cut, as what ranks get of it lies in a lane.
   std::int64_t bytes_in_lane(const Part& part) const;
   // Where this rank's pieces come, from every rank.
   at::Tensor received(std::size_t part) const;

@@ -91,6 +91,9 @@ TRAININGS = {
         options={"split": ["blocks.2"]},
     ),
     "two replicas, clipping": Training(width=2, optimizer=_CLIPS),
+    "two replicas, shared state": Training(
+        width=2, optimizer={**_CLIPS, "shard_state": True}, options={"precision": "bf16"}
+    ),
     "two replicas, all-reduce": Training(width=2, options={"replica_sums": "all_reduce"}),
 }
 
