@@ -216,9 +216,30 @@ def takes_over(rank: int, world: int) -> None:
         assert same(dict(pipe.state_dict()), dict(model().state_dict()))
 
 
+def changes_hands(rank: int, world: int) -> None:
+    """Gradients wait for a step while the optimizer becomes one with shares, or without."""
+    stateless = functools.partial(torch.optim.SGD, lr=0.1)
+    want: dict[str, torch.Tensor] = {}
+    for flips in (False, True):
+        with made(world, precision="bf16", bucket_cap_mb=SMALL) as pipe:
+            opt = pd2.PipelineOptimizer(stateless(pipe.parameters()), shard_state=flips)
+            for number, batch in enumerate(own_batches(world)):
+                pipe.train_step(*batch.args, target=batch.target)
+                if number % 2 or not flips:
+                    pipe.flush()
+                if number % 2 and flips:
+                    opt = pd2.PipelineOptimizer(
+                        stateless(pipe.parameters()), shard_state=number % 4 == 3
+                    )
+                opt.step()
+            ended = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+            assert not flips or same(ended, want)
+            want = ended
+
+
 def test_states_of_shares_are_whole_wherever_they_are_seen(tmp_path: Path) -> None:
     goes = functools.partial(goes_on, folder=str(tmp_path))
-    run_ranks(in_turn, 2, args=(like_the_oracle, takes_over, goes), timeout=150)
+    run_ranks(in_turn, 2, args=(like_the_oracle, takes_over, changes_hands, goes), timeout=150)
 
 
 NUMEL, COUNT = 128 * 128, 8
