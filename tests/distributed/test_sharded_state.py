@@ -201,8 +201,11 @@ def takes_over(rank: int, world: int) -> None:
                 kept = {name: tensor.clone() for name, tensor in kept.items()}
                 opt = pd2.PipelineOptimizer(adamw(pipe.parameters()))  # whole again
                 assert same(dict(pipe.state_dict()), kept)
-                opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+                stock = adamw(pipe.parameters())
+                opt = pd2.PipelineOptimizer(stock, shard_state=True)
                 opt.load_state_dict(state)
+                assert same(opt.state_dict()["state"], state["state"])
+                assert 0 < sum(map(bool, stock.state.values())) < len(state["state"])
                 assert same(dict(pipe.state_dict()), kept)
             pipe.train_step(*batch.args, target=batch.target)
             opt.step()
@@ -214,6 +217,11 @@ def takes_over(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match="missing keys"):
             pipe.load_state_dict({"0.norm.bias": torch.ones(WIDTH)})
         assert same(dict(pipe.state_dict()), dict(model().state_dict()))
+        given = {name: torch.full_like(value, 0.5) for name, value in kept.items()}
+        mine = given if rank == 0 else {}  # what the first has loaded all have then
+        with pytest.raises(RuntimeError, match="missing keys"):
+            pipe.load_state_dict(mine)
+        assert same(dict(pipe.state_dict()), given)
 
 
 def changes_hands(rank: int, world: int) -> None:

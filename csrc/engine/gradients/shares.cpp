@@ -87,8 +87,8 @@ std::vector<Share> share_out(const std::vector<GradientBuckets::Bucket>& buckets
     for (int rank = 0; rank < num_ranks; ++rank) {
       const std::size_t last = first + counts[b][rank];
       if (first < last) {
-        const std::int64_t end = last < packing.views().size() ? packing.views()[last].offset
-                                                               : packing.numel();
+        const std::int64_t end =
+            last < packing.views().size() ? packing.views()[last].offset : packing.numel();
         shares.push_back({bucket.dtype, rank, first, last, packing.views()[first].offset, end});
       }
       first = last;

@@ -176,7 +176,8 @@ void Stage::scale_gradients(double factor) {
 void Stage::scale_gradients_in_step(double factor) {
   bool is_in_step = stepped_.size() == places_.size();
   for (std::size_t i = 0; i < places_.size() && is_in_step; ++i) {
-    is_in_step = !owns(i) || !has_gradient(i) || stepped_[i].by != nullptr;  // else a user's optimizer reads it
+    is_in_step = !owns(i) || !has_gradient(i) ||
+                 stepped_[i].by != nullptr;  // else a user's optimizer reads it
   }
   if (is_in_step) {
     update_.gradient_scale = factor;

@@ -276,9 +276,9 @@ class Stage {
     std::size_t buffer;
     std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
-    std::size_t bucket;             // of the host's
-    std::int64_t begin, numel;      // of the flat buffers; not the host's
-    at::Tensor master{};            // of these elements; undefined: none
+    std::size_t bucket;         // of the host's
+    std::int64_t begin, numel;  // of the flat buffers; not the host's
+    at::Tensor master{};        // of these elements; undefined: none
     // Of each member what `all` says of it.
     std::vector<bool> of_members(const std::vector<bool>& all) const;
   };
