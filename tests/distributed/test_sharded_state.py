@@ -45,6 +45,17 @@ def tied_model() -> nn.Sequential:
     return made
 
 
+def one_matrix() -> nn.Sequential:
+    """Of four replicas three have nothing to step."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def matrices() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+
 def batches_of(replica: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1 + replica)
     rows = (torch.randn(2, M * ROWS, WIDTH, generator=generator) for _ in range(NUM_BATCHES))
@@ -61,6 +72,10 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, lr=0.01)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=0.01)
 
 
 def made(
@@ -122,13 +137,11 @@ def trained(
         }  # fmt: skip
 
 
-def equal_with_and_without(width: int, *args: Any, **options: Any) -> dict[str, Any]:
-    whole = trained(width, args[0], False, *args[1:], **options)
-    shared = trained(width, args[0], True, *args[1:], **options)
+def equal_with_and_without(**options: Any) -> None:
+    whole, shared = (trained(shard_state=each, **options) for each in (False, True))
     assert whole["state"]
     for key, value in whole.items():
-        assert same(shared[key], value), key
-    return shared
+        assert same(shared[key], value), (key, options)
 
 
 SMALL = 4 / 1024
@@ -143,13 +156,15 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (sgd, {"make_model": tied_model, "bucket_cap_mb": SMALL}),
     (rmsprop, {"precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
     (adamw, {"replica_sums": "all_reduce"}),
+    (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
+    (sgd, {"width": 4, "make_model": one_matrix, "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),
 ]
 
 
 def every_case(rank: int, world: int) -> None:
     for make_optimizer, options in CASES:
-        if world == 4 or not options.get("replica_sums"):
-            equal_with_and_without(2, make_optimizer, **options)
+        equal_with_and_without(**{"width": 2, "make_optimizer": make_optimizer, **options})
 
 
 def test_bits_are_those_of_whole_states() -> None:
