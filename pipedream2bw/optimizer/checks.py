@@ -14,7 +14,7 @@ from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind, parameters_of
-from .sharding import check_sharding
+from .shares import check_shares
 from .staleness import Remedies
 
 
@@ -40,7 +40,7 @@ def agreed_session_of(
                 f"shard_state: {type(shard_state).__name__} given, it must be True or False"
             )
         if shard_state:
-            check_sharding(session, optimizers, remedies)
+            check_shares(session, optimizers, remedies)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_sessions() if session is None else [session]

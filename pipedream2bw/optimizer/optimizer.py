@@ -38,7 +38,7 @@ from .own_step import (
     take_over_counters,
     update_with,
 )
-from .sharding import forget_others, whole_states
+from .shares import forget_others, whole_states
 from .staleness import Remedies, Remedy, StepCorrection
 from .verdicts import let_updates_wait
 

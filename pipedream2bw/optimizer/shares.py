@@ -33,7 +33,7 @@ _EACH_BY_ITSELF = (
 """torch's optimizers, which step each parameter as if it were the only one."""
 
 
-def check_sharding(
+def check_shares(
     session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
 ) -> None:
     """Raises ValueError where replicas cannot share out the optimizers' state."""
