@@ -66,7 +66,8 @@ PAIRS = (
     Pair("InterleavedZeroBubble", "interleaved_zero_bubble", CHUNKS, is_split=True),
     Pair("ZBVZeroBubble", None, CHUNKS, is_split=True),
 )
-ASYNCHRONOUS = ("2bw", "2bw_split")
+ASYNCHRONOUS = {"2bw": 1, "2bw_split": 1, "2bw_v_half": CHUNKS}
+"""Stages a rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Setting:
     num_ranks: int
     num_microbatches: int
     workload: Workload
-    # Throughput of 2bw and 2bw_split over torch's best schedule with one stage a rank, if any is
+    # Throughput of the asynchronous ones over torch's best schedule with one stage a rank, if any is
     # asked for.
     over_one_stage_a_rank: float | None = None
     latency: float = 0.0  # of F + B
@@ -281,8 +282,8 @@ def measure_pairs(
     for pair in PAIRS:
         trainers.add_torch(pair)
         trainers.add_ours(pair.name, pair.label, pair.stages_per_rank)
-    for name in ASYNCHRONOUS:
-        trainers.add_ours(name, name)
+    for name, stages_per_rank in ASYNCHRONOUS.items():
+        trainers.add_ours(name, name, stages_per_rank)
     return trainers.measure(rounds)
 
 
@@ -337,11 +338,11 @@ def figures_of_pairs(setting: Setting, measured: Measured) -> list[Figure]:
     }
     for what, pairs in rivals.items():
         best = fastest(steady, pairs)
-        for name in ASYNCHRONOUS:
+        for name, stages_per_rank in ASYNCHRONOUS.items():
             ideal = None
             if setting.workload.kind == "sleep":
                 theirs = predicted(setting, best.name or orders[best.label], best.stages_per_rank)
-                ideal = theirs / predicted(setting, name)
+                ideal = theirs / predicted(setting, name, stages_per_rank)
             one_stage = setting.over_one_stage_a_rank if what == "one stage a rank" else None
             figures.append(
                 Figure(

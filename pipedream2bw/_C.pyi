@@ -42,6 +42,7 @@ def action_kinds() -> dict[str, str]: ...
 class ScheduleMethod:
     name: str
     has_chunks: bool
+    is_v: bool
     is_bidirectional: bool
     is_planned: bool
     size_rules: list[str]
@@ -306,6 +307,7 @@ class PlannedShape:
     num_versions: int
     most_in_flight: list[int]
     most_recomputed: list[int]
+    recomputes_together: bool
     stages_of_ranks: list[list[int]]
 
 def planned_shape(

@@ -169,6 +169,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("num_versions", &PlannedShape::num_versions)
       .def_readonly("most_in_flight", &PlannedShape::most_in_flight)
       .def_readonly("most_recomputed", &PlannedShape::most_recomputed)
+      .def_readonly("recomputes_together", &PlannedShape::recomputes_together)
       .def_readonly("stages_of_ranks", &PlannedShape::stages_of_ranks);
   module.def(
       "planned_shape",

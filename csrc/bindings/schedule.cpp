@@ -48,6 +48,7 @@ void bind_methods(py::module_& module) {
   py::class_<ScheduleMethod>(module, "ScheduleMethod")
       .def_readonly("name", &ScheduleMethod::name)
       .def_readonly("has_chunks", &ScheduleMethod::has_chunks)
+      .def_property_readonly("is_v", &ScheduleMethod::is_v)
       .def_property_readonly("is_bidirectional", &ScheduleMethod::is_bidirectional)
       .def_readonly("is_planned", &ScheduleMethod::is_planned)
       .def_property_readonly("size_rules", &size_rules);

@@ -156,7 +156,9 @@ def check_grid(
             f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
             "stage needs a piece"
         )
-    with_chunks = [name for name in schedules if _METHODS[name].has_chunks]
+    with_chunks = [
+        name for name in schedules if _METHODS[name].has_chunks and not _METHODS[name].is_v
+    ]
     if len(with_chunks) == len(schedules) and not stages_per_rank:
         raise ValueError(
             f"stages_per_rank: none, schedules: {', '.join(schedules)}: it needs a number of them "
@@ -172,7 +174,7 @@ def check_grid(
     raise ValueError(
         f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: a replica "
         "needs a device for each stage, or for each stages_per_rank stages where a schedule has "
-        "several on a rank; two pipelines need an even number of stages"
+        "several on a rank; two pipelines and a V need an even number of stages"
     )
 
 
@@ -186,6 +188,9 @@ def _has(
     if method.is_bidirectional:
         wanted = num_stages or 2
         return wanted % 2 == 0 and wanted <= most_ranks
+    if method.is_v:
+        wanted = num_stages or 4
+        return wanted % 2 == 0 and 2 <= wanted // 2 <= most_ranks
     if num_stages is None or num_stages == 1:
         return True
     if method.has_chunks:

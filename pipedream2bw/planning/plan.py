@@ -188,7 +188,7 @@ def _check_parts(plan: Plan) -> None:
         raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
     _check_layers(plan)
     shape = plan.shape
-    _check_devices(plan, len(shape.stages_of_ranks))
+    _check_devices(plan, shape)
     counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
     for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
         known = {"num_versions": shape.num_versions, "most_in_flight": in_flight}
@@ -233,8 +233,11 @@ def _check_layers(plan: Plan) -> None:
             )
 
 
-def _check_devices(plan: Plan, num_ranks: int) -> None:
+def _check_devices(plan: Plan, shape: _C.PlannedShape) -> None:
     held_by: dict[int, int] = {}
+    ranks = {
+        stage: rank for rank, stages in enumerate(shape.stages_of_ranks) for stage in stages
+    }
     for index, stage in enumerate(plan.stages):
         where = f"stages[{index}]"
         if len(stage.devices) != plan.width:
@@ -242,10 +245,10 @@ def _check_devices(plan: Plan, num_ranks: int) -> None:
                 f"{where}.devices: {len(stage.devices)}, width: {plan.width}: one for each replica"
             )
         for device in stage.devices:
-            if held_by.setdefault(device, index % num_ranks) != index % num_ranks:
+            if held_by.setdefault(device, ranks[index]) != ranks[index]:
                 raise ValueError(
                     f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
-                    f"{where} is on rank {index % num_ranks}: it must have one rank's"
+                    f"{where} is on rank {ranks[index]}: it must have one rank's"
                 )
 
 
@@ -310,14 +313,15 @@ MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")
 def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     """Returns the bytes of a device that holds these stages at its peak, by kind.
 
-    One of its stages runs forwards again at a time.
+    One of its stages runs forwards again at a time; in a V both keep what ran again until its W.
     """
     held = [plan.stages[stage % plan.num_stages] for stage in stages]
+    together = sum if plan.shape.recomputes_together else max
     values = (
         sum(each.num_versions * each.weight_bytes + each.frozen_bytes for each in held),
         sum(each.gradient_bytes for each in held),
         sum(each.state_bytes for each in held),
-        sum(map(held_in_flight, held)) + max(map(held_again, held)),
+        sum(map(held_in_flight, held)) + together(map(held_again, held)),
     )
     return dict(zip(MEMORY_KINDS, values, strict=True))
 

@@ -30,7 +30,15 @@ from .plan import MOST_MICROBATCHES, Alternative, Plan
 from .stage_plan import StagePlan
 from .units import parse_bytes
 
-SCHEDULES = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera")
+SCHEDULES = (
+    "2bw",
+    "2bw_v_two_thirds",
+    "2bw_v_half",
+    "1f1b",
+    "interleaved",
+    "zero_bubble",
+    "chimera",
+)
 """The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
 
 
@@ -73,8 +81,10 @@ def plan(
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
             At most 100 million.
         largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
-        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera".
-            Of these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
+        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera",
+            and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min",
+            "zero_bubble_v", "v_half", "v_min". Of these, of ``stages_per_rank`` and of
+            ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block

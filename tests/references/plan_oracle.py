@@ -22,7 +22,8 @@ Grid = list[list[int]]
 """Devices by rank and replica."""
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}
-FLUSHED = ("1f1b", "gpipe", "interleaved", "zero_bubble", "chimera")
+VS = ("2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min")
+FLUSHED = ("1f1b", "gpipe", "interleaved", "zero_bubble", "chimera", *VS[4:])
 ROUNDING = 1 + 1e-9
 
 
@@ -118,6 +119,15 @@ def _lists(schedule: str, num_stages: int, num_microbatches: int, stages_per_ran
 
 
 @functools.cache
+def _is_made(schedule: str, num_stages: int, num_microbatches: int) -> bool:
+    try:
+        _lists(schedule, num_stages, num_microbatches, 2)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
 def most_held(candidate: Candidate) -> tuple[list[int], list[int]]:
     """Of each stage: microbatches from F to B or W, and from a recomputed forward to B or W."""
     lists = lists_of(candidate)
@@ -144,7 +154,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for width in range(1, devices + 1) if problem.width is None else (problem.width,):
         for ranks in range(1, min(devices // width, most) + 1):
             for schedule in problem.schedules:
-                for v in problem.chunks if schedule == "interleaved" and ranks > 1 else (1,):
+                for v in _stages_per_rank(problem, schedule, ranks):
                     if ranks * v > most or (schedule == "chimera" and ranks % 2):
                         continue
                     if problem.num_stages not in (None, ranks * v):
@@ -159,7 +169,15 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                                 yield Candidate(schedule, width, ranks, v, m, size, way)
 
 
+def _stages_per_rank(problem: Problem, schedule: str, ranks: int) -> tuple[int, ...]:
+    if schedule in VS:
+        return (2,) if ranks > 1 else ()
+    return problem.chunks if schedule == "interleaved" and ranks > 1 else (1,)
+
+
 def _least_microbatches(schedule: str, ranks: int, at_least: int) -> int:
+    if schedule in VS:
+        return next(m for m in itertools.count(at_least) if _is_made(schedule, 2 * ranks, m))
     least = {"2bw": ranks, "2bw_eager": 2 * ranks - 1}.get(schedule, 1)
     multiple = {"interleaved": ranks, "chimera": 2}.get(schedule, 1)
     return math.ceil(max(least, at_least) / multiple) * multiple
@@ -219,7 +237,7 @@ def stages(
     profile, n = problem.profile, problem.num_layers
     item = profile.microbatches[candidate.size]
     action = profile.seconds_per_action
-    is_split = candidate.schedule == "zero_bubble"
+    is_split = candidate.schedule == "zero_bubble" or candidate.schedule in VS
     again = candidate.recompute == "stages"
     versions = 1 if candidate.schedule in FLUSHED else 2
     flights, most_again = most_held(candidate)
@@ -316,9 +334,10 @@ def ring_seconds(problem: Problem, devices: Sequence[int], size: float) -> float
 
 
 def bytes_of_ranks(candidate: Candidate, made: Sequence[Mapping[str, float]]) -> list[float]:
-    """One stage of a rank runs forwards again at a time."""
+    """One stage of a rank runs forwards again at a time; in a V both keep it until their W."""
+    together = sum if candidate.schedule in VS else max
     return [
-        sum(made[k]["held"] for k in on) + max(made[k]["again"] for k in on)
+        sum(made[k]["held"] for k in on) + together(made[k]["again"] for k in on)
         for on in map(candidate.stages_on, range(candidate.ranks))
     ]
 

@@ -34,7 +34,8 @@ class Search:
         """With the seconds of a microbatch that the slowest rank computes, at least."""
         c = candidate
         is_chimera = c.schedule == "chimera"
-        key = (c.size, c.recompute, c.ranks, c.stages_per_rank, is_chimera)
+        placed = tuple(tuple(c.stages_on(rank)) for rank in range(c.ranks))
+        key = (c.size, c.recompute, placed)
         if key not in self.by_work:
             item = self.problem.profile.microbatches[c.size]
             times = [

@@ -22,12 +22,22 @@ class StageForOrder:
 
 
 def of_torch(order: dict[int, list[Any]]) -> list[list[str]]:
-    rows = ([str(action) for action in order[rank] if action is not None] for rank in sorted(order))
-    return [[name for name in row if "REDUCE" not in name] for row in rows]
+    rows = [[action for action in order[rank] if action is not None] for rank in sorted(order)]
+    apart = ([each for action in row for each in action.sub_actions or (action,)] for row in rows)
+    return [[name for name in map(str, row) if "REDUCE" not in name] for row in apart]
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Any:
     """ZBV: rank r has the stages r and 2p - 1 - r."""
+    return _in_a_v(stock.ScheduleZBVZeroBubble, num_ranks, num_microbatches)
+
+
+def dual_pipe_v(num_ranks: int, num_microbatches: int) -> Any:
+    """DualPipeV, in the same V; at least as many microbatches as stages."""
+    return _in_a_v(stock.ScheduleDualPipeV, num_ranks, num_microbatches)
+
+
+def _in_a_v(schedule: Any, num_ranks: int, num_microbatches: int) -> Any:
     d = 2 * num_ranks
     stages = [StageForOrder(index, d, num_ranks) for index in (0, d - 1)]
-    return stock.ScheduleZBVZeroBubble(stages, num_microbatches, loss_fn=lambda a, b: a)  # type: ignore
+    return schedule(stages, num_microbatches, loss_fn=lambda a, b: a)

@@ -78,7 +78,7 @@ std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
   const SplitCosts costs(problem);
   const int d = costs.num_stages();
   PD2_CHECK(d % 2 == 0, "stages: ", d,
-            ": two pipelines in opposite directions need an even number");
+            ": two pipelines in opposite directions, and a V, need an even number");
   PD2_CHECK(d <= costs.num_pieces(), "stages: ", d, ", pieces: ", costs.num_pieces(),
             ": every stage needs one");
   const double slowest = *std::ranges::max_element(costs.slownesses());

@@ -1,4 +1,4 @@
-// Cuts for pipelines in both directions, where rank r holds stages r and d - 1 - r.
+// Cuts for pipelines in both directions and in a V, where rank r holds stages r and d - 1 - r.
 
 #pragma once
 

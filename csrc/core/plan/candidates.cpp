@@ -22,12 +22,11 @@ double least_at_cuts(const ProfiledModel& model, const std::vector<double>& byte
 
 // With fewer blocks than stages some stage has none to recompute. Where there are many, each stage
 // needs two, as cuts go through some. The copies of a stage on two ranks would have to choose the
-// same ones.
+// same ones, and in a V the blocks of two stages run again at once.
 bool may_choose_blocks(const ProfiledModel& model, const PipelineShape& shape) {
   constexpr int kMany = 64;
   const auto blocks = static_cast<int>(model.blocks.size());
-  return shape.depth() <= (blocks > kMany ? blocks / 2 : blocks) &&
-         !shape.method->is_bidirectional();
+  return shape.depth() <= (blocks > kMany ? blocks / 2 : blocks) && !shape.is_folded();
 }
 
 // Adds every size, way to recompute and mapping of one schedule on a number of ranks.
@@ -110,9 +109,11 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappin
         const ScheduleMethod& method = planned_method(name);
         if (ranks == 1) {
           bool& has = method.is_flushed() ? has_flushed : has_other;
-          if (has || method.is_bidirectional()) continue;
+          if (has || method.is_bidirectional() || method.is_v()) continue;
           has = true;
           add(method, width, 1, 1);
+        } else if (method.is_v()) {
+          if (2 * ranks <= most) add(method, width, ranks, 2);
         } else if (method.has_chunks) {
           for (const int v : problem.options.stages_per_rank) {
             if (std::int64_t{v} * ranks <= most) add(method, width, ranks, v);
@@ -179,6 +180,11 @@ double Bounds::by_way(const Candidate& candidate, const Totals& totals) const {
   const double halves = least_slowness_ * (totals.forward + totals.input_grad);
   const double work = halves + least_slowness_ * totals.weight_grad;
   const double hops = shape.ranks > 1 ? 2 * (p - 1) * totals.hop : 0;
+  if (!shape.method->is_flushed() && shape.method->is_v()) {
+    // From a microbatch's first F to its last I, the turn between two stages of one rank is free.
+    return m * (halves + 4 * (p - 1) * totals.hop) /
+           most_on_round_trip(shape.ranks, shape.method->v);
+  }
   if (!shape.method->is_flushed()) {
     const double step = shape.method->is_eager() ? 2 : 1;
     return m * (work + hops) / (step * (p - 1) + 1);

@@ -186,7 +186,7 @@ bool StageDraft::set_memory() {
   chosen.peak_bytes = 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double bytes = 0;
-    double largest_again = 0;
+    double most_again = 0;
     for (const int k : shape.stages_on(rank)) {
       PlannedStage& stage = chosen.stages[k];
       const double held = most_recomputed(shape, k);
@@ -202,9 +202,9 @@ bool StageDraft::set_memory() {
       const double all = held_always(stage, shape.num_versions()) + stage.most_in_flight * kept;
       stage.peak_bytes = all + again;
       bytes += all;
-      largest_again = std::max(largest_again, again);
+      most_again = shape.recomputes_together() ? most_again + again : std::max(most_again, again);
     }
-    bytes += largest_again;
+    bytes += most_again;
     chosen.peak_bytes = std::max(chosen.peak_bytes, bytes);
     fits = fits && is_within(bytes, holders.limits[rank]);
   }

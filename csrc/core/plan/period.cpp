@@ -1,5 +1,6 @@
 #include "core/plan/period.h"
 
+#include "core/plan/v_cycle.h"
 #include "core/schedule/generate.h"
 
 #include <algorithm>
@@ -239,8 +240,43 @@ double period_of_chimera(const PipelineShape& shape, const Costs& costs) {
   return busiest_rank(shape, costs) + (d - 2) * gap + messages_there_and_back(shape, costs, d);
 }
 
+double period_of_v_with_two_versions(const PipelineShape& shape, const Costs& costs) {
+  const int m = shape.num_microbatches;
+  double period = m * seconds_per_microbatch_of_v(shape, costs);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double work = 0;
+    for (const int stage : shape.stages_on(rank)) work += work_of(costs.stages[stage]);
+    for (const int stage : shape.stages_on(rank)) {
+      const double updating = update(costs.stages[stage]);
+      // From a batch's first F to the end of its update, two batches' time may pass.
+      const int periods = m + most_in_flight(shape, stage) - 2;
+      period = std::max({period, updating, (periods * work + updating) / 2});
+    }
+  }
+  return period;
+}
+
+double period_of_drained_v(const PipelineShape& shape, const Costs& costs) {
+  double work = 0;
+  for (const StageCosts& stage : costs.stages) work += work_of(stage);
+  double longest_update = 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double updating = 0;
+    for (const int stage : shape.stages_on(rank)) updating += update(costs.stages[stage]);
+    longest_update = std::max(longest_update, updating);
+  }
+  const double mean_action = work / (3 * shape.depth());
+  return shape.num_microbatches * seconds_per_microbatch_of_v(shape, costs) +
+         counts_of_v(shape).idle_slots * mean_action +
+         messages_there_and_back(shape, costs, shape.ranks) + longest_update;
+}
+
 double period_of(const PipelineShape& shape, const Costs& costs) {
   const ScheduleMethod& method = *shape.method;
+  if (method.is_v()) {
+    return method.is_flushed() ? period_of_drained_v(shape, costs)
+                               : period_of_v_with_two_versions(shape, costs);
+  }
   if (!method.is_flushed()) return period_of_two_versions(shape, costs);
   if (method.is_bidirectional()) return period_of_chimera(shape, costs);
   if (method.has_chunks) return period_of_interleaved(shape, costs);

@@ -13,12 +13,12 @@ inline constexpr double kMostSimulatedActions = 20'000;
 // About how many actions simulate() runs to measure the period.
 double simulated_actions(const PipelineShape& shape);
 
-// Seconds per batch in the steady state by formula. Of gpipe exact, of 2bw and 2bw_eager where no
-// stage updates for longer than a microbatch's work (else up to a quarter too short), of the others
-// an estimate. Of a flush, a later stage that updates longer counts as if it were the first, if
-// that takes longer. With s = F + B (+ R), c a hop, U an update and its all-reduce, per stage;
-// where skips make a longer way between two stages than the hops do, that way counts; and no batch
-// takes less than its messages over one link:
+// Seconds per batch in the steady state by formula. Of gpipe exact, of 2bw, 2bw_eager and 2bw in a
+// V where no stage updates for longer than a microbatch's work (else up to a quarter too short), of
+// the others an estimate. Of a flush, a later stage that updates longer counts as if it were the
+// first, if that takes longer. With s = F + B (+ R), c a hop, U an update and its all-reduce, per
+// stage; where skips make a longer way between two stages than the hops do, that way counts; and no
+// batch takes less than its messages over one link:
 //
 //   2bw, 2bw_eager  a cycle from stage i to j > i and back, by the next microbatch that i may
 //   begin:
@@ -32,6 +32,8 @@ double simulated_actions(const PipelineShape& shape);
 //   interleaved     m times the busiest rank, and (p - 1) / (p v) of one microbatch's way
 //   zero_bubble     m s of stage j, and F + I + 2 c of the stages before, of which j W's fill gaps
 //   chimera         m / 2 times the busiest rank, and d - 2 gaps of B, further units' of B - F
+//   in a V          m seconds_per_microbatch_of_v(), and U beside as of 2bw; of a flush, as many
+//                   mean actions as slots are idle where all take one, and 2 c of the p stages down
 double period_by_formula(const PipelineShape& shape, const Costs& costs);
 
 // Whether period_by_formula() is no estimate.

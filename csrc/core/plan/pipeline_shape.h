@@ -5,6 +5,7 @@
 
 #include "core/schedule/methods.h"
 
+#include <algorithm>
 #include <optional>
 #include <ranges>
 #include <string>
@@ -32,23 +33,44 @@ struct PipelineShape {
   int depth() const { return ranks * stages_per_rank; }
   int num_versions() const { return method->is_flushed() ? 1 : 2; }
   int stages_sharing_a_rank() const { return method->is_bidirectional() ? 2 : stages_per_rank; }
+  // Rank r holds the stages r and depth() - 1 - r: in a V, or the second as the other pipeline's.
+  bool is_folded() const { return method->is_bidirectional() || method->is_v(); }
+  // Whether recomputed activations of a rank's stages exist at once: of one from I to W, between
+  // which the other one's may come.
+  bool recomputes_together() const { return method->is_split && stages_per_rank > 1; }
   // The model's stages on a rank; of two pipelines two, of which the second is the other's.
   auto stages_on(int rank) const {
-    return in_steps(rank, method->is_bidirectional() ? ranks - 1 - 2 * rank : ranks,
-                    stages_sharing_a_rank());
+    return in_steps(rank, is_folded() ? depth() - 1 - 2 * rank : ranks, stages_sharing_a_rank());
+  }
+  // The rank that holds a stage; of two pipelines the first one's.
+  int rank_of(int stage) const {
+    return method->is_v() ? std::min(stage, depth() - 1 - stage) : stage % ranks;
   }
   // The ranks that hold a stage: of two pipelines two.
   auto ranks_of(int stage) const {
-    const int rank = stage % ranks;
+    const int rank = rank_of(stage);
     return in_steps(rank, ranks - 1 - 2 * rank, method->is_bidirectional() ? 2 : 1);
   }
 };
 
-// The least m >= at_least that the method allows; none: no m does.
+// The planner counts in the lists of a V, which a deeper one would make long.
+inline constexpr int kMostRanksOfPlannedV = 64;
+
+// The least m >= at_least that the method allows; none: no m does, or it is a V of too many ranks.
 std::optional<int> least_microbatches(const ScheduleMethod& method, int ranks, int stages_per_rank,
                                       int at_least);
 
-// max_in_flight() of the stage (of two pipelines either copy), in closed form.
+// What is counted in the lists of a V, which has no short formulas.
+struct VCounts {
+  std::vector<int> in_flight;   // by stage: the most microbatches from F to the end of W
+  std::vector<int> recomputed;  // from I to the end of W
+  double idle_slots = 0;        // of a batch that drains, where all actions take one
+};
+
+// Counted once for each; threads may ask together.
+const VCounts& counts_of_v(PipelineShape shape);
+
+// max_in_flight() of the stage (of two pipelines either copy), in closed form but for a V.
 int most_in_flight(const PipelineShape& shape, int stage);
 
 // Most microbatches between running their forward again and the end of B or W: 1 where B is whole.
@@ -59,11 +81,13 @@ struct PlannedShape {
   int num_versions = 1;
   std::vector<int> most_in_flight;   // by stage
   std::vector<int> most_recomputed;  // by stage
+  bool recomputes_together = false;  // of a rank's stages
   // By rank of a replica. With two pipelines stage d + i is the second one's copy of stage i.
   std::vector<std::vector<int>> stages_of_ranks;
 };
 
-// Throws ValueError for a schedule that is not planned, and for sizes that it has not.
+// Throws ValueError for a schedule that is not planned, for sizes that it has not, and for a V of
+// too many ranks.
 PlannedShape planned_shape(std::string_view name, const ScheduleSizes& sizes);
 
 }  // namespace pd2

@@ -41,7 +41,7 @@ void set_links(Evaluation& plan, GridLinks& links) {
   costs.stages.resize(shape.depth());
   for (int k = 0; k < shape.depth(); ++k) {
     PlannedStage& stage = plan.stages[k];
-    const std::span<const int> devices = links.devices().of_rank(k % shape.ranks);
+    const std::span<const int> devices = links.devices().of_rank(shape.rank_of(k));
     stage.devices.assign(devices.begin(), devices.end());
     stage.costs.all_reduce = links.all_reduce(k, stage.costs.gradient_bytes);
     costs.stages[k] = stage.costs;
@@ -66,7 +66,7 @@ std::vector<Link> GridLinks::links_between(int from, int to) const {
 }
 
 Link GridLinks::slowest(int from, int to, double bytes) {
-  const std::pair ranks(from % shape_.ranks, to % shape_.ranks);
+  const std::pair ranks(shape_.rank_of(from), shape_.rank_of(to));
   if (ranks.first == ranks.second) return {};
   if (devices_.width() == 1 && !shape_.method->is_bidirectional()) {
     return link_between(cluster_.topology, devices_.at(ranks.first, 0),

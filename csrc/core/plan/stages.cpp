@@ -130,8 +130,7 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     if (draft.set_memory()) found.push_back(draft.chosen);
   };
   // Where there are many pieces a folded split is as even, and found sooner.
-  const bool may_search =
-      !draft.shape.method->is_bidirectional() || num_pieces() <= kMostPiecesForRanks;
+  const bool may_search = !draft.shape.is_folded() || num_pieces() <= kMostPiecesForRanks;
   if (may_search) {
     // Where memory was too small for the last candidate, it probably is for this one, too. With one
     // stage a rank the fitting split is the balanced one, if that fits: only time would be lost.
@@ -141,7 +140,8 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
       add(balanced_split(draft));
       if (may_skip) is_tight = found.empty();
     }
-    const int sharing = draft.recomputes_stages() ? draft.shape.stages_sharing_a_rank() : 1;
+    const bool is_one_at_a_time = draft.recomputes_stages() && !draft.shape.recomputes_together();
+    const int sharing = is_one_at_a_time ? draft.shape.stages_sharing_a_rank() : 1;
     if (found.empty()) add(fitting_split(draft, sharing));
     if (found.empty() && sharing > 1) add(fitting_split(draft, 1));
   }
@@ -154,7 +154,7 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     if (is_other) add(firsts);
     found.back().is_fastest = !is_other || found.size() > before;
   }
-  if (draft.shape.method->is_bidirectional()) add(split_folded(split_problem_of_ranks(draft)));
+  if (draft.shape.is_folded()) add(split_folded(split_problem_of_ranks(draft)));
   if (may_balance_ranks(draft, found)) {
     const auto split = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
     if (split) add(split->split.first_layers);
@@ -183,7 +183,8 @@ std::vector<int> StageChooser::split_with_free_messages(StageDraft draft) {
 
 bool StageChooser::may_balance_ranks(const StageDraft& draft,
                                      const std::vector<ChosenStages>& found) const {
-  if (draft.shape.stages_per_rank == 1 || num_pieces() > kMostPiecesForRanks) return false;
+  if (draft.shape.stages_per_rank == 1 || draft.shape.is_folded()) return false;
+  if (num_pieces() > kMostPiecesForRanks) return false;
   return found.empty() || unevenness(draft.shape, found.front().stages) >= kUnevenRanks;
 }
 

@@ -20,13 +20,13 @@ constexpr std::array kMethods = {
     ScheduleMethod{.name = "interleaved_2bw", .weights = kTwo, .lag = Lag::kChunkedRoundTrip,
                    .has_chunks = true},
     ScheduleMethod{.name = "2bw_v", .weights = kTwo, .is_split = true, .has_chunks = true,
-                   .v = {3, 3, 3, 3}},
+                   .v = {3, 3, 3, 3}, .is_planned = true},
     ScheduleMethod{.name = "2bw_v_two_thirds", .weights = kTwo, .is_split = true,
-                   .has_chunks = true, .v = {2, 2, 2, 2}},
+                   .has_chunks = true, .v = {2, 2, 2, 2}, .is_planned = true},
     ScheduleMethod{.name = "2bw_v_half", .weights = kTwo, .is_split = true, .has_chunks = true,
-                   .v = {2, 1, 2, 1}},
+                   .v = {2, 1, 2, 1}, .is_planned = true},
     ScheduleMethod{.name = "2bw_v_min", .weights = kTwo, .is_split = true, .has_chunks = true,
-                   .v = {1, 1, 1, 1}},
+                   .v = {1, 1, 1, 1}, .is_planned = true},
     ScheduleMethod{.name = "pipedream", .weights = Weights::kStashed},
     ScheduleMethod{.name = "1f1b", .is_planned = true},
     ScheduleMethod{.name = "gpipe", .lag = Lag::kWholeBatch, .is_planned = true},
@@ -41,9 +41,11 @@ constexpr std::array kMethods = {
     ScheduleMethod{.name = "interleaved_zero_bubble", .is_split = true,
                    .weight_lag = WeightLag::kFilling, .has_chunks = true},
     ScheduleMethod{.name = "zero_bubble_v", .is_split = true, .has_chunks = true,
-                   .v = {3, 3, 3, 3}},
-    ScheduleMethod{.name = "v_half", .is_split = true, .has_chunks = true, .v = {2, 1, 2, 1}},
-    ScheduleMethod{.name = "v_min", .is_split = true, .has_chunks = true, .v = {1, 1, 1, 1}},
+                   .v = {3, 3, 3, 3}, .is_planned = true},
+    ScheduleMethod{.name = "v_half", .is_split = true, .has_chunks = true, .v = {2, 1, 2, 1},
+                   .is_planned = true},
+    ScheduleMethod{.name = "v_min", .is_split = true, .has_chunks = true, .v = {1, 1, 1, 1},
+                   .is_planned = true},
     ScheduleMethod{.name = "chimera", .microbatches_per_forward_slot = 1, .is_planned = true},
     ScheduleMethod{.name = "chimera_doubled", .microbatches_per_forward_slot = 2},
 };
@@ -91,7 +93,7 @@ int ScheduleMethod::weight_lag_of(int rank) const {
 
 int ScheduleMethod::least_microbatches(int ranks, int stages_per_rank) const {
   if (weights != Weights::kTwoVersions) return 1;
-  if (is_v()) return pd2::least_microbatches(v_periods(ranks, v).value());
+  if (is_v()) return pd2::least_microbatches(ranks, v);
   // A batch's last backward on rank 0 must come before the batch after the next begins.
   const ScheduleSizes sizes = {.num_stages = ranks * stages_per_rank,
                                .stages_per_rank = stages_per_rank};

@@ -156,7 +156,8 @@ std::string to_text(const Schedule& schedule);
 std::string to_csv(const Schedule& schedule);
 
 // Reads to_text's form; from_text(to_text(s)) == s. Also reads the compute-only CSV of
-// torch.distributed.pipelining (one row per rank, "0F0,0F1,,0B0", no header, no updates) as a
+// torch.distributed.pipelining (one row per rank, "0F0,0F1,,0B0", no header, no updates; what
+// DualPipeV overlaps, "(0F4;3B0)OVERLAP_F_B", is one action after the other) as a
 // synchronous schedule: prologue == steady == the rows, each stage's update appended to its rank.
 // Checks the form only, see validate() for the rest. Throws ValueError naming line and column.
 Schedule from_text(std::string_view text);

@@ -105,11 +105,22 @@ struct PlacedAction {
   Token token;
 };
 
+// A forward and a backward that torch's DualPipeV lets its model mix, "(0F4;7B0)OVERLAP_F_B": a
+// rank does one action at a time, so they come one after the other.
+std::vector<Token> actions_in(const Token& cell) {
+  constexpr std::string_view kEnd = ")OVERLAP_F_B";
+  if (!cell.text.starts_with('(')) return {cell};
+  if (!cell.text.ends_with(kEnd)) cell.fail("a cell like (0F4;3B0)OVERLAP_F_B");
+  const std::string_view inside = cell.text.substr(1, cell.text.size() - 1 - kEnd.size());
+  return Token{inside, cell.line, cell.column + 1}.split(';');
+}
+
 std::vector<PlacedAction> parse_row(const Token& line) {
   std::vector<PlacedAction> row;
   if (line.text == kNothing) return row;
   for (const Token& cell : line.split(',')) {
-    if (!cell.text.empty()) row.push_back({parse_action(cell), cell});
+    if (cell.text.empty()) continue;
+    for (const Token& action : actions_in(cell)) row.push_back({parse_action(action), action});
   }
   return row;
 }

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <deque>
 #include <limits>
-#include <set>
+#include <map>
+#include <mutex>
 #include <tuple>
 #include <utility>
 
@@ -34,17 +36,18 @@ bool give_slots(int ranks, const VSteps& steps, const Turns& turns, int rank, Sl
   const int back = loss + steps.backward_down * last + turns[2];
   slots.forward = {steps.forward_down * rank, bottom + steps.forward_up * (last - rank)};
   slots.input_grad = {back + steps.backward_up * (last - rank), loss + steps.backward_down * rank};
-  std::set<int> is_free = {0, 1, 2, 3, 4, 5};
+  unsigned is_free = (1u << kSlots) - 1;
   for (const auto& pair : {slots.forward, slots.input_grad}) {
-    for (const int slot : pair) is_free.erase(slot % kSlots);
+    for (const int slot : pair) is_free &= ~(1u << slot % kSlots);
   }
-  if (is_free.size() != 2) return false;
+  if (std::popcount(is_free) != 2) return false;
+  const int low = std::countr_zero(is_free);
+  const int high = std::bit_width(is_free) - 1;
   const auto first_after = [](int slot, int phase) {
     return slot + 1 + floor_mod(phase - slot - 1, kSlots);
   };
   int least = std::numeric_limits<int>::max();
-  for (const auto& [first, second] : {std::pair(*is_free.begin(), *is_free.rbegin()),
-                                      std::pair(*is_free.rbegin(), *is_free.begin())}) {
+  for (const auto& [first, second] : {std::pair(low, high), std::pair(high, low)}) {
     const std::array<int, 2> tried = {first_after(slots.input_grad[0], first),
                                       first_after(slots.input_grad[1], second)};
     if (tried[0] + tried[1] < least) {
@@ -90,6 +93,60 @@ int step_of(const Period& period, int chunk, ActionKind kind) {
     return action.chunk == chunk && action.kind == kind;
   });
   return kSlots * found->lag + static_cast<int>(found - period.begin());
+}
+
+struct Pattern {
+  Turns turns{};
+  int least_microbatches = 1;
+  int most_on_round_trip = 1;
+};
+
+Pattern pattern_with(const Turns& turns, const std::vector<Period>& periods) {
+  Pattern pattern = {.turns = turns,
+                     .most_on_round_trip = most_between(periods.front(), 0, kForward, kInputGrad)};
+  int& least = pattern.least_microbatches;
+  for (const Period& period : periods) {
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      // W of microbatch m - 1 comes before F of microbatch 2 m.
+      least = std::max(least, most_between(period, chunk, kForward, kWeightGrad) - 1);
+    }
+  }
+  return pattern;
+}
+
+// With the turns that hold the fewest activations.
+std::optional<Pattern> find_pattern(int ranks, const VSteps& steps) {
+  std::optional<Pattern> best;
+  std::tuple<int, int, int> least;
+  for (int first = 1; first <= kSlots; ++first) {
+    for (int second = 1; second <= kSlots; ++second) {
+      for (int third = 1; third <= kSlots; ++third) {
+        const Turns turns = {first, second, third};
+        const auto periods = periods_with(ranks, steps, turns);
+        if (!periods) continue;
+        int most = 0, sum = 0;
+        for (const Period& period : *periods) {
+          const int halves = most_halves_in_flight(period);
+          most = std::max(most, halves);
+          sum += halves;
+        }
+        const std::tuple cost = {most, sum, first + second + third};
+        if (best && cost >= least) continue;
+        least = cost;
+        best = pattern_with(turns, *periods);
+      }
+    }
+  }
+  return best;
+}
+
+std::optional<Pattern> pattern_of(int ranks, const VSteps& steps) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, VSteps>, std::optional<Pattern>> found;
+  const std::lock_guard lock(mutex);
+  const auto [place, is_new] = found.try_emplace({ranks, steps});
+  if (is_new) place->second = find_pattern(ranks, steps);
+  return place->second;
 }
 
 // A W, and behind a batch's last one the stage's update.
@@ -249,41 +306,22 @@ int most_halves_in_flight(const Period& period) {
   return most;
 }
 
-int least_microbatches(const std::vector<Period>& periods) {
-  int least = 1;
-  for (const Period& period : periods) {
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      // W of microbatch m - 1 comes before F of microbatch 2 m.
-      const int life = step_of(period, chunk, kWeightGrad) - step_of(period, chunk, kForward);
-      least = std::max(least, floor_div(life, kSlots));
-    }
-  }
-  return least;
+int most_between(const Period& period, int chunk, ActionKind from, ActionKind to) {
+  return floor_div(step_of(period, chunk, to) - step_of(period, chunk, from), kSlots) + 1;
+}
+
+int least_microbatches(int ranks, const VSteps& steps) {
+  return pattern_of(ranks, steps).value().least_microbatches;
+}
+
+int most_on_round_trip(int ranks, const VSteps& steps) {
+  return pattern_of(ranks, steps).value().most_on_round_trip;
 }
 
 std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps) {
-  std::optional<std::vector<Period>> best;
-  std::tuple<int, int, int> least;
-  for (int first = 1; first <= kSlots; ++first) {
-    for (int second = 1; second <= kSlots; ++second) {
-      for (int third = 1; third <= kSlots; ++third) {
-        auto periods = periods_with(ranks, steps, {first, second, third});
-        if (!periods) continue;
-        int most = 0, sum = 0;
-        for (const Period& period : *periods) {
-          const int halves = most_halves_in_flight(period);
-          most = std::max(most, halves);
-          sum += halves;
-        }
-        const std::tuple cost = {most, sum, first + second + third};
-        if (!best || cost < least) {
-          least = cost;
-          best = std::move(periods);
-        }
-      }
-    }
-  }
-  return best;
+  const std::optional<Pattern> pattern = pattern_of(ranks, steps);
+  if (!pattern) return std::nullopt;
+  return periods_with(ranks, steps, pattern->turns);
 }
 
 Schedule make_v_schedule(std::string_view name, const std::vector<Period>& periods,

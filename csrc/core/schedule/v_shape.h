@@ -16,6 +16,7 @@
 
 #include "core/schedule/schedule.h"
 
+#include <compare>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -29,7 +30,7 @@ struct VSteps {
   int backward_down = 0;
   int backward_up = 0;
 
-  bool operator==(const VSteps&) const = default;
+  auto operator<=>(const VSteps&) const = default;
 };
 
 // What a rank does in a period, in order.
@@ -40,15 +41,24 @@ struct PeriodAction {
 };
 using Period = std::vector<PeriodAction>;
 
-// By rank. nullopt: with these steps two actions of a rank would have one slot.
+// By rank. nullopt: with these steps two actions of a rank would have one slot. What is searched
+// for is kept, for the functions below too: the planner asks for the same ones again and again.
 std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps);
 
 // The most microbatches between F and the end of W at once on a rank, in halves: of both stages.
 int most_halves_in_flight(const Period& period);
 
+// The most microbatches of one of a rank's stages that have begun `from` and not ended `to` at
+// once.
+int most_between(const Period& period, int chunk, ActionKind from, ActionKind to);
+
 // The fewest microbatches of a batch with two weight versions: a batch's last W of a stage comes
-// before the stage's first F of the batch after the next.
-int least_microbatches(const std::vector<Period>& periods);
+// before the stage's first F of the batch after the next. v_periods() must know the steps.
+int least_microbatches(int ranks, const VSteps& steps);
+
+// The most microbatches between F and the end of I of stage 0, which go through all stages and back
+// in that time. v_periods() must know the steps.
+int most_on_round_trip(int ranks, const VSteps& steps);
 
 // `is_flushed`: one weight version, each batch drains. The form is right for any number of
 // microbatches that are at least least_microbatches(), with two versions.

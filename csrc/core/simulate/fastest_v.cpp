@@ -28,13 +28,14 @@ std::vector<Candidate> candidates(int ranks) {
   constexpr int n = kMostSteps;
   for (int i = 0; i < n * n * n * n; ++i) {
     const std::array steps = {i / (n * n * n) + 1, i / (n * n) % n + 1, i / n % n + 1, i % n + 1};
-    auto periods = v_periods(ranks, {steps[0], steps[1], steps[2], steps[3]});
+    const VSteps way = {steps[0], steps[1], steps[2], steps[3]};
+    auto periods = v_periods(ranks, way);
     if (!periods) continue;
     Candidate& made = all.emplace_back();
     for (const Period& period : *periods) {
       made.halves = std::max(made.halves, most_halves_in_flight(period));
     }
-    made.least = least_microbatches(*periods);
+    made.least = least_microbatches(ranks, way);
     made.name = "2bw_v";
     for (const int step : steps) made.name += "_" + std::to_string(step);
     made.periods = std::move(*periods);

@@ -25,6 +25,7 @@ from tests.references.plan_search import Search
 from tests.samples.plan_problems import problems
 
 ALL = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera", "gpipe", "2bw_eager")
+IN_A_V = ("2bw_v_half", "2bw_v_min", "zero_bubble_v")
 
 
 def on_random_problems(
@@ -112,7 +113,7 @@ def check_predictions(problem: Problem) -> pd2.Plan | None:
 
 
 @pytest.mark.parametrize("is_chain", [True, False])
-@pytest.mark.parametrize("schedules", [*[(name,) for name in ALL], ALL])
+@pytest.mark.parametrize("schedules", [*[(name,) for name in ALL + IN_A_V], ALL])
 def test_stages_take_and_hold_what_the_profile_says(
     schedules: tuple[str, ...], is_chain: bool
 ) -> None:
@@ -200,6 +201,7 @@ BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
     ("zero_bubble",): (0.01, SMALL),
     ("interleaved",): (0.05, SMALL),
     ("chimera",): (0.1, SMALL),
+    ("2bw_v_half",): (0.1, SMALL),
     ALL[:5]: (0.05, SMALL),
 }
 """By how much a plan may be slower than the best at most, and the sizes of the problems."""

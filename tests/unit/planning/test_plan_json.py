@@ -193,6 +193,7 @@ def test_a_shape_is_what_the_schedule_does(
     schedule: str, ranks: int, num_microbatches: int, data: Any
 ) -> None:
     v = data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    v = 2 if "_v" in schedule or schedule.startswith("v_") else v
     d = ranks * v
     try:
         made = pd2.make_schedule(schedule, d, num_microbatches, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -126,10 +127,10 @@ def profile_of(task: Task) -> pd2.Profile:
     )
 
 
-def plan_of(profile: pd2.Profile, schedule: str) -> pd2.Plan:
-    """On devices of their own, one for each stage, over links of one bandwidth without latency."""
+def plan_of(profile: pd2.Profile, schedule: str, num_stages: int = NUM_STAGES) -> pd2.Plan:
+    """Devices have links of one bandwidth without latency; each stage could have its own."""
     cluster = pd2.Cluster.servers(
-        NUM_STAGES, devices_per_server=1, inside=BANDWIDTH, outside=BANDWIDTH
+        num_stages, devices_per_server=1, inside=BANDWIDTH, outside=BANDWIDTH
     )
     return pd2.plan(
         profile,
@@ -138,7 +139,7 @@ def plan_of(profile: pd2.Profile, schedule: str) -> pd2.Plan:
         batch=ROWS * NUM_MICROBATCHES,
         schedules=schedule,
         recompute="none",
-        num_stages=NUM_STAGES,
+        num_stages=num_stages,
         width=1,
     )
 
@@ -170,10 +171,25 @@ def test_the_encoders_result_goes_to_each_stage_of_the_decoder() -> None:
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 @pytest.mark.parametrize("name", TASKS)
 def test_a_planned_model_trains_as_the_whole_one(name: str, schedule: str) -> None:
-    task = TASKS[name]
-    plan = plan_of(profile_of(task), schedule)
+    check_training(TASKS[name], plan_of(profile_of(TASKS[name]), schedule))
+
+
+@pytest.mark.parametrize("schedule", ["2bw_v_half", "zero_bubble_v"])
+def test_a_plan_of_a_v_holds_what_it_says(schedule: str) -> None:
+    plan = plan_of(profile_of(TASKS["resnet"]), schedule, num_stages=4)
+    assert plan.num_devices == 2
+    assert [stage.devices for stage in plan.stages] == [(0,), (1,), (1,), (0,)]
+    reports = check_training(TASKS["resnet"], plan)
+    for stage, report in zip(plan.stages, reports.values(), strict=True):
+        assert report.weights == stage.num_versions * stage.weight_bytes
+        assert report.most_in_flight == stage.most_in_flight
+        assert report.activations == stage.most_in_flight * stage.activation_bytes
+
+
+def check_training(task: Task, plan: pd2.Plan) -> dict[int, Any]:
+    """That it is the oracle's; returns what the stages held."""
     batches = task.batches([ROWS * NUM_MICROBATCHES] * 4)
-    want = by_oracle(task, batches, NUM_MICROBATCHES, schedule=schedule)
+    want = by_oracle(task, batches, NUM_MICROBATCHES, schedule=plan.schedule)
     pipe = pd2.PipelineModule(task.model(), mse_loss, plan=plan, example_args=batches[0].args)
     with pipe:
         begins = [program.first_layer_name for program in pipe.session.modes.first.programs]
@@ -184,5 +200,7 @@ def test_a_planned_model_trains_as_the_whole_one(name: str, schedule: str) -> No
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             optimizer.step()
         got = Trajectory([float(loss) for loss in losses], copy_of(pipe.state_dict()))
+        reports = pipe.memory_report()
     assert got.losses[-1] != got.losses[0]
     assert_same(got, want, exact=task.exact)
+    return reports

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipedream2bw as pd2
+from pipedream2bw._C import planned_schedules
 from pipedream2bw.errors import DoesNotFit
 from pipedream2bw.planning.planner import blocks_of
 from pipedream2bw.planning.units import parse_bandwidth, parse_bytes, parse_seconds
@@ -170,6 +171,19 @@ def test_cost_prefers_cheap_slow_devices_when_prices_say_so() -> None:
     assert fastest.price_per_hour > plan(10.0).price_per_hour
 
 
+def test_a_v_is_proposed_where_no_other_fits() -> None:
+    """Rank 0 of ``2bw`` has eight microbatches in flight, every rank of ``2bw_v_half`` half."""
+    profile = made_profile([1e-3] * 32)
+    sizes = {"devices": 8, "batch": 32, "num_stages": None, "width": 1, "recompute": "none"}
+    plan = pd2.plan(profile, memory="60MB", **sizes)
+    assert (plan.schedule, plan.num_stages, plan.stages_per_rank) == ("2bw_v_half", 16, 2)
+    assert plan.peak_bytes <= 60e6
+    assert plan.bubble == pytest.approx(0, abs=1e-3)
+    others = [name for name in planned_schedules() if name not in ("2bw_v_half", "2bw_v_min")]
+    with pytest.raises(DoesNotFit):
+        pd2.plan(profile, memory="60MB", schedules=others, **sizes)
+
+
 def test_the_start_is_the_cheapest_hour_within_the_window() -> None:
     """A night of low prices from hour 8 to 12; the run takes about an hour."""
     prices = [(0.0, 2.0), (8.0, 0.5), (12.0, 2.0)]
@@ -266,7 +280,9 @@ def test_more_memory_or_bandwidth_never_makes_a_plan_slower(
 
 
 @given(
-    schedule=st.sampled_from(["2bw", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera"]),
+    schedule=st.sampled_from(
+        ["2bw", "2bw_v_half", "1f1b", "gpipe", "interleaved", "zero_bubble", "v_half", "chimera"]
+    ),
     seconds=st.lists(st.floats(1e-4, 1e-2), min_size=8, max_size=12),
 )
 @settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining import schedules as stock
 
 import pipedream2bw as pd2
-from tests.references.stock_orders import StageForOrder, of_torch, zbv
+from tests.references.stock_orders import StageForOrder, dual_pipe_v, of_torch, zbv
 from tests.runs.trajectory import assert_same, by_oracle, by_pipeline, make_pipeline
 from tests.samples.models import TASKS
 
@@ -104,6 +104,30 @@ def test_torchs_zbv_loads_and_trains_as_the_unsplit_model(
     batches = task.batches([2 * m] * 4)
     want = by_oracle(task, batches, m, schedule="zbv")
     assert_same(by_pipeline(task, batches, d, m, schedule=path), want)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8)])
+def test_torchs_dual_pipe_v_loads_and_trains_as_the_unsplit_model(
+    p: int, m: int, tmp_path: Path
+) -> None:
+    d = 2 * p
+    theirs = dual_pipe_v(p, m)
+    path = tmp_path / "dual_pipe_v.csv"
+    theirs._dump_csv(str(path), format="compute_only")
+    assert f"(0F{2 * p - 1};{d - 1}B0)OVERLAP_F_B" in path.read_text()
+    schedule = pd2.load_schedule(path)
+    assert schedule.placement == [*range(p), *reversed(range(p))]
+    assert compute_only(schedule) == of_torch(theirs.pipeline_order)
+    task = TASKS["skips" if d == 4 else "mlp"]
+    batches = task.batches([2 * m] * 4)
+    want = by_oracle(task, batches, m, schedule="zbv")
+    assert_same(by_pipeline(task, batches, d, m, schedule=path), want)
+
+
+def test_the_example_of_a_schedule_file_is_torchs_dual_pipe_v() -> None:
+    schedule = pd2.load_schedule(Path("examples/schedules/dual_pipe_v.csv"))
+    assert (schedule.num_stages, schedule.num_microbatches) == (8, 10)
+    assert compute_only(schedule) == of_torch(dual_pipe_v(4, 10).pipeline_order)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

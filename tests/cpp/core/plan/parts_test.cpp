@@ -208,7 +208,8 @@ TEST(PlanGridLinks, TheSlowestOfAllReplicasIsTaken) {
     cluster.types.resize(1);
     cluster.type_of.assign(matrix.num_devices, 0);
     cluster.topology = matrix;
-    const std::string name = round % 2 == 0 ? "chimera" : "interleaved";
+    const char* names[] = {"chimera", "interleaved", "2bw_v_half"};
+    const std::string name = names[round % 3];
     const int chunks = name == "chimera" ? 1 : 2;
     const PipelineShape shape = {&planned_method(name), ranks, chunks, 2 * ranks};
     const DeviceGrid grid = DeviceMappings(cluster).grid(round % 2, ranks, width);

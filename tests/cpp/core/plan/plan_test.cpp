@@ -307,6 +307,38 @@ TEST(Plan, ExplanationNamesWhatBounds) {
   EXPECT_TRUE(text.find("bubbles of gpipe") == 0 || text.find("the all-reduce") == 0) << text;
 }
 
+// Of rank 0's eight microbatches of 2bw a V holds half, on all ranks.
+TEST(Plan, WhereActivationsDecideAVIsProposed) {
+  PlanProblem problem = uniform(32, 8, 0);
+  for (LayerCost& layer : problem.model.microbatches.front().layers) layer.activation_bytes = 1e8;
+  problem.options.width = 1;
+  problem.options.recompute = {Recompute::kNone};
+  problem.options.schedules = {"2bw",  "2bw_v",       "2bw_v_two_thirds", "2bw_v_half",
+                               "1f1b", "interleaved", "zero_bubble",      "chimera"};
+  const auto best_with = [&](double megabytes) {
+    problem.cluster.types.front().memory_bytes = 1e6 * megabytes;
+    return best_plans(problem);
+  };
+  // Four layers a rank, 100 MB of a microbatch each: 5 microbatches, in halves.
+  const std::vector<Evaluation> plans = best_with(4 * 5.5 * 100 + 100);
+  ASSERT_EQ(plans.size(), 1u);
+  const Evaluation& plan = plans.front();
+  EXPECT_EQ(to_string(plan.candidate),
+            "2bw_v_half, w = 1, d = 16, v = 2, b = 1, m = 32, recompute none");
+  const Schedule schedule = make_schedule("2bw_v_half", 16, 32, 2);
+  const Simulation simulation = simulate(schedule, plan.costs, 4);
+  EXPECT_NEAR(plan.time.seconds, simulation.period, 1e-9 * simulation.period);
+  EXPECT_NEAR(plan.time.bubble, 0, 1e-3);
+  for (int rank = 0; rank < 8; ++rank) {
+    const double of_rank = bytes_of_rank(problem, plan, rank);
+    EXPECT_LE(of_rank, plan.peak_bytes * (1 + 1e-9));
+    // Each stage's most: half a microbatch more than both have at once.
+    EXPECT_GE(of_rank, simulation.peak_bytes[rank]);
+    EXPECT_LE(of_rank, simulation.peak_bytes[rank] + 2e8);
+  }
+  EXPECT_GT(best_with(1e6).size(), 1u);
+}
+
 TEST(Plan, ExplanationNamesWhatMemoryForbids) {
   PlanProblem problem = uniform(8, 4, 1.3e9);
   problem.options.state = 300;

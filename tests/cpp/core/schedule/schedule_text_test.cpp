@@ -98,6 +98,13 @@ TEST(ScheduleText, CsvOfSplitBackwardsIsLegal) {
   EXPECT_NO_THROW(validate(from_text("0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n")));
 }
 
+// As torch.distributed.pipelining 2.13 dumps ScheduleDualPipeV for two ranks, in parts.
+TEST(ScheduleText, CsvOfOverlappedActionsHasOneAfterTheOther) {
+  const Schedule schedule =
+      from_text("0F0,( 0F1;1B0 )OVERLAP_F_B,1F0,(1F1;0B0)OVERLAP_F_B,1B1,0B1\r\n");
+  EXPECT_EQ(schedule, from_text("0F0,0F1,1B0,1F0,1F1,0B0,1B1,0B1\n"));
+}
+
 std::string text_error(const std::string& text) {
   return value_error([&] { from_text(text); });
 }
@@ -118,6 +125,12 @@ TEST(ScheduleText, ErrorsNameLineAndColumn) {
     EXPECT_EQ(text_error(std::string("0F0,") + bad),
               std::string("line 1, column 5: expected an action like 2F0, found \"") + bad + "\"");
   }
+  EXPECT_EQ(text_error("0F0,(0F1;0X0)OVERLAP_F_B"),
+            "line 1, column 10: expected an action like 2F0, found \"0X0\"");
+  EXPECT_EQ(text_error("0F0,()OVERLAP_F_B"),
+            "line 1, column 6: expected an action like 2F0, found nothing");
+  EXPECT_EQ(text_error("0F0,(0F1;0B0"),
+            "line 1, column 5: expected a cell like (0F4;3B0)OVERLAP_F_B, found \"(0F1;0B0\"");
   EXPECT_EQ(text_error("0F0,0U0"),
             "line 1, column 5: expected no update in a compute-only CSV, found \"0U0\"");
   EXPECT_EQ(text_error("0F0,0F-1"),
