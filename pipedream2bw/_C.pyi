@@ -309,6 +309,7 @@ class PlannedShape:
     most_recomputed: list[int]
     recomputes_together: bool
     stages_of_ranks: list[list[int]]
+    in_flight_of_ranks: list[list[list[int]]]
 
 def planned_shape(
     name: str, num_stages: int, num_microbatches: int, stages_per_rank: int

@@ -170,7 +170,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("most_in_flight", &PlannedShape::most_in_flight)
       .def_readonly("most_recomputed", &PlannedShape::most_recomputed)
       .def_readonly("recomputes_together", &PlannedShape::recomputes_together)
-      .def_readonly("stages_of_ranks", &PlannedShape::stages_of_ranks);
+      .def_readonly("stages_of_ranks", &PlannedShape::stages_of_ranks)
+      .def_readonly("in_flight_of_ranks", &PlannedShape::in_flight_of_ranks);
   module.def(
       "planned_shape",
       [](const std::string& name, int num_stages, int num_microbatches, int stages_per_rank) {

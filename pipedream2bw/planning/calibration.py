@@ -8,6 +8,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
+from .. import _C
 from ..checks import check_number
 from ..json_document import Document, given_or_loaded
 from ..profiling.profile import Profile
@@ -107,8 +108,15 @@ def calibrate(
     if measured and all(isinstance(item, StageMemory) for item in measured.values()):
         reports = {k: item for k, item in measured.items() if isinstance(item, StageMemory)}
         whole = {r: stages for r, stages in enumerate(ranks) if reports.keys() >= set(stages)}
-        peaks = {r: float(sum(reports[k].total for k in stages)) for r, stages in whole.items()}
-        kept = {r: sum(reports[k].activations for k in stages) for r, stages in whole.items()}
+        always = {
+            r: sum(reports[k].total - reports[k].activations for k in stages)
+            for r, stages in whole.items()
+        }
+        kept = {
+            r: _kept_at_once(plan.shape, r, [reports[k].activations for k in stages])
+            for r, stages in whole.items()
+        }
+        peaks = {r: float(always[r] + kept[r]) for r in whole}
         factors = [
             kept[rank] / predicted[rank][1]
             for rank in whole
@@ -125,6 +133,16 @@ def calibrate(
         peak - predicted[rank][0] - factor * predicted[rank][1] for rank, peak in peaks.items()
     ]
     return Calibration(factor, max(0.0, *above))
+
+
+def _kept_at_once(shape: _C.PlannedShape, rank: int, activations: Sequence[int]) -> float:
+    """Returns the bytes that a rank's stages keep together, from what each keeps at its peak."""
+    counts = shape.in_flight_of_ranks[rank]
+    mosts = [max(each) for each in zip(*counts, strict=True)]
+    return max(
+        sum(kept * count / most for kept, count, most in zip(activations, each, mosts, strict=True))
+        for each in counts
+    )
 
 
 def _peaks_of_ranks(

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from .. import _C
 from ..checks import check_number, check_whole_number
 from ..json_document import Document
-from .stage_plan import StagePlan, held_again, held_always, held_in_flight
+from .stage_plan import (
+    StagePlan,
+    held_again,
+    held_always,
+    held_in_flight,
+    held_of_microbatch,
+)
 
 MOST_ALTERNATIVES = 5
 MOST_MICROBATCHES = 10**8
@@ -311,17 +317,25 @@ MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")
 
 
 def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """Returns the bytes of a device that holds these stages at its peak, by kind.
+    """Returns the bytes of a device that holds the stages of a rank at its peak, by kind.
 
-    One of its stages runs forwards again at a time; in a V both keep what ran again until its W.
+    One of its stages runs forwards again at a time; in a V both keep what ran again until its W,
+    and what both have in flight at once counts.
     """
+    shape = plan.shape
+    rank = shape.stages_of_ranks.index(list(stages))
     held = [plan.stages[stage % plan.num_stages] for stage in stages]
-    together = sum if plan.shape.recomputes_together else max
+    each = list(map(held_of_microbatch, held))
+    in_flight = max(
+        sum(count * kept for count, kept in zip(counts, each, strict=True))
+        for counts in shape.in_flight_of_ranks[rank]
+    )
+    together = sum if shape.recomputes_together else max
     values = (
         sum(each.num_versions * each.weight_bytes + each.frozen_bytes for each in held),
         sum(each.gradient_bytes for each in held),
         sum(each.state_bytes for each in held),
-        sum(map(held_in_flight, held)) + together(map(held_again, held)),
+        in_flight + together(map(held_again, held)),
     )
     return dict(zip(MEMORY_KINDS, values, strict=True))
 

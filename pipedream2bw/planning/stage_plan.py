@@ -81,8 +81,12 @@ def held_always(stage: StagePlan) -> float:
 
 def held_in_flight(stage: StagePlan) -> float:
     """Bytes that are kept from forwards to backwards, at most."""
-    kept = stage.input_bytes if stage.recomputed is True else stage.activation_bytes
-    return stage.most_in_flight * kept
+    return stage.most_in_flight * held_of_microbatch(stage)
+
+
+def held_of_microbatch(stage: StagePlan) -> float:
+    """Bytes that are kept from a microbatch's forward to its backward."""
+    return stage.input_bytes if stage.recomputed is True else stage.activation_bytes
 
 
 def held_again(stage: StagePlan) -> float:

@@ -297,11 +297,13 @@ def stages(
             "activation_bytes": kept,
             "input_bytes": received,
         }
+        stage["of_microbatch"] = received if again else kept
+        stage["kept"] = flights[k] * stage["of_microbatch"]
         stage["again"] = most_again[k] * (kept if again else largest_block)
         stage["held"] = (
             (versions + 1 + STATES[problem.optimizer]) * trained
             + (whole - trained)
-            + flights[k] * (received if again else kept)
+            + stage["kept"]
         )
         stage["peak_bytes"] = stage["held"] + stage["again"]
         found.append(stage)
@@ -335,11 +337,26 @@ def ring_seconds(problem: Problem, devices: Sequence[int], size: float) -> float
 
 def bytes_of_ranks(candidate: Candidate, made: Sequence[Mapping[str, float]]) -> list[float]:
     """One stage of a rank runs forwards again at a time; in a V both keep it until their W."""
-    together = sum if candidate.schedule in VS else max
+    if candidate.schedule in VS:
+        return [
+            sum(made[k]["held"] - made[k]["kept"] + made[k]["again"] for k in on)
+            + most_kept_together(candidate, rank, [stage["of_microbatch"] for stage in made])
+            for rank, on in enumerate(map(candidate.stages_on, range(candidate.ranks)))
+        ]
     return [
-        sum(made[k]["held"] for k in on) + together(made[k]["again"] for k in on)
+        sum(made[k]["held"] for k in on) + max(made[k]["again"] for k in on)
         for on in map(candidate.stages_on, range(candidate.ranks))
     ]
+
+
+def most_kept_together(candidate: Candidate, rank: int, of_microbatch: Sequence[float]) -> float:
+    """Bytes of all microbatches that a rank's stages have in flight at once."""
+    lists = lists_of(candidate)
+    now = most = 0.0
+    for stage, kind, _ in direct_messages.unrolled(lists.ranks[rank], lists.num_microbatches, 3):
+        now += of_microbatch[stage] * ((kind == "F") - (kind in "BW"))
+        most = max(most, now)
+    return most
 
 
 def fits(

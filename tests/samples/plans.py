@@ -69,7 +69,7 @@ def plan_of(
         )
         for index, stage in enumerate(stages)
     ]
-    held: Any = SimpleNamespace(stages=stages, num_stages=len(stages))
+    held: Any = SimpleNamespace(stages=stages, num_stages=len(stages), shape=shape)
     ranks = shape.stages_of_ranks
     fields: dict[str, Any] = {
         "schedule": schedule,

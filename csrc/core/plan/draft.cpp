@@ -15,6 +15,20 @@ double held_always(const PlannedStage& stage, int num_versions) {
          costs.state_bytes;
 }
 
+// The most bytes that a rank's stages keep of microbatches in flight, in their order on it.
+double kept_in_flight(const PipelineShape& shape, int rank, const std::vector<double>& kept) {
+  double most = 0;
+  if (shape.method->is_v()) {
+    for (const auto& [first, second] : counts_of_v(shape).together[rank]) {
+      most = std::max(most, first * kept[0] + second * kept[1]);
+    }
+    return most;
+  }
+  std::size_t i = 0;
+  for (const int stage : shape.stages_on(rank)) most += most_in_flight(shape, stage) * kept[i++];
+  return most;
+}
+
 }  // namespace
 
 std::vector<int> first_layers(const std::vector<PlannedStage>& stages) {
@@ -30,7 +44,7 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
   for (int stage = 0; stage < shape.depth(); ++stage) {
     StageMemoryRule& rule = rules[stage];
     rule.slowness = holders.slowness[stage];
-    const double in_flight = most_in_flight(shape, stage);
+    const double in_flight = in_flight_with_others(shape, stage);
     rule.trained = shape.num_versions() + problem.options.gradient + problem.options.state;
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
@@ -187,6 +201,7 @@ bool StageDraft::set_memory() {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double bytes = 0;
     double most_again = 0;
+    std::vector<double> all_kept;  // of a microbatch, by stage
     for (const int k : shape.stages_on(rank)) {
       PlannedStage& stage = chosen.stages[k];
       const double held = most_recomputed(shape, k);
@@ -199,12 +214,13 @@ bool StageDraft::set_memory() {
       for (const int block : stage.blocks) {
         again = std::max(again, held * sums.blocks[block].activation_bytes);
       }
-      const double all = held_always(stage, shape.num_versions()) + stage.most_in_flight * kept;
-      stage.peak_bytes = all + again;
-      bytes += all;
+      const double always = held_always(stage, shape.num_versions());
+      stage.peak_bytes = always + stage.most_in_flight * kept + again;
+      bytes += always;
+      all_kept.push_back(kept);
       most_again = shape.recomputes_together() ? most_again + again : std::max(most_again, again);
     }
-    bytes += most_again;
+    bytes += most_again + kept_in_flight(shape, rank, all_kept);
     chosen.peak_bytes = std::max(chosen.peak_bytes, bytes);
     fits = fits && is_within(bytes, holders.limits[rank]);
   }

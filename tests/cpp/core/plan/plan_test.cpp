@@ -2,6 +2,7 @@
 
 #include "core/schedule/generate.h"
 #include "core/schedule/schedule.h"
+#include "core/schedule/unroll.h"
 #include "instances.h"
 #include "raises.h"
 #include "sanitized.h"
@@ -127,6 +128,7 @@ double bytes_of_rank(const PlanProblem& problem, const Evaluation& plan, int ran
   const std::vector<LayerCost>& layers = problem.model.microbatches[plan.candidate.size].layers;
   double bytes = 0;
   double again = 0;
+  std::vector<double> kept_by(schedule.num_stages, 0);
   for (int copy = 0; copy < schedule.num_stages; ++copy) {
     if (schedule.placement[copy] != rank) continue;
     const PlannedStage& stage = plan.stages[copy % shape.depth()];
@@ -159,9 +161,18 @@ double bytes_of_rank(const PlanProblem& problem, const Evaluation& plan, int ran
       if (plan.candidate.recompute != Recompute::kStages) kept += value.kept_bytes;
     }
     if (plan.candidate.recompute == Recompute::kStages) again = std::max(again, of_stage);
-    bytes += max_in_flight(schedule, copy) * kept;
+    kept_by[copy] = kept;
+    if (!shape.method->is_v()) bytes += max_in_flight(schedule, copy) * kept;
   }
-  return bytes + again;
+  if (!shape.method->is_v()) return bytes + again;
+  double now = 0;
+  double most = 0;
+  for (const Step& step : unroll(schedule, rank, 0, 4)) {
+    if (step.kind == ActionKind::kForward) now += kept_by[step.stage];
+    if (step.kind == ActionKind::kWeightGrad) now -= kept_by[step.stage];
+    most = std::max(most, now);
+  }
+  return bytes + again + most;
 }
 
 TEST(Plan, KeepsMemoryLimitsAndTheLargestBatch) {
@@ -307,20 +318,23 @@ TEST(Plan, ExplanationNamesWhatBounds) {
   EXPECT_TRUE(text.find("bubbles of gpipe") == 0 || text.find("the all-reduce") == 0) << text;
 }
 
-// Of rank 0's eight microbatches of 2bw a V holds half, on all ranks.
+// Of rank 0's eight microbatches of 2bw a V holds half, on all ranks. Here weights and state leave
+// no rank more than its share of the layers, under any of the schedules.
 TEST(Plan, WhereActivationsDecideAVIsProposed) {
   PlanProblem problem = uniform(32, 8, 0);
-  for (LayerCost& layer : problem.model.microbatches.front().layers) layer.activation_bytes = 1e8;
+  problem.model.microbatches.front().layers.assign(32, {1e-3, 1e-3, 1e-3, 1e8, 1.5e8, 1.5e8});
+  problem.options.state = 20;
   problem.options.width = 1;
   problem.options.recompute = {Recompute::kNone};
-  problem.options.schedules = {"2bw",  "2bw_v",       "2bw_v_two_thirds", "2bw_v_half",
-                               "1f1b", "interleaved", "zero_bubble",      "chimera"};
-  const auto best_with = [&](double megabytes) {
-    problem.cluster.types.front().memory_bytes = 1e6 * megabytes;
+  problem.options.schedules = {"2bw",         "2bw_eager",     "2bw_v",       "2bw_v_two_thirds",
+                               "1f1b",        "gpipe",         "interleaved", "2bw_v_half",
+                               "zero_bubble", "zero_bubble_v", "chimera"};
+  const auto best_with = [&](double bytes) {
+    problem.cluster.types.front().memory_bytes = bytes;
     return best_plans(problem);
   };
-  // Four layers a rank, 100 MB of a microbatch each: 5 microbatches, in halves.
-  const std::vector<Evaluation> plans = best_with(4 * 5.5 * 100 + 100);
+  // Four layers a rank: two versions, gradient and state of each, and 5 microbatches of 100 MB.
+  const std::vector<Evaluation> plans = best_with(4 * (23 * 1.5e8 + 5 * 1e8) + 1e7);
   ASSERT_EQ(plans.size(), 1u);
   const Evaluation& plan = plans.front();
   EXPECT_EQ(to_string(plan.candidate),
@@ -331,16 +345,15 @@ TEST(Plan, WhereActivationsDecideAVIsProposed) {
   EXPECT_NEAR(plan.time.bubble, 0, 1e-3);
   for (int rank = 0; rank < 8; ++rank) {
     const double of_rank = bytes_of_rank(problem, plan, rank);
-    EXPECT_LE(of_rank, plan.peak_bytes * (1 + 1e-9));
-    // Each stage's most: half a microbatch more than both have at once.
-    EXPECT_GE(of_rank, simulation.peak_bytes[rank]);
-    EXPECT_LE(of_rank, simulation.peak_bytes[rank] + 2e8);
+    EXPECT_NEAR(of_rank, plan.peak_bytes, 1);
+    EXPECT_NEAR(simulation.peak_bytes[rank], plan.peak_bytes, 1);
   }
-  EXPECT_GT(best_with(1e6).size(), 1u);
+  EXPECT_GT(best_with(1e12).size(), 1u);
 }
 
 TEST(Plan, ExplanationNamesWhatMemoryForbids) {
   PlanProblem problem = uniform(8, 4, 1.3e9);
+  problem.options.schedules = {"2bw", "1f1b", "zero_bubble", "chimera"};  // a V needs less
   problem.options.state = 300;
   problem.options.recompute = {Recompute::kNone, Recompute::kStages};
   for (LayerCost& layer : problem.model.microbatches.front().layers) layer.activation_bytes = 1e8;
