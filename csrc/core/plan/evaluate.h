@@ -28,7 +28,7 @@ class Refiner {
   // Whether other cuts may be better than the placed plan's: no blocks are recomputed, the model
   // has kMostPiecesForRanks pieces at most, and messages or the sum over replicas may take more
   // than kFreeMessage of the mean stage's work, or a batch that is flushed is short and simulated
-  // soon.
+  // soon, or ranks of a V wait for each other.
   bool may_refine(const Evaluation& plan, GridLinks& links) const;
 
   // Replaces placed plans of one candidate by the best that are found.

@@ -1,6 +1,7 @@
 // Looks for better cuts of placed plans.
 
 #include "core/plan/evaluate.h"
+#include "core/plan/v_cycle.h"
 #include "core/schedule/generate.h"
 
 #include <algorithm>
@@ -41,6 +42,16 @@ bool has_exposed_all_reduce(const Evaluation& plan) {
   return longest > kFreeMessage * work / plan.candidate.shape.depth();
 }
 
+// Whether ranks of a V wait for each other or for the busiest one while nothing drains.
+bool waits_in_a_v(const Evaluation& plan) {
+  const PipelineShape& shape = plan.candidate.shape;
+  if (!shape.method->is_v()) return false;
+  double work = 0;
+  for (const StageCosts& stage : plan.costs.stages) work += work_of(stage);
+  const double each = seconds_per_microbatch_of_v(shape, plan.costs);
+  return each >= kUnevenRanks * work / shape.ranks;
+}
+
 template <typename Seconds>
 void keep_best(std::vector<Evaluation>& plans, std::size_t most, Seconds&& seconds) {
   std::vector<std::pair<double, std::size_t>> order;
@@ -71,7 +82,8 @@ bool Refiner::may_refine(const Evaluation& plan, GridLinks& links) const {
   const bool is_short =
       shape.method->is_flushed() && shape.num_microbatches <= kShortBatch * shape.ranks;
   const bool may_try = has_exact_formula(*shape.method) || simulated_tries(shape) >= kFewestTries;
-  return (is_short && may_try) || has_exposed_message(plan, links) || has_exposed_all_reduce(plan);
+  return ((is_short || waits_in_a_v(plan)) && may_try) || has_exposed_message(plan, links) ||
+         has_exposed_all_reduce(plan);
 }
 
 void Refiner::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
