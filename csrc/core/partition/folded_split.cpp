@@ -19,9 +19,12 @@ struct StageRange {
   HeldBytes held;
 };
 
+// From where a rank takes a layer that either of its stages could hold.
+enum class From { kShorter, kFront, kBack };
+
 class Folding {
  public:
-  explicit Folding(const SplitCosts& costs) : costs_(costs) {}
+  Folding(const SplitCosts& costs, From from) : costs_(costs), from_(from) {}
 
   // A split of which every rank takes at most `limit`.
   std::optional<std::vector<int>> with_limit(Cost limit) const {
@@ -45,7 +48,7 @@ class Folding {
         const bool may_front = fits(longer_front, back);
         const bool may_back = fits(front, longer_back);
         if (!may_front && !may_back) break;
-        if (may_front && (!may_back || longer_front.cost <= longer_back.cost)) {
+        if (may_front && (!may_back || prefers_front(longer_front, longer_back))) {
           front = longer_front;
         } else {
           back = longer_back;
@@ -61,6 +64,10 @@ class Folding {
   }
 
  private:
+  bool prefers_front(const StageRange& longer_front, const StageRange& longer_back) const {
+    return from_ == From::kShorter ? longer_front.cost <= longer_back.cost : from_ == From::kFront;
+  }
+
   StageRange stage_of(int stage, int first, int end) const {
     const StageMemoryRule& rule = costs_.rule(stage);
     const Received received =
@@ -70,6 +77,7 @@ class Folding {
   }
 
   const SplitCosts& costs_;
+  const From from_;
 };
 
 }  // namespace
@@ -82,10 +90,17 @@ std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
   PD2_CHECK(d <= costs.num_pieces(), "stages: ", d, ", pieces: ", costs.num_pieces(),
             ": every stage needs one");
   const double slowest = *std::ranges::max_element(costs.slownesses());
-  const Folding folding(costs);
   // A limit of all the work is enough for any rank.
   Cost high = costs.compute(slowest, 0, costs.num_pieces());
-  std::optional<std::vector<int>> best = folding.with_limit(high);
+  std::optional<std::vector<int>> best;
+  From from = From::kShorter;
+  for (const From other : {From::kShorter, From::kFront, From::kBack}) {
+    if (best) break;
+    from = other;
+    best = Folding(costs, from).with_limit(high);
+  }
+  if (!best) return best;
+  const Folding folding(costs, from);
   Cost low = high / (d / 2 + 1);
   for (const Cost close = high / kSteps / d; high - low > close;) {
     const Cost middle = low + (high - low) / 2;

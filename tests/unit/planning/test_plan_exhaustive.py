@@ -203,7 +203,7 @@ BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
     ("zero_bubble",): (0.01, SMALL),
     ("interleaved",): (0.05, SMALL),
     ("chimera",): (0.1, SMALL),
-    ("2bw_v_half",): (0.1, SMALL),
+    ("2bw_v_half",): (0.05, SMALL),
     ALL[:5]: (0.05, SMALL),
 }
 """By how much a plan may be slower than the best at most, and the sizes of the problems."""
