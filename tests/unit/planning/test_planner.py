@@ -174,12 +174,12 @@ def test_a_v_is_proposed_for_the_least_memory_without_bubbles() -> None:
     """Rank 0 of ``2bw`` has eight microbatches in flight, every rank of ``2bw_v_half`` half."""
     sizes = {"devices": 8, "batch": 32, "width": 1, "recompute": "none", "memory": "1GB"}
     of_all, in_line = (
-        pd2.plan(made_profile([1e-3] * 32), objective="memory", slack=0.0, **sizes, **schedules)
+        pd2.plan(made_profile([1e-3] * 32), objective="memory", slack=1e-6, **sizes, **schedules)
         for schedules in ({}, {"schedules": ["2bw"]})
     )
     assert (of_all.schedule, of_all.num_stages, of_all.stages_per_rank) == ("2bw_v_half", 16, 2)
     assert of_all.bubble == pytest.approx(0, abs=1e-3)
-    assert of_all.seconds_per_batch <= in_line.seconds_per_batch * (1 + 1e-9)
+    assert of_all.seconds_per_batch == pytest.approx(in_line.seconds_per_batch, rel=1e-5)
     assert of_all.peak_bytes == 4 * (3 * 1e6 + 5 * 2e6)
     assert in_line.peak_bytes == 4 * (3 * 1e6 + 8 * 2e6)
 

@@ -112,7 +112,7 @@ TEST(FoldedSplit, BadProblemsAreNamed) {
   problem.layers.resize(4);
   problem.stages.resize(3);
   EXPECT_EQ(value_error([&] { split_folded(problem); }),
-            "stages: 3: two pipelines in opposite directions need an even number");
+            "stages: 3: two pipelines in opposite directions, and a V, need an even number");
 }
 
 }  // namespace

@@ -277,7 +277,8 @@ TEST(Plan, ThousandLayersOnAThousandDevicesTakeLessThanASecond) {
   for (int first = 0; first < 1000; first += 4) problem.model.blocks.push_back({first, first + 4});
   problem.cluster.topology = Servers{8, {5e-6, 3e11}, {1e-5, 2.5e10}};
   problem.options.batch = problem.options.largest_batch = 4096;
-  problem.options.schedules = {"2bw", "1f1b", "interleaved", "zero_bubble", "chimera"};
+  problem.options.schedules = {"2bw",         "2bw_v_two_thirds", "2bw_v_half", "1f1b",
+                               "interleaved", "zero_bubble",      "chimera"};
   const auto seconds_since = [](std::clock_t begin) {
     return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
   };
