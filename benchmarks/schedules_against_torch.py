@@ -78,8 +78,8 @@ class Setting:
     num_ranks: int
     num_microbatches: int
     workload: Workload
-    # Throughput of the asynchronous ones over torch's best schedule with one stage a rank, if any is
-    # asked for.
+    # Throughput of those without a flush over torch's best schedule with one stage a rank, if any
+    # is asked for.
     over_one_stage_a_rank: float | None = None
     latency: float = 0.0  # of F + B
 

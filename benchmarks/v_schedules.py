@@ -1,11 +1,11 @@
-"""Step time and activations of 2bw in a V, beside 2bw's: eight ranks with two stages each that sleep.
+"""Step time and activations of 2bw in a V: eight ranks with two stages each that sleep.
 
     python benchmarks/v_schedules.py [--rounds 5] [--smoke] [--json PATH]
 
 All ranks are threads of one process. F, I and W of a stage take 10 ms each, or 10, 12 and 8, and
 messages nothing more, or a twentieth of a rank's F + B. The step time is over the ideal m(F + B);
 activations are what a rank's microbatches held at once, by the events of a run and the bytes that
-their stages kept, over those of 2bw's rank 0, which has two of the same stages in one. Sleeping
+their stages kept, over those of rank 0 of 2bw, which has two of the same stages in one. Sleeping
 stages need little of a processor, so that other work beside them hardly counts.
 """
 
@@ -25,6 +25,7 @@ from torch import nn
 import pipedream2bw as pd2
 
 NUM_RANKS = 8
+MICROBATCHES_PER_RANK = 2
 NAMES = ("2bw_v_half", "2bw_v_two_thirds")
 HOPS = (0.0, 0.05)
 SLOWER = 1.03
@@ -62,11 +63,10 @@ def messages_of(seconds: float) -> Iterator[None]:
 
 
 def pipeline_of(name: str, workload: Workload, num_ranks: int) -> Pipeline:
+    m = MICROBATCHES_PER_RANK * num_ranks
     if name == "2bw":
-        return Pipeline(
-            InPairs(**dataclasses.asdict(workload)), num_ranks, num_ranks, name, batches_late=1
-        )
-    return Pipeline(workload, 2 * num_ranks, num_ranks, name, stages_per_rank=2)
+        return Pipeline(InPairs(**dataclasses.asdict(workload)), num_ranks, m, name, batches_late=1)
+    return Pipeline(workload, 2 * num_ranks, m, name, stages_per_rank=2)
 
 
 def held_by_rank(pipeline: Pipeline) -> list[float]:
@@ -94,7 +94,7 @@ def predicted(name: str, workload: Workload, num_ranks: int, hop: float) -> floa
     return pd2.simulate(
         name,
         num_stages=2 * num_ranks,
-        num_microbatches=num_ranks,
+        num_microbatches=MICROBATCHES_PER_RANK * num_ranks,
         stages_per_rank=2,
         forward=workload.forward_seconds,
         input_grad=workload.backward_seconds - workload.weight_seconds,
@@ -108,7 +108,7 @@ def figures_of_times(part: float, num_ranks: int, rounds: int) -> list[Figure]:
     for name in NAMES:
         for weight in (1.0, 0.8):
             workload = workload_of(part, weight)
-            ideal = num_ranks * 6 * part
+            ideal = MICROBATCHES_PER_RANK * num_ranks * 6 * part
             for share in HOPS:
                 hop = share * 6 * part
                 taken = []

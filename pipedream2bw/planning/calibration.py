@@ -138,7 +138,7 @@ def calibrate(
 def _kept_at_once(shape: _C.PlannedShape, rank: int, activations: Sequence[int]) -> float:
     """Returns the bytes that a rank's stages keep together, from what each keeps at its peak."""
     counts = shape.in_flight_of_ranks[rank]
-    mosts = [max(each) for each in zip(*counts, strict=True)]
+    mosts = [max(each[i] for each in counts) for i in range(len(activations))]
     return max(
         sum(kept * count / most for kept, count, most in zip(activations, each, mosts, strict=True))
         for each in counts

@@ -241,9 +241,7 @@ def _check_layers(plan: Plan) -> None:
 
 def _check_devices(plan: Plan, shape: _C.PlannedShape) -> None:
     held_by: dict[int, int] = {}
-    ranks = {
-        stage: rank for rank, stages in enumerate(shape.stages_of_ranks) for stage in stages
-    }
+    ranks = {stage: rank for rank, stages in enumerate(shape.stages_of_ranks) for stage in stages}
     for index, stage in enumerate(plan.stages):
         where = f"stages[{index}]"
         if len(stage.devices) != plan.width:

@@ -301,9 +301,7 @@ def stages(
         stage["kept"] = flights[k] * stage["of_microbatch"]
         stage["again"] = most_again[k] * (kept if again else largest_block)
         stage["held"] = (
-            (versions + 1 + STATES[problem.optimizer]) * trained
-            + (whole - trained)
-            + stage["kept"]
+            (versions + 1 + STATES[problem.optimizer]) * trained + (whole - trained) + stage["kept"]
         )
         stage["peak_bytes"] = stage["held"] + stage["again"]
         found.append(stage)

@@ -180,8 +180,8 @@ def test_a_v_is_proposed_for_the_least_memory_without_bubbles() -> None:
     assert (of_all.schedule, of_all.num_stages, of_all.stages_per_rank) == ("2bw_v_half", 16, 2)
     assert of_all.bubble == pytest.approx(0, abs=1e-3)
     assert of_all.seconds_per_batch == pytest.approx(in_line.seconds_per_batch, rel=1e-5)
-    assert of_all.peak_bytes == 4 * (3 * 1e6 + 5 * 2e6)
-    assert in_line.peak_bytes == 4 * (3 * 1e6 + 8 * 2e6)
+    assert of_all.peak_bytes == 4 * (5 * 1e6 + 5 * 2e6)
+    assert in_line.peak_bytes == 4 * (5 * 1e6 + 8 * 2e6)
 
 
 def test_the_start_is_the_cheapest_hour_within_the_window() -> None:
