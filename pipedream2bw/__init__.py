@@ -22,6 +22,7 @@ from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
 from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
+from .optimizer.ok_topk import OkTopkState, ok_topk_hook
 from .optimizer.optimizer import PipelineOptimizer
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .pictures.canvas import Picture
@@ -63,6 +64,7 @@ __all__ = [
     "Loss",
     "LossScale",
     "NesterovCorrection",
+    "OkTopkState",
     "Picture",
     "PipelineModule",
     "PipelineOptimizer",
@@ -88,6 +90,7 @@ __all__ = [
     "load",
     "load_schedule",
     "make_schedule",
+    "ok_topk_hook",
     "plan",
     "profile",
     "read_events",

@@ -142,6 +142,14 @@ class WrongLossTypeError(StageError, TypeError):
     """The last stage's ``loss_fn``, or a metric, gave neither a tensor nor a number."""
 
 
+class WrongHookError(StageError, ValueError):
+    """A gradient hook gave a tensor of another shape or dtype than its bucket's."""
+
+
+class WrongHookTypeError(StageError, TypeError):
+    """A gradient hook gave no future, or one of something else than a tensor."""
+
+
 class DamagedCheckpoint(ValueError):  # noqa: N818
     """A checkpoint is not what was written: names the file, and what is wrong with it."""
 

@@ -25,6 +25,7 @@ void bind_fault(py::module_& module);
 void bind_losses(py::module_& module);
 void bind_forward(py::module_& module);
 void bind_clipping(py::module_& module);
+void bind_hooks(py::module_& module);
 void bind_executor(py::module_& module);
 
 // The process group that Python knows by this name; null for an empty name.

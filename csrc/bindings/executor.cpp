@@ -75,7 +75,8 @@ void bind_structs(py::module_& module) {
               std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
               std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
               std::pair("ends_batch", &Run::ends_batch),
-              std::pair("num_averaged", &Run::num_averaged), std::pair("seed", &Run::seed));
+              std::pair("num_averaged", &Run::num_averaged),
+              std::pair("num_replicas", &Run::num_replicas), std::pair("seed", &Run::seed));
   py::class_<ExecutedAction>(module, "ExecutedAction")
       .def_readonly("stage", &ExecutedAction::stage)
       .def_property_readonly(

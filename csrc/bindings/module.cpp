@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_fault(module);
   pd2::bind_losses(module);
   pd2::bind_clipping(module);
+  pd2::bind_hooks(module);
   pd2::bind_forward(module);
   pd2::bind_executor(module);
 }

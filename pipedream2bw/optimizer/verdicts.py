@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.comm_hook import check_hooks
 from ..runtime.session import Session
 
 
@@ -16,6 +17,9 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
 
     Args:
         kinds: the fused pass of each optimizer; None: its own step.
+
+    Raises:
+        ValueError: a gradient hook needs that they wait, and they cannot.
     """
     engines = [stage.weights.engine for stage in session.stages]
     has_spare = session.stages.options.spare_buffer
@@ -33,3 +37,4 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
     )
     session.stages.let_updates_wait(waiting_is_free=all(each.training for each in announced))
+    check_hooks(session)

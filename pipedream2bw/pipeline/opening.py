@@ -125,7 +125,11 @@ def check(
         ValueError, TypeError: naming the rule and both values.
     """
     check_options(options, loss_fn, arrangement.width)
-    accumulation = Accumulation(options.accumulate, averages=options.loss_reduction == "mean")
+    accumulation = Accumulation(
+        options.accumulate,
+        averages=options.loss_reduction == "mean",
+        num_replicas=arrangement.width,
+    )
     check_example(options.example_args, options.example_kwargs)
     metrics = check_metrics(options.metrics)
     schedule = arrangement.made()

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..ranks.agreement import Operation
+from ..runtime.comm_hook import CommHook, register_comm_hook, replica_group
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
 
@@ -46,6 +48,56 @@ class SessionModule(nn.Module):
         """
         stages = self.session.stages
         return {each.index: graphs_of(each.executor.graph_report(each.index)) for each in stages}
+
+    # ------------------------------------------------------------------ sums over replicas
+
+    def replica_group(self, stage: int | None = None) -> dist.ProcessGroup:
+        """The processes that hold a stage of this process, one in each replica.
+
+        For the state of a gradient hook: its collectives are made over this group. Nothing but
+        hooks may use it while the pipeline is open.
+
+        Args:
+            stage: may be left out where the process runs one.
+
+        Raises:
+            ValueError: there is one replica, or the process does not run the stage.
+        """
+        return replica_group(self.session, stage)
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Makes ``hook(state, bucket)`` do what else adds up gradients over the replicas.
+
+        As ``DistributedDataParallel.register_comm_hook``, whose hooks run as they are:
+        ``torch.distributed.algorithms.ddp_comm_hooks``, and :func:`ok_topk_hook`. The hook gets a
+        ``torch.distributed.GradBucket`` with a part of what this replica computed for the batch,
+        and gives a ``torch.futures.Future`` of the mean over the replicas: a flat tensor like
+        ``bucket.buffer()``, which it may change. Once a batch, in the stage's update: after the
+        batch's last backward, beside the next microbatches, before gradients of tied parameters are
+        added up and clipped. A stage's buckets come in the same order on all replicas, one after
+        the other is done; ``bucket_cap_mb`` says how large they are. With a loss scale hooks get
+        gradients without it, and none of a batch in which a replica's overflowed.
+
+        Every rank calls it, once, between batches. Drains. The state is not part of checkpoints:
+        residuals begin at zero in a run that goes on.
+
+        Args:
+            state: what the hook gets first. None: the stage's :meth:`replica_group`, as torch's
+                hooks take None for the group of all replicas. A function (or class) is called with
+                that group, for each stage of this process: ``PowerSGDState``, or ``lambda group:
+                PowerSGDState(group, matrix_approximation_rank=2)``. Anything else is given as it
+                is, where the process runs one stage.
+            hook: the same on every rank. It may not wait for other replicas by itself, if a failure
+                is to end it before ``timeout``: what it gives is waited for.
+
+        Raises:
+            ValueError: one replica; two pipelines; an optimizer on the host; there is a hook; a
+                batch waits for its ``opt.step()``; updates that do not wait for all stages, as a
+                discarded batch would reach the hooks of some replicas; a state whose
+                ``process_group`` is not that of the replicas; ranks differ. On every rank.
+            TypeError: ``hook`` cannot be called with two arguments. On every rank.
+        """
+        register_comm_hook(self.session, state, hook)
 
     # ------------------------------------------------------------------ modules
 

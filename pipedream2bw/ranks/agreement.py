@@ -57,6 +57,7 @@ class Operation(enum.IntEnum):
     end_of_drain = 15
     new_mesh = 16
     read_loss = 17
+    register_comm_hook = 18
 
 
 class BatchDiscarded(Exception):  # noqa: N818

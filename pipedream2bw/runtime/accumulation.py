@@ -18,12 +18,14 @@ class BatchPart(NamedTuple):
         begins: it is the first train_step, whose gradients replace those of the batch before.
         ends: it is the last one; the optimizer's step follows.
         num_averaged: the number of train_steps over which the batch's gradient is averaged.
+        num_replicas: the number of replicas whose gradients of losses divided by it are added up.
     """
 
     batch: int
     begins: bool
     ends: bool
     num_averaged: int
+    num_replicas: int
 
 
 class Accumulation:
@@ -32,14 +34,17 @@ class Accumulation:
     Args:
         num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
         averages: their gradients are averaged, not added; so are those of microbatches.
+        num_replicas: of the pipeline, whose gradients are averaged.
 
     Attributes:
         num_updates: optimizer steps so far: the number of the batch that comes or waits for its
             step.
+        num_replicas: as given; 1 where a hook averages what each replica has.
     """
 
-    def __init__(self, num_steps: int = 1, *, averages: bool = True) -> None:
+    def __init__(self, num_steps: int = 1, *, averages: bool = True, num_replicas: int = 1) -> None:
         check_whole_number("accumulate", num_steps)
+        self.num_replicas = num_replicas
         self._num_steps = num_steps
         self.averages = averages
         self._holds = False  # inside no_sync()
@@ -77,7 +82,7 @@ class Accumulation:
         ends = not self._holds and (self._counted + 1) % self._num_steps == 0
         begins = self._last is None or self._last.ends
         num_averaged = self._num_steps if self.averages else 1
-        return BatchPart(self.num_updates, begins, ends, num_averaged)
+        return BatchPart(self.num_updates, begins, ends, num_averaged, self.num_replicas)
 
     def take(self, part: BatchPart) -> None:
         """The train_step has begun."""

@@ -175,7 +175,7 @@ class Intake:
                 LossWeight(
                     rows=rows,
                     microbatch=microbatch,
-                    num_replicas=grid.width,
+                    num_replicas=given.part.num_replicas,
                     num_averaged=given.part.num_averaged,
                 )
                 for microbatch in range(len(sizes))[mine]

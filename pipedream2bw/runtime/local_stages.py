@@ -82,6 +82,7 @@ class LocalStages:
         others: the stages of other processes; None in one process.
         joint_updates: which stages make their updates together.
         in_update_order: the stages, those of a rank as the schedule updates them.
+        updates_wait: whether each waits until no stage can fail in its batch.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class LocalStages:
         self.options = options
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._errors = _KeptErrors()
+        self.updates_wait = False
         devices = _device_of_each(schedule, options.devices)
         in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
         self._channels = Channels(
@@ -330,6 +332,7 @@ class LocalStages:
             self.schedule.check_global_updates()
             for executor in self._executors:
                 executor.set_verdicts(self._verdicts if waits else None)
+            self.updates_wait = waits
 
     def take_back(self, batch: int, run: int, *, batches: bool) -> None:
         """Makes the stages as they were before a batch, whose first run has that number.

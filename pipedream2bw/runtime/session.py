@@ -162,6 +162,7 @@ class Session:
                 begins_batch=part.begins,
                 ends_batch=part.ends,
                 num_averaged=part.num_averaged,
+                num_replicas=part.num_replicas,
                 seed=self.random_seed,
             )
         )
@@ -330,8 +331,7 @@ class Session:
             self.stages.drain()
             self.first_unfinished = None
         self.stages.finish_submitted()  # updates submitted after the last drain
-        first = self.control.first_discarded()
-        if first is not None:
+        if (first := self.control.first_discarded()) is not None:
             self._take_back(first)
         self._show()
 

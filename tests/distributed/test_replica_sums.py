@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
@@ -33,12 +37,14 @@ def bytes_written() -> int:
     return int(counters["wchar"])
 
 
-def trained(world: int, **options: Any) -> tuple[float, int]:
+def trained(world: int, hook: Any = None, **options: Any) -> tuple[float, int]:
     """Bytes sent in a batch over those of the gradients; and those of the room for others'."""
     x = torch.ones(2, 8)
     with pd2.PipelineModule(
         [Scaled()], mse_loss, num_microbatches=2, width=world, example_args=(x,), **options
     ) as pipe:
+        if hook is not None:
+            pipe.register_comm_hook(None, hook)
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         before = 0
         for batch in range(1 + COUNT):
@@ -59,16 +65,20 @@ def sums(rank: int, world: int) -> list[tuple[float, int]]:
         trained(world),
         trained(world, replica_sums="all_reduce"),
         trained(world, bucket_cap_mb=1.0),
+        trained(world, allreduce_hook),
+        trained(world, fp16_compress_hook),
     ]
 
 
-def test_ordered_sums_send_the_bytes_of_an_all_reduce() -> None:
+def test_ordered_sums_and_dense_hooks_send_the_bytes_of_an_all_reduce() -> None:
     world, mib = 4, 1 << 20
     for result in run_ranks(sums, world, timeout=100):
-        (ordered, room), (reduced, none), (_, small_room) = result.value
+        (ordered, room), (reduced, none), (_, small_room), hooked, compressed = result.value
         assert ordered == pytest.approx(2 * (world - 1) / world, rel=0.01)
         assert reduced == pytest.approx(2 * (world - 1) / world, rel=0.01)
         # Of the whole gradient and its flag, once; of two parts of a bucket's size.
         assert 4 * mib <= room < 4 * mib + 64
         assert none == 0
+        assert hooked == (pytest.approx(2 * (world - 1) / world, rel=0.01), 0)
+        assert compressed == (pytest.approx((world - 1) / world, rel=0.01), 0)
         assert mib < small_room <= 2 * mib

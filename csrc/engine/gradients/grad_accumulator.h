@@ -97,6 +97,7 @@ class GradAccumulator {
   // as zero if another one's got one.
   void fill_missing(std::size_t buffer);
   void read_flags(std::size_t buffer);
+  at::Tensor flags(std::size_t buffer) const;
 
   const at::Tensor& flat(std::size_t buffer) const { return buffers_[buffer].flat; }  // with flags
   at::Tensor gradients(std::size_t buffer) const;  // without the flags
@@ -122,7 +123,6 @@ class GradAccumulator {
   void take(std::size_t parameter, const at::Tensor& variable);
   void keep(std::size_t parameter, const at::Tensor& gradient);
   void add_kept();
-  at::Tensor flags(std::size_t buffer) const;
 
   const FlatPacking& packing_;
   std::vector<std::string> names_;

@@ -1,6 +1,7 @@
 #include "engine/gradients/replica_sum.h"
 
 #include "core/check.h"
+#include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/add.h>
@@ -112,7 +113,7 @@ void ReplicaSum::make_ready(std::size_t bucket) {
   while (next_->num_ready < parts_.size() && parts_[next_->num_ready].bucket <= bucket) {
     ++next_->num_ready;
   }
-  if (before_ && !before_->is_over) {
+  if (hook_ || (before_ && !before_->is_over)) {
     return;
   }
   if (stream_) {
@@ -126,13 +127,14 @@ void ReplicaSum::make_ready(std::size_t bucket) {
 ReplicaSum::UnderWay ReplicaSum::end_batch(std::size_t buffer) {
   PD2_ASSERT(!before_ || before_->is_over, "the sum of the batch before is under way");
   fill(buffer);
+  next_->buffer = buffer;
   buckets_.end_batch();
   before_ = std::exchange(next_, std::make_shared<Batch>());
   return before_;
 }
 
 void ReplicaSum::settle(const IsStopped& is_stopped) {
-  if (!buckets_.is_last_microbatch() || next_->is_settled) {
+  if (!buckets_.is_last_microbatch() || next_->is_settled || hook_) {
     return;
   }
   fill(next_->buffer);
@@ -205,6 +207,44 @@ void ReplicaSum::gather(Batch* batch, const std::vector<at::Tensor>& flats,
     await(exchange, &is_stopped);
   }
   Fence::of(stream_).hold_back(here);
+}
+
+void ReplicaSum::set_hook(Hook hook) {
+  PD2_ASSERT(!before_ || before_->is_over, "a sum is under way");
+  hook_ = std::move(hook);
+  lanes_.clear();
+}
+
+void ReplicaSum::call_hook(Batch& batch, std::optional<double> unscaling,
+                           const IsStopped& is_stopped) {
+  const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
+  Fence::of(here).hold_back(stream_);
+  {
+    const OnStream guard(stream_);
+    for (const auto& each : gradients_) {
+      std::vector<at::Tensor> flags{each->flags(batch.buffer)};
+      await({replicas_.group->allreduce(flags)}, &is_stopped);
+    }
+    std::vector<at::Tensor> given;
+    for (const GradientBuckets::Bucket& bucket : buckets()) {
+      if (const at::Tensor of_bucket = gradients(bucket, batch.buffer); of_bucket.numel() > 0) {
+        given.push_back(of_bucket);
+      }
+    }
+    if (!hook_(given, unscaling)) {
+      throw ChannelAborted();
+    }
+    batch.is_over = true;
+  }
+  Fence::of(stream_).hold_back(here);
+}
+
+void ReplicaSum::let_end(Batch& batch, const IsStopped& is_stopped) {
+  if (hook_) {
+    batch.is_over = true;
+  } else {
+    finish(batch, is_stopped);
+  }
 }
 
 bool ReplicaSum::advance(Batch& batch, const IsStopped* is_stopped) {
@@ -292,6 +332,12 @@ c10::intrusive_ptr<c10d::Work> ReplicaSum::broadcast(at::Tensor tensor, int rank
   c10d::BroadcastOptions options;
   options.rootRank = rank;
   return replicas_.group->broadcast(tensors, options);
+}
+
+at::Tensor ReplicaSum::gradients(const GradientBuckets::Bucket& bucket, std::size_t buffer) const {
+  const at::Tensor all = gradients_[bucket.dtype]->gradients(buffer);
+  const std::int64_t begin = std::min(bucket.begin, all.numel());
+  return all.narrow(0, begin, std::min(bucket.end, all.numel()) - begin);
 }
 
 at::Tensor ReplicaSum::flat(const Part& part, std::size_t buffer) const {

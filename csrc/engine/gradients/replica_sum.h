@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace pd2 {
@@ -43,6 +45,8 @@ struct Replicas {
 // second exchange but of what all need: flags, and gradients that other stages add to. Instead all
 // get the next version, by gather().
 //
+// With a hook nothing begins before the update, whose thread calls it: see call_hook().
+//
 // The stage's executor thread announces microbatches and ends batches; finish() may be called by
 // the thread that makes the batch's update. All else is done by whichever of them may: a batch's
 // exchanges begin when the batch before has none left to begin.
@@ -59,6 +63,12 @@ class ReplicaSum {
     std::atomic<bool> is_over = false;  // nothing is left to begin
   };
   using UnderWay = std::shared_ptr<Batch>;
+  // What replicas do in place of adding up: makes gradients the mean over all replicas of those
+  // that it is given, in place, with collectives of its own. Gets the buckets that have parameters,
+  // in their order, without flags; and the factor that takes the loss scale off them, none without
+  // one. Returns false when stopped.
+  using Hook =
+      std::function<bool(const std::vector<at::Tensor>& buckets, std::optional<double> unscaling)>;
 
   // `gradients`: one for each dtype, with flags; they outlive this object. `stream`: of the sums.
   ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
@@ -80,6 +90,14 @@ class ReplicaSum {
   void finish(
       Batch& batch, const IsStopped& is_stopped,
       const Then& then = [](const GradientBuckets::Bucket&) {});
+  // While no batch has gradients. From then on call_hook() takes the place of finish().
+  void set_hook(Hook hook);
+  bool has_hook() const { return hook_ != nullptr; }
+  // As finish(), but that the flags are added up at once, and gradients are the hook's to change.
+  void call_hook(Batch& batch, std::optional<double> unscaling, const IsStopped& is_stopped);
+  // As either, of a batch of which nobody reads the sums. With a hook it calls none: all replicas
+  // must know that the batch is discarded.
+  void let_end(Batch& batch, const IsStopped& is_stopped);
   // If a batch is complete but for end_batch(): waits for its sum, which all have then, after
   // which it may be moved. Every replica calls it. Throws ChannelAborted when stopped.
   void settle(const IsStopped& is_stopped);
@@ -123,6 +141,8 @@ class ReplicaSum {
   Exchange send(std::size_t part, std::size_t buffer) const;
   Exchange sum(std::size_t part, std::size_t buffer) const;
 
+  // A bucket's gradients, without flags; may be empty.
+  at::Tensor gradients(const GradientBuckets::Bucket& bucket, std::size_t buffer) const;
   at::Tensor flat(const Part& part, std::size_t buffer) const;
   std::vector<std::int64_t> pieces(const Part& part) const;
   // The bytes by which a bucket is cut, as what ranks get of it lies in a lane.
@@ -145,6 +165,7 @@ class ReplicaSum {
   std::vector<at::Tensor> lanes_;  // bytes
   UnderWay next_ = std::make_shared<Batch>();
   UnderWay before_;  // which has ended; null: none
+  Hook hook_;
 };
 
 }  // namespace pd2

@@ -34,6 +34,7 @@ struct Run {
   bool begins_batch = true;
   bool ends_batch = true;
   int num_averaged = 1;  // runs of which the batch's gradient is the mean
+  int num_replicas = 1;  // of which it is the mean, added up; 1: also if a hook averages
   // Of the random numbers that training draws, on all ranks the same; none: they are torch's own.
   std::optional<std::uint64_t> seed = std::nullopt;
 };

@@ -136,7 +136,7 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   }
   if (loss.requires_grad()) {
     // The mean over replicas: each adds its gradients with weight 1/w.
-    at::Tensor seed = at::full_like(loss, 1.0 / setup_.num_replicas);
+    at::Tensor seed = at::full_like(loss, 1.0 / run.num_replicas);
     if (run.num_averaged > 1) {
       seed = seed / static_cast<std::int64_t>(run.num_averaged);
     }

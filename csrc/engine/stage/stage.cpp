@@ -250,7 +250,7 @@ void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
 void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
   if (const auto sum = std::exchange(update_.sum, nullptr)) {
     if (!update_.is_reduced) {
-      replicas_->finish(*sum, is_stopped);
+      replicas_->let_end(*sum, is_stopped);
     }
     if (replicas_->is_shared()) {  // others may wait for what they think has been stepped
       std::vector<at::Tensor> anything;
@@ -268,7 +268,7 @@ void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
   }
 }
 
-void Stage::reduce(const std::function<bool()>& is_stopped) {
+void Stage::reduce(const std::function<bool()>& is_stopped, std::optional<double> unscaling) {
   if (std::exchange(update_.is_reduced, true)) {
     return;
   }
@@ -276,7 +276,9 @@ void Stage::reduce(const std::function<bool()>& is_stopped) {
   if (!is_shared()) {
     update_.sum = nullptr;
   }
-  if (of_replicas) {
+  if (of_replicas && has_hook()) {
+    replicas_->call_hook(*of_replicas, unscaling, is_stopped);
+  } else if (of_replicas) {
     replicas_->finish(*of_replicas, is_stopped, [this](const GradientBuckets::Bucket& bucket) {
       if (host_) {
         host_->fetch(bucket, update_.gradients);

@@ -17,6 +17,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -133,6 +134,17 @@ class Stage {
   GradientState gradient_state() const;
   void set_gradient_state(const GradientState& state);
   bool has_replicas() const { return replicas_ != nullptr; }
+  // Replicas then call it instead of adding up their gradients. While no batch has gradients; there
+  // must be replicas, and an optimizer that does not work on the host.
+  void set_hook(ReplicaSum::Hook hook);
+  bool has_hook() const { return replicas_ && replicas_->has_hook(); }
+  // Where a parameter's gradient is in a bucket; elements.
+  struct BucketPlace {
+    std::size_t parameter;
+    std::int64_t offset, numel;
+  };
+  // By bucket that a hook is given.
+  std::vector<std::vector<BucketPlace>> hooked_buckets() const;
   // See GradAccumulator.
   void hold_gradients(std::vector<HeldGradient>* where);
 
@@ -206,8 +218,10 @@ class Stage {
   // The same, if nobody but the step reads them after that: where it can, the step does it.
   void scale_gradients_in_step(double factor);
   // Makes the gradients the sums over replicas, which have begun, or over copies, which this
-  // begins; waits for them, once. Throws ChannelAborted when stopped.
-  void reduce(const std::function<bool()>& is_stopped);
+  // begins; waits for them, once. Throws ChannelAborted when stopped. `unscaling`: takes a loss
+  // scale off what a hook is given, and so off all gradients.
+  void reduce(const std::function<bool()>& is_stopped,
+              std::optional<double> unscaling = std::nullopt);
   // After that: adds the gradients of the other stages that hold a parameter; waits for them.
   void sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped);
   // Releases the connections to replicas and other stages, which ends their waiting for this one.

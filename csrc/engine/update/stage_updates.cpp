@@ -273,17 +273,20 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
     drop(gradients);
     return false;
   }
+  const bool is_scaled = loss_scale != 1 || (clipping_ && clipping_->loss_scale);
+  const auto unscaling =
+      is_scaled ? std::optional<double>(static_cast<float>(1.0 / loss_scale)) : std::nullopt;
   bool is_made = true;
   callbacks_.record(gradients.run, gradients.batch + 1, [&] {
-    stage_.reduce(callbacks_.is_stopped);
+    stage_.reduce(callbacks_.is_stopped, unscaling);
     // Without verdicts a replica may have failed: what it gave to the sum means nothing.
     if (is_discarded(gradients.batch) && !verdicts_) {
       is_made = false;
       return;
     }
     stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
-    if (loss_scale != 1) {  // as torch.amp.GradScaler.unscale_ does
-      stage_.scale_gradients(static_cast<float>(1.0 / loss_scale));
+    if (loss_scale != 1 && !stage_.has_hook()) {  // as torch.amp.GradScaler.unscale_ does
+      stage_.scale_gradients(*unscaling);
     }
     if (!clipping_ || clipping_->apply(stage_, gradients.run, callbacks_.is_stopped)) {
       apply(stage_);

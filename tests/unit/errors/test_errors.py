@@ -35,6 +35,8 @@ KINDS = [
     errors.PeerTimeout,
     errors.WrongLossError,
     errors.WrongLossTypeError,
+    errors.WrongHookError,
+    errors.WrongHookTypeError,
 ]
 
 
@@ -82,9 +84,11 @@ def test_the_traceback_goes_along(way: str) -> None:
     assert "Traceback ...\nZeroDivisionError" in "".join(traceback.format_exception(other))
 
 
-def test_wrong_losses_are_the_builtin_errors_too() -> None:
+def test_wrong_losses_and_hooks_are_the_builtin_errors_too() -> None:
     assert issubclass(errors.WrongLossError, ValueError)
     assert issubclass(errors.WrongLossTypeError, TypeError)
+    assert issubclass(errors.WrongHookError, ValueError)
+    assert issubclass(errors.WrongHookTypeError, TypeError)
 
 
 def test_an_error_of_another_type_goes_as_the_one_that_it_is_a_kind_of() -> None:

@@ -17,6 +17,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -257,6 +258,41 @@ TEST_F(ReplicaSumTest, AFailureElsewhereEndsSettling) {
   int times_asked = 0;
   EXPECT_THROW(sum.settle([&] { return ++times_asked == 2; }), ChannelAborted);
   EXPECT_EQ(times_asked, 2);
+}
+
+TEST_F(ReplicaSumTest, AHookGetsTheGradientsInTheUpdateAndTheFlagsAreSummed) {
+  for (const std::int64_t bucket_bytes : {std::int64_t{1} << 20, std::int64_t{1}}) {
+    ReplicaSum sum = this->sum(bucket_bytes);
+    std::vector<std::int64_t> given;
+    std::optional<double> factor;
+    bool goes_on = true;
+    sum.set_hook([&](const std::vector<at::Tensor>& buckets, std::optional<double> unscaling) {
+      for (const at::Tensor& bucket : buckets) {
+        given.push_back(bucket.numel());
+        bucket.mul_(10);
+      }
+      factor = unscaling;
+      return goes_on;
+    });
+    group_->summed.clear();
+    begin_batch();
+    microbatch(sum, false, {2, 1});
+    microbatch(sum, true, {2, 1});
+    sum.settle(kGoesOn);  // gradients that the hook has not had may be moved
+    const ReplicaSum::UnderWay batch = sum.end_batch(1);
+    EXPECT_TRUE(group_->summed.empty());
+    sum.call_hook(*batch, 0.5, kGoesOn);
+    EXPECT_EQ(given, bucket_bytes == 1 ? (std::vector<std::int64_t>{kNumel, kNumel, kNumel})
+                                       : (std::vector<std::int64_t>{3 * kNumel}));
+    EXPECT_EQ(factor, 0.5);
+    EXPECT_EQ(group_->summed, (std::vector<std::int64_t>{3}));
+    EXPECT_EQ(value(2), 20);
+    EXPECT_EQ(value(0), 0);
+    sum.let_end(*sum.end_batch(1), kGoesOn);  // a discarded batch's, which no hook gets
+    EXPECT_EQ(group_->summed.size(), 1u);
+    goes_on = false;
+    EXPECT_THROW(sum.call_hook(*sum.end_batch(1), std::nullopt, kGoesOn), ChannelAborted);
+  }
 }
 
 TEST_F(ReplicaSumTest, WithOneBucketNobodyListensForGradients) {

@@ -1,0 +1,277 @@
+"""Gradient hooks with DistributedDataParallel's signature, in place of sums over replicas."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import Future  # of which torch.futures.Future is one, and what works give another
+from torch._C._distributed_c10d import GradBucket
+
+from .. import _C
+from ..errors import WrongHookError, WrongHookTypeError
+from ..ranks.agreement import Announcement, Operation
+from .session import Session
+from .stage_weights import StageWeights
+
+CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
+def replica_group(session: Session, stage: int | None = None) -> dist.ProcessGroup:
+    """The processes that hold one of this process's stages, of which it may have one alone.
+
+    Raises:
+        ValueError: there is one replica, or the process does not run the stage.
+    """
+    here = session.grid.stages_of_model
+    if stage is None and len(here) == 1:
+        (stage,) = here
+    if stage not in here:
+        raise ValueError(f"replica_group: stage: {stage}, stages of this process: {here}")
+    group = session.grid.replica_group(stage)
+    if session.grid.width == 1 or group is None:
+        raise ValueError("replica_group: width: 1, there must be several replicas")
+    return group
+
+
+def register_comm_hook(session: Session, state: object, hook: CommHook) -> None:
+    """Makes hooks do what else adds up the replicas' gradients: see PipelineModule. Drains."""
+
+    def check() -> Announcement:
+        _check(session, hook)
+        return Announcement()
+
+    session.flush_for(Operation.register_comm_hook, check)
+    states: list[object] = []
+
+    def make_states() -> None:
+        check_hooks(session, is_new=True)
+        weights = [stage.weights for stage in session.stages]
+        states.extend(_state_of(session, each, state, len(weights)) for each in weights)
+
+    settings = {"hook": _name_of(hook), "type of the hook's state": type(state).__qualname__}
+    with session.ending.lost_ranks_close():
+        session.control.together(make_states, same=settings)
+    session.accumulation.num_replicas = 1  # hooks give means
+    for stage, own in zip(session.stages, states, strict=True):
+        group = session.grid.replica_group(stage.index)
+        assert group is not None
+        made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
+        stage.weights.comm_hook = made
+        _C.set_hook(stage.weights.engine, _while_alive(made))
+
+
+def check_hooks(session: Session, *, is_new: bool = False) -> None:
+    """Raises ValueError if there are hooks, and updates that do not wait for all stages.
+
+    A batch that some replicas know to be discarded would reach the hooks of the others alone.
+
+    Args:
+        is_new: hooks are about to be there.
+    """
+    has_hooks = is_new or any(stage.weights.comm_hook is not None for stage in session.stages)
+    has_optimizer = not is_new or session.optimizer() is not None
+    if has_hooks and has_optimizer and not session.stages.updates_wait:
+        raise ValueError(
+            f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
+            "stage's update before all stages are through with the batch: hooks need SGD, Adam or "
+            "AdamW, max_grad_norm= or spare_buffer=True, and a schedule of one delay"
+        )
+
+
+def _check(session: Session, hook: object) -> None:
+    what = "register_comm_hook"
+    if not callable(hook):
+        raise TypeError(f"{what}: hook: {type(hook).__name__} given, it must be a function")
+    try:
+        inspect.signature(hook).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{what}: hook: {_name_of(hook)} must take (state, bucket): {error}"
+        ) from None
+    if session.grid.width == 1:
+        raise ValueError(f"{what}: width: 1, hooks need several replicas: nothing is added up")
+    if session.schedule.num_pipelines > 1:
+        raise ValueError(
+            f"{what}: schedule {session.schedule.name!r} has {session.schedule.num_pipelines} "
+            "pipelines, whose parts of a batch are added: hooks, which average, need 1"
+        )
+    if len(set(session.schedule.delay)) > 1:
+        raise ValueError(
+            f"{what}: schedule {session.schedule.name!r} has delays {session.schedule.delay}: "
+            "hooks need one delay, with which updates wait for all stages"
+        )
+    if session.stages.options.optimizer_on_host:
+        raise ValueError(
+            f'{what}: optimizer_device: "cpu", which takes gradients bucket by bucket as they are '
+            "added up: hooks need None"
+        )
+    if any(stage.weights.comm_hook is not None for stage in session.stages):
+        raise ValueError(f"{what}: called twice, a pipeline has one hook")
+    session.accumulation.check_between_batches(what)
+
+
+def _state_of(session: Session, weights: StageWeights, state: Any, num_stages: int) -> object:
+    group = replica_group(session, weights.index_in_model)
+    if state is None:
+        return group
+    if callable(state):
+        state = state(group)
+    elif num_stages > 1:
+        raise ValueError(
+            f"register_comm_hook: state: one {type(state).__name__}, stages of this process: "
+            f"{num_stages}, each needs its own: give a function that makes it of the stage's group"
+        )
+    _check_group(state, group)
+    return state
+
+
+def _check_group(state: Any, group: dist.ProcessGroup) -> None:
+    """Raises ValueError if collectives would be made over another group than the replicas'."""
+    given = (
+        state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", group)
+    )
+    if given is group:
+        return
+    expected = dist.get_process_group_ranks(group)
+    if given is None or given is dist.group.WORLD:
+        shown = "that of all processes, which the main thread uses"
+    elif (ranks := dist.get_process_group_ranks(given)) != expected:
+        shown = f"ranks {ranks}"
+    else:
+        return
+    raise ValueError(
+        f"register_comm_hook: process_group of the state: {shown}, the stage's replicas are ranks "
+        f"{expected}: give pipe.replica_group()"
+    )
+
+
+def _name_of(hook: object) -> str:
+    module = getattr(hook, "__module__", type(hook).__module__)
+    return f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+
+
+class StageHook:
+    """What a stage's update calls in place of adding up its gradients over the replicas.
+
+    Args:
+        weights: the stage's.
+        hook: the user's.
+        state: its first argument.
+        group: the stage's replicas.
+        fault: ends waiting for them.
+    """
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        hook: CommHook,
+        state: object,
+        *,
+        group: dist.ProcessGroup,
+        fault: _C.Fault,
+    ) -> None:
+        self._parameters = weights.originals
+        self._buckets = _C.hooked_buckets(weights.engine)
+        self._hook = hook
+        self._state = state
+        self._group = group
+        self._fault = fault
+
+    def __call__(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
+        """Makes gradients the mean over the replicas, in place; False: the pipeline has failed.
+
+        Args:
+            buffers: of the buckets.
+            unscaling: what takes the loss scale off gradients; None: they have none.
+
+        Raises:
+            WrongHookError, WrongHookTypeError: what the hook gave is no such mean.
+        """
+        with torch.no_grad():
+            if unscaling is not None and buffers:
+                for buffer in buffers:
+                    buffer.mul_(unscaling)
+                overflow = self._any_overflow(buffers)
+                if overflow is None:
+                    return False
+                if overflow:  # on all replicas alike: the batch is skipped
+                    for buffer in buffers:
+                        buffer.fill_(torch.nan)
+                    return True
+            return all(self._average(index, buffer) for index, buffer in enumerate(buffers))
+
+    def _average(self, index: int, buffer: torch.Tensor) -> bool:
+        places = self._buckets[index]
+        bucket = _C.make_bucket(
+            index=index,
+            count=len(self._buckets),
+            buffer=buffer,
+            places=places,
+            parameters=[self._parameters[parameter] for parameter, _, _ in places],
+        )
+        future: Any = self._hook(self._state, bucket)
+        if not isinstance(future, Future):
+            raise WrongHookTypeError(
+                f"{_name_of(self._hook)} returned {type(future).__name__}, it must return a "
+                "torch.futures.Future"
+            )
+        if not self._wait_for(future):
+            return False
+        mean = future.wait()
+        if not isinstance(mean, torch.Tensor):
+            raise WrongHookTypeError(
+                f"{_name_of(self._hook)} returned a Future of {type(mean).__name__}, it must be "
+                "one of a tensor"
+            )
+        if mean.shape != buffer.shape:
+            raise WrongHookError(
+                f"{_name_of(self._hook)} returned shape {list(mean.shape)}, its bucket has shape "
+                f"{list(buffer.shape)}: they must agree"
+            )
+        if mean.dtype not in (buffer.dtype, bucket.buffer().dtype):  # which the hook may have set
+            raise WrongHookError(
+                f"{_name_of(self._hook)} returned {mean.dtype}, its bucket has {buffer.dtype}: "
+                "they must agree"
+            )
+        if mean.data_ptr() != buffer.data_ptr():
+            buffer.copy_(mean)
+        return True
+
+    def _any_overflow(self, buffers: Sequence[torch.Tensor]) -> bool | None:
+        """Whether a gradient of any replica is not finite; None: the pipeline has failed."""
+        finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
+        number = (~finite).to(torch.float32).reshape(1)
+        work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        future = work.get_future()
+        if not self._wait_for(future):
+            return None
+        future.wait()  # raises what made it fail
+        return bool(number.item())
+
+    def _wait_for(self, future: Future[Any]) -> bool:
+        """Waits until the future is done, without Python's lock; False: the pipeline has failed."""
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        while not done.wait(0.1):
+            if self._fault.raised:
+                return False
+        return True
+
+
+def _while_alive(hook: StageHook) -> Callable[[list[torch.Tensor], float | None], bool]:
+    """For the engine, which would keep alive what the user's hook and its state refer to."""
+    alive = weakref.ref(hook)
+
+    def call_it(buffers: list[torch.Tensor], unscaling: float | None) -> bool:
+        made = alive()
+        if made is None:
+            raise RuntimeError("the pipeline is gone")
+        return made(buffers, unscaling)
+
+    return call_it
