@@ -41,14 +41,14 @@ def data(replica: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def build(model: Any = None, **changes: Any) -> Any:
+def build(model: Any = None, loss_fn: Any = mse_loss, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "num_microbatches": MICROBATCHES,
         "example_args": (torch.ones(1, SIZE),),
         "width": 2,
         "timeout": 60.0,
     }
-    return pd2.PipelineModule(model or layers(), mse_loss, **settings | changes)
+    return pd2.PipelineModule(model or layers(), loss_fn, **settings | changes)
 
 
 def sgd(parameters: Any, **options: Any) -> Any:
@@ -411,9 +411,48 @@ def with_loss_scale(rank: int, world: int) -> tuple[bool, int]:
     return equal(*ends), calls
 
 
+def with_a_discarded_batch(rank: int, world: int) -> tuple[bool, int]:
+    """No hook gets what is left of a batch in which one replica's loss function fails."""
+    torch.set_num_threads(1)
+    ends, losses, calls = [], 0, 0
+
+    def counting(group: Any, bucket: dist.GradBucket) -> Any:
+        nonlocal calls
+        calls += 1
+        return allreduce_hook(group, bucket)
+
+    def failing_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal losses
+        losses += 1
+        if rank == 1 and losses == 2 * MICROBATCHES + 1:
+            raise ZeroDivisionError("on purpose")
+        return mse_loss(output, target)
+
+    for loss_fn in (mse_loss, failing_loss):
+        calls = number = 0
+        with build(layers()[1:], loss_fn, spare_buffer=True) as pipe:
+            pipe.register_comm_hook(None, counting)
+            opt = sgd(pipe.parameters())
+            while number < BATCHES:
+                x, y = data(rank)[number]
+                try:
+                    pipe.train_step(x, target=y)
+                    opt.step()
+                    number += 1
+                    if number == BATCHES:
+                        pipe.flush()
+                except pd2.errors.StageError as error:
+                    if error.discarded is None:
+                        raise
+                    number = error.discarded[0]
+            ends.append(train(pipe, opt, []))
+    assert losses > BATCHES * MICROBATCHES or rank == 0
+    return equal(*ends), calls
+
+
 @pytest.fixture(scope="module")
 def over_two() -> list[RankResult]:
-    functions = (wrong_hooks, wrong_calls, beside, with_loss_scale)
+    functions = (wrong_hooks, wrong_calls, beside, with_loss_scale, with_a_discarded_batch)
     return run_ranks(in_turn, 2, args=functions, timeout=150)
 
 
@@ -440,3 +479,9 @@ def test_hooks_get_gradients_without_a_loss_scale_and_none_that_overflow(
 ) -> None:
     for result in over_two:
         assert result.value[3] == (True, BATCHES)
+
+
+@pytest.mark.slow
+def test_no_hook_gets_a_discarded_batch(over_two: list[RankResult]) -> None:
+    for result in over_two:
+        assert result.value[4] == (True, BATCHES)
