@@ -331,7 +331,7 @@ def wrong_calls(rank: int, world: int) -> dict[str, Outcome]:
 
 
 CALLS: Expected = {
-    "one replica": ("ValueError", ["width: 1", "several replicas"]),
+    "one replica": ("ValueError", ["register_comm_hook: width: 1", "several replicas"]),
     "no function": ("TypeError", ["hook: int", "must be a function"]),
     "one argument": ("TypeError", ["must take (state, bucket)"]),
     "on the host": ("ValueError", ['optimizer_device: "cpu"', "need None"]),
