@@ -179,6 +179,13 @@ def test_ok_topk_counts_what_it_sends(results: list[RankResult], *, balances: bo
             assert counted <= written <= 1.1 * counted + 10_000
 
 
+def test_regions_follow_what_is_large(results: list[RankResult]) -> None:
+    """Whoever has the region of all that is large would send most (up to three times the mean)."""
+    for batch in range(PERIODS["region_period"], BATCHES, PERIODS["region_period"]):
+        sent = [result.value[False]["counted"][batch] for result in results]
+        assert max(sent) < 1.2 * sum(sent) / WORLD
+
+
 @pytest.mark.parametrize(("balances", "least", "most"), [(False, 3.8, 4.1), (True, 4.3, 6)])
 def test_ok_topk_sends_the_papers_share(
     results: list[RankResult], *, balances: bool, least: float, most: float
