@@ -11,6 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 
 import pipedream2bw as pd2
 from pipedream2bw import _C
@@ -42,6 +46,7 @@ class Training:
         options: of PipelineModule.
         train_steps: of an optimizer's step.
         no_sync: all but the last of these are in ``no_sync()``.
+        hook: averages replicas' gradients.
     """
 
     task: Task = SKIPS
@@ -52,6 +57,7 @@ class Training:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_steps: int = 1
     no_sync: bool = False
+    hook: Any = None
 
     def run(self, device: str, num_stages: int, width: int) -> Trajectory:
         """Trains there, in this process's part; the state is the host's."""
@@ -68,6 +74,8 @@ class Training:
             opt = pd2.PipelineOptimizer(
                 OPTIMIZERS[self.optimizer](pipe.parameters()), **self.opt_options
             )
+            if self.hook is not None:
+                pipe.register_comm_hook(None, self.hook)
             losses = []
             for number, batch in enumerate(batches, 1):
                 is_last = number % self.train_steps == 0
@@ -125,6 +133,10 @@ TRAININGS = {
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
 OF_REPLICAS += ["no_sync", "graphs"]
+HOOKED = {
+    "hook": Training(hook=allreduce_hook, opt_options=CLIPS),
+    "hook, loss scale": dataclasses.replace(TRAININGS["loss scale"], hook=fp16_compress_hook),
+}
 
 
 class Checked(channels.Channels):
@@ -157,7 +169,7 @@ def train(rank: int, world: int, names: Sequence[str], kind: str, width: int) ->
             )
         patches.enter_context(mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends))
         for name in names:
-            training = TRAININGS[name]
+            training = (TRAININGS | HOOKED)[name]
             want = training.run("cpu", world // width, width)
             # Whatever waits for a device on a real one does so here at random.
             checked.set_drains(at_first_use=True, probability=0.05, seed=rank)
@@ -179,4 +191,6 @@ def test_three_processes() -> None:
 
 
 def test_replicas() -> None:
-    run_ranks(train, 4, args=[OF_REPLICAS, "group", 2], rendezvous="environment", timeout=90)
+    run_ranks(
+        train, 4, args=[[*OF_REPLICAS, *HOOKED], "group", 2], rendezvous="environment", timeout=90
+    )
