@@ -86,8 +86,13 @@ class OkTopkState:
         """What has not been sent of the bucket of that index, as a part of the mean."""
         return self._buckets[index].residual
 
-    def reduce(self, index: int, gradients: torch.Tensor) -> Steps[None]:
+    def reduce(self, index: int, gradients: torch.Tensor, count: int) -> Steps[None]:
         """Replaces a replica's gradients, flat, by the sparse mean over all; see ``Steps``.
+
+        Args:
+            index: of their bucket.
+            gradients: with zeros between parameters.
+            count: n, without these.
 
         Raises:
             ValueError: more of them than the 32 bits of an index can tell apart.
@@ -96,11 +101,11 @@ class OkTopkState:
         if numel >= 2**31:
             raise ValueError(f"bucket of {numel} gradients, Ok-Topk takes less than 2**31")
         kept = self._buckets.setdefault(index, _Bucket(torch.full_like(gradients, _NOTHING)))
-        k = max(1, round(self.density * numel))
+        k = max(1, round(self.density * count))
         pending = kept.residual.add_(gradients / self._size)
-        renews = kept.batch % self.threshold_period == 0 and k < numel
+        renews = kept.batch % self.threshold_period == 0 and k < count
         mine = _large(pending, kept.own_threshold)
-        if renews or (mine.numel() > 2 * k and k < numel):
+        if renews or (mine.numel() > 2 * k and k < count):
             kept.own_threshold = _threshold(pending, k)
             mine = _large(pending, kept.own_threshold)
         if kept.batch % self.region_period == 0:
@@ -212,7 +217,8 @@ def ok_topk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future
     pd2.ok_topk_hook)``. Also for ``DistributedDataParallel``.
     """
     gradients = bucket.buffer()
-    steps = state.reduce(bucket.index(), gradients)
+    count = sum(each.numel() for each in bucket.gradients())
+    steps = state.reduce(bucket.index(), gradients, count)
     if gradients.device.type != "cpu":  # where work is only enqueued
         for work in steps:
             work.wait()

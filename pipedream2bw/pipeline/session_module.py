@@ -91,10 +91,11 @@ class SessionModule(nn.Module):
                 is to end it before ``timeout``: what it gives is waited for.
 
         Raises:
-            ValueError: one replica; two pipelines; an optimizer on the host; there is a hook; a
-                batch waits for its ``opt.step()``; updates that do not wait for all stages, as a
-                discarded batch would reach the hooks of some replicas; a state whose
-                ``process_group`` is not that of the replicas; ranks differ. On every rank.
+            ValueError: one replica; two pipelines; an optimizer on the host; several stages on
+                devices other than CPUs; there is a hook; a batch waits for its ``opt.step()``;
+                updates that do not wait for all stages, as a discarded batch would reach the hooks
+                of some replicas; a state whose ``process_group`` is not that of the replicas; ranks
+                differ. On every rank.
             TypeError: ``hook`` cannot be called with two arguments. On every rank.
         """
         register_comm_hook(self.session, state, hook)

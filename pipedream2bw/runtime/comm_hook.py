@@ -111,6 +111,13 @@ def _check(session: Session, hook: object) -> None:
             f'{what}: optimizer_device: "cpu", which takes gradients bucket by bucket as they are '
             "added up: hooks need None"
         )
+    devices = {device.type for device in session.stages.options.devices} - {"cpu"}
+    if devices and session.schedule.depth > 1:
+        raise ValueError(
+            f"{what}: stages on {', '.join(devices)}, num_stages: {session.schedule.depth}: a hook "
+            "that takes memory or reads a number there may wait for messages between stages that "
+            "wait for it: there must be 1 stage, or stages on the CPU"
+        )
     if any(stage.weights.comm_hook is not None for stage in session.stages):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)

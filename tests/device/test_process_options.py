@@ -46,7 +46,7 @@ class Training:
         options: of PipelineModule.
         train_steps: of an optimizer's step.
         no_sync: all but the last of these are in ``no_sync()``.
-        hook: averages replicas' gradients.
+        hook: averages replicas' gradients, with what makes its state.
     """
 
     task: Task = SKIPS
@@ -57,7 +57,7 @@ class Training:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_steps: int = 1
     no_sync: bool = False
-    hook: Any = None
+    hook: tuple[Any, Any] | None = None
 
     def run(self, device: str, num_stages: int, width: int) -> Trajectory:
         """Trains there, in this process's part; the state is the host's."""
@@ -75,7 +75,7 @@ class Training:
                 OPTIMIZERS[self.optimizer](pipe.parameters()), **self.opt_options
             )
             if self.hook is not None:
-                pipe.register_comm_hook(None, self.hook)
+                pipe.register_comm_hook(*self.hook)
             losses = []
             for number, batch in enumerate(batches, 1):
                 is_last = number % self.train_steps == 0
@@ -134,8 +134,13 @@ OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
 OF_REPLICAS += ["no_sync", "graphs"]
 HOOKED = {
-    "hook": Training(hook=allreduce_hook, opt_options=CLIPS),
-    "hook, loss scale": dataclasses.replace(TRAININGS["loss scale"], hook=fp16_compress_hook),
+    "Ok-Topk": Training(
+        hook=(lambda group: pd2.OkTopkState(group, 0.3), pd2.ok_topk_hook), opt_options=CLIPS
+    ),
+    "hook": Training(hook=(None, allreduce_hook), opt_options=CLIPS),
+    "hook, loss scale": dataclasses.replace(
+        TRAININGS["loss scale"], hook=(None, fp16_compress_hook)
+    ),
 }
 
 
@@ -149,7 +154,7 @@ class Checked(channels.Channels):
         ends = [*self.senders.values(), *self.receivers.values()]
         on_hosts = all(device.type == "cpu" for device in self._devices)
         between = [end for end in ends if not isinstance(end, _C.LocalChannel)]
-        assert on_hosts or between
+        assert on_hosts or between or not edges
         assert on_hosts or all(isinstance(end, self.kind_of_ends) for end in between), between
 
 
@@ -191,6 +196,21 @@ def test_three_processes() -> None:
 
 
 def test_replicas() -> None:
-    run_ranks(
-        train, 4, args=[[*OF_REPLICAS, *HOOKED], "group", 2], rendezvous="environment", timeout=90
-    )
+    run_ranks(train, 4, args=[OF_REPLICAS, "group", 2], rendezvous="environment", timeout=90)
+
+
+def test_hooks() -> None:
+    """Of one stage: others wait for messages, which hooks may have to wait for."""
+    run_ranks(train, 2, args=[list(HOOKED), "group", 2], rendezvous="environment", timeout=90)
+
+
+def hooked(rank: int, world: int) -> None:
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,checked:checked")
+    training = dataclasses.replace(TRAININGS["sgd"], hook=(None, allreduce_hook))
+    with pytest.raises(ValueError, match="stages on checked, num_stages: 2: a hook that"):
+        training.run(f"checked:{rank}", 2, 2)
+
+
+def test_a_hook_of_several_stages_on_devices_is_refused() -> None:
+    run_ranks(hooked, 4, rendezvous="environment", timeout=60)

@@ -30,6 +30,9 @@ class Bucket:
     def buffer(self) -> torch.Tensor:
         return self._buffer
 
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._buffer]
+
 
 def gradients() -> list[torch.Tensor]:
     """By batch, of all replicas: a part of them is large, and moves; some are zero."""
