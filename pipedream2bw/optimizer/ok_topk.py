@@ -219,10 +219,12 @@ def ok_topk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future
     gradients = bucket.buffer()
     count = sum(each.numel() for each in bucket.gradients())
     steps = state.reduce(bucket.index(), gradients, count)
+    devices: list[int | str | torch.device] = []
     if gradients.device.type != "cpu":  # where work is only enqueued
+        devices.append(gradients.device)
         for work in steps:
             work.wait()
-    mean: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    mean: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
     def go_on(done: torch.futures.Future[Any] | None) -> None:
         try:
