@@ -50,6 +50,11 @@ def check_shares(
             'shard_state: True, optimizer_device: "cpu": replicas share out what is where the '
             "stages are: it must be None"
         )
+    if any(stage.weights.comm_hook is not None for stage in session.stages):
+        raise ValueError(
+            "shard_state: True, register_comm_hook: called: a hook makes all gradients the mean on "
+            "every replica, of which each would need its share alone: it must be one of the two"
+        )
     if session.schedule.num_pipelines > 1:
         raise ValueError(
             f"shard_state: True, schedule: {session.schedule.name!r}, pipelines: "

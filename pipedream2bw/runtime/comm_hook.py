@@ -118,6 +118,11 @@ def _check(session: Session, hook: object) -> None:
             "that takes memory or reads a number there may wait for messages between stages that "
             "wait for it: there must be 1 stage, or stages on the CPU"
         )
+    if any(stage.weights.engine.is_shared for stage in session.stages):
+        raise ValueError(
+            f"{what}: shard_state: True, with which a replica gets the gradients of its share "
+            "alone: hooks need False"
+        )
     if any(stage.weights.comm_hook is not None for stage in session.stages):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)

@@ -327,6 +327,13 @@ def wrong_calls(rank: int, world: int) -> dict[str, Outcome]:
             lambda: pipe.register_comm_hook(None, allreduce_hook)
         )
         del optimizer
+    with build(one) as pipe:
+        pipe.register_comm_hook(None, allreduce_hook)
+        outcomes["shares after"] = attempt(lambda: sgd(pipe.parameters(), shard_state=True))
+    with build(one) as pipe:
+        optimizer = sgd(pipe.parameters(), shard_state=True)
+        outcomes["shares before"] = attempt(lambda: pipe.register_comm_hook(None, allreduce_hook))
+        del optimizer
     return outcomes
 
 
@@ -343,6 +350,8 @@ CALLS: Expected = {
     "twice": ("ValueError", ["called twice"]),
     "optimizer after": ("ValueError", ["before all stages are through", "'2bw'"]),
     "optimizer before": ("ValueError", ["before all stages are through", "'2bw'"]),
+    "shares after": ("ValueError", ["shard_state: True", "register_comm_hook: called"]),
+    "shares before": ("ValueError", ["register_comm_hook", "shard_state: True", "need False"]),
 }
 
 
