@@ -3,6 +3,7 @@
 #include "engine/stage/stage.h"
 #include "engine/weights/split_master.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pd2 {
@@ -52,12 +53,12 @@ void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
 
 int Stage::owner(std::size_t parameter) const {
   const Place& place = places_.at(parameter);
-  for (const Share& share : replicas_->shares()) {
-    if (share.dtype == place.buffer && share.first <= place.index && place.index < share.last) {
-      return share.rank;
-    }
-  }
-  PD2_ASSERT(false, "parameter ", parameter, " is in no share");
+  const std::vector<Share>& shares = replicas_->shares();
+  const auto share = std::ranges::find_if(shares, [&](const Share& each) {
+    return each.dtype == place.buffer && each.first <= place.index && place.index < each.last;
+  });
+  PD2_ASSERT(share != shares.end(), "parameter ", parameter, " is in no share");
+  return share->rank;
 }
 
 std::vector<Share> Stage::shares_of(std::size_t buffer) const {
@@ -79,14 +80,15 @@ at::Tensor Stage::range_of_masters(std::size_t buffer, std::int64_t begin,
   if (!masters_[buffer].defined()) {
     return {};
   }
-  std::int64_t before = 0;
-  for (const Share& share : shares_of(buffer)) {  // which lie one after the other
-    if (share.begin <= begin && begin + numel <= share.end) {
-      return masters_[buffer].narrow(0, before + begin - share.begin, numel);
-    }
-    before += share.end - share.begin;
+  const std::vector<Share> mine = shares_of(buffer);
+  const auto share = std::ranges::find_if(
+      mine, [&](const Share& each) { return each.begin <= begin && begin + numel <= each.end; });
+  PD2_ASSERT(share != mine.end(), "elements from ", begin, " on are another replica's");
+  std::int64_t before = 0;  // shares lie one after the other
+  for (auto each = mine.begin(); each != share; ++each) {
+    before += each->end - each->begin;
   }
-  PD2_ASSERT(false, "elements from ", begin, " on are another replica's");
+  return masters_[buffer].narrow(0, before + begin - share->begin, numel);
 }
 
 at::Tensor Stage::kept_master(std::size_t parameter) const {
