@@ -65,8 +65,7 @@ void bind_making(StageClass& stage) {
           },
           py::arg("fault"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_shared", &Stage::is_shared)
-      .def("owns", &Stage::owns, py::arg("parameter"))
-      .def("owner", &Stage::owner, py::arg("parameter"));
+      .def("owns", &Stage::owns, py::arg("parameter"));
 }
 
 void bind_weights(StageClass& stage) {

@@ -184,11 +184,8 @@ class Stage {
       replicas_->settle(is_stopped);
     }
   }
-  // Whether this replica steps the parameter, and the rank of the replicas' group that does.
-  bool owns(std::size_t parameter) const {
-    return !is_shared() || owner(parameter) == replicas_->rank();
-  }
-  int owner(std::size_t parameter) const;
+  // Whether this replica steps the parameter.
+  bool owns(std::size_t parameter) const { return owned_.empty() || owned_.at(parameter); }
   // The masters of all parameters that hide them, by parameter, others undefined: as copies, where
   // replicas share them out; then every replica calls it, drained.
   std::vector<at::Tensor> whole_masters(const std::function<bool()>& is_stopped);
@@ -324,6 +321,7 @@ class Stage {
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
   std::vector<Place> places_;                           // by parameter
+  std::vector<bool> owned_;                             // the same; empty: replicas step all
   std::vector<std::vector<at::Tensor>> slots_;          // [slot][dtype]
   std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;

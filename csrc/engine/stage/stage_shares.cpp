@@ -33,6 +33,15 @@ void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
   optimizers_.clear();
   stepped_.clear();
   replicas_->share(shares, everywhere);
+  owned_.assign(shares ? places_.size() : 0, false);
+  for (std::size_t i = 0; i < owned_.size(); ++i) {
+    const Place& place = places_[i];
+    const auto share = std::ranges::find_if(replicas_->shares(), [&](const Share& each) {
+      return each.dtype == place.buffer && each.first <= place.index && place.index < each.last;
+    });
+    PD2_ASSERT(share != replicas_->shares().end(), "parameter ", i, " is in no share");
+    owned_[i] = share->rank == replicas_->rank();
+  }
   for (std::size_t buffer = 0; buffer < masters_.size(); ++buffer) {
     const at::Tensor& whole = wholes[buffer];
     if (!whole.defined() || !shares) {
@@ -49,16 +58,6 @@ void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
       range_of_masters(buffer, share.begin, length).copy_(whole.narrow(0, share.begin, length));
     }
   }
-}
-
-int Stage::owner(std::size_t parameter) const {
-  const Place& place = places_.at(parameter);
-  const std::vector<Share>& shares = replicas_->shares();
-  const auto share = std::ranges::find_if(shares, [&](const Share& each) {
-    return each.dtype == place.buffer && each.first <= place.index && place.index < each.last;
-  });
-  PD2_ASSERT(share != shares.end(), "parameter ", parameter, " is in no share");
-  return share->rank;
 }
 
 std::vector<Share> Stage::shares_of(std::size_t buffer) const {
