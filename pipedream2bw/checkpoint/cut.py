@@ -20,6 +20,7 @@ import torch
 
 from ..errors import reworded
 from ..optimizer.cut import OptimizerCut, SavedOptimizers
+from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
@@ -121,10 +122,11 @@ def begin_cut(
 
         return call
 
-    is_mine = _sharing_out(session)
     tied = session.local_model.tied_names()
     for stage in stages:
-        copy = then(_copying(stage, cut, optimizer, memory, oldest[stage.index], is_mine, tied))
+        copy = then(
+            _copying(stage, cut, optimizer, memory, oldest[stage.index], session.grid, tied)
+        )
         stage.executor.submit_copy(stage=stage.index, version=cut.batch, copy=copy)
         pipeline = session.grid.pipeline(stage.index)
         copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model))
@@ -133,21 +135,25 @@ def begin_cut(
     return cut
 
 
-def _sharing_out(session: Session) -> Callable[[LocalStage, int, str], bool]:
-    """Says which of a stage's parameters this process saves, by their numbers and names.
+def _saved_here(grid: RankGrid, stage: LocalStage) -> set[str]:
+    """The names of a stage's parameters that this process saves.
 
     The processes that hold a stage share them out, as their optimizers do if these have shares; of
     two pipelines the first one's save all.
     """
-    grid = session.grid
-
-    def is_mine(stage: LocalStage, number: int, name: str) -> bool:
-        weights = stage.weights
-        if weights.engine.is_shared and name in weights.trainable:
-            return weights.engine.owns(list(weights.trainable).index(name))
-        return grid.pipeline(stage.index) == 0 and number % grid.width == grid.replica
-
-    return is_mine
+    weights = stage.weights
+    is_first = grid.pipeline(stage.index) == 0
+    counted = [name for name in weights.in_root if weights.counts(name)]
+    mine = {
+        name
+        for number, name in enumerate(counted)
+        if is_first and number % grid.width == grid.replica
+    }
+    if weights.engine.is_shared:
+        mine -= weights.trainable.keys()
+        owned = [name for i, name in enumerate(weights.trainable) if weights.engine.owns(i)]
+        mine |= set(owned).intersection(counted)
+    return mine
 
 
 def _copying(
@@ -156,14 +162,13 @@ def _copying(
     optimizer: OptimizerCut | None,
     memory: HostMemory,
     oldest: int,
-    is_mine: Callable[[LocalStage, int, str], bool],
+    grid: RankGrid,
     tied: Mapping[str, str],
 ) -> Callable[[], None]:
     weights, engine = stage.weights, stage.weights.engine
 
     def copy() -> None:
-        counted = [name for name in weights.in_root if weights.counts(name)]
-        mine = {name for number, name in enumerate(counted) if is_mine(stage, number, name)}
+        mine = _saved_here(grid, stage)
         live: dict[tuple[str, str], torch.Tensor] = {}
         for i, name in enumerate(weights.trainable):
             if name in mine:
