@@ -52,9 +52,8 @@ double least_sent(const ProfiledModel& model, int size);
 //   all        m (F + I + W + R) / S: the ranks' work, however it is cut. Where batches drain their
 //              all-reduce comes on top; where not, it fits beside, but into no less than a batch
 //   all        m s, m s / 2 for chimera, whose stage is on two ranks
-//   2bw        m (F + I + W + 2 (p - 1) c) / p: the cycle over all stages (core/plan/period.h); in
-//   a
-//              V m (F + I + 4 (p - 1) c) / n, n microbatches at once between F and I of stage 0
+//   2bw        m (F + I + W + 2 (p - 1) c) / p: the cycle over all stages (core/plan/period.h)
+//   2bw, in a V  m (F + I + 4 (p - 1) c) / n, n microbatches at once between F and I of stage 0
 //   1f1b       for each stage j, what comes before and after it, and m times its own. The weights
 //              lambda that make the mean of these d bounds the same for every cut give
 //              (F + I + W) / (1 - (1 - 1/m)^p), and 2 c for each stage before j on average

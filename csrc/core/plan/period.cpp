@@ -18,10 +18,6 @@ double whole_backward(const StageCosts& stage) { return stage.input_grad + stage
 
 double update(const StageCosts& stage) { return stage.all_reduce + stage.update; }
 
-double seconds_of(const EdgeCosts& edge) {
-  return edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
-}
-
 // Messages by the stage that receives them: from the one before, then from others.
 struct Message {
   int from = 0;
@@ -244,8 +240,7 @@ double period_of_v_with_two_versions(const PipelineShape& shape, const Costs& co
   const int m = shape.num_microbatches;
   double period = m * seconds_per_microbatch_of_v(shape, costs);
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    double work = 0;
-    for (const int stage : shape.stages_on(rank)) work += work_of(costs.stages[stage]);
+    const double work = work_of_rank(shape, costs, rank);
     for (const int stage : shape.stages_on(rank)) {
       const double updating = update(costs.stages[stage]);
       // From a batch's first F to the end of its update, two batches' time may pass.
@@ -311,6 +306,16 @@ double simulated_actions(const PipelineShape& shape) {
 double period_by_formula(const PipelineShape& shape, const Costs& costs) {
   const double messages = shape.num_microbatches * (shape.method->is_bidirectional() ? 0.5 : 1);
   return std::max(period_of(shape, costs), messages * busiest_link(shape, costs));
+}
+
+double seconds_of(const EdgeCosts& edge) {
+  return edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
+}
+
+double work_of_rank(const PipelineShape& shape, const Costs& costs, int rank) {
+  double work = 0;
+  for (const int stage : shape.stages_on(rank)) work += work_of(costs.stages[stage]);
+  return work;
 }
 
 double work_of(const StageCosts& stage) {

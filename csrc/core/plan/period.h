@@ -41,6 +41,11 @@ bool has_exact_formula(const ScheduleMethod& method);
 
 // The work of a microbatch: F, I, W and what is recomputed.
 double work_of(const StageCosts& stage);
+// Of all stages that the rank holds.
+double work_of_rank(const PipelineShape& shape, const Costs& costs, int rank);
+
+// From a message's start to its arrival.
+double seconds_of(const EdgeCosts& edge);
 
 struct StepTime {
   double seconds = 0;  // of a batch

@@ -76,10 +76,8 @@ class Waits {
 
   void add_messages(int from, int to, const EdgeCosts& edge) {
     if (shape_.rank_of(from) == shape_.rank_of(to)) return;
-    const double hop =
-        edge.latency + (edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0);
-    add_message(from, to, kForward, hop);
-    add_message(to, from, kInputGrad, hop);
+    add_message(from, to, kForward, seconds_of(edge));
+    add_message(to, from, kInputGrad, seconds_of(edge));
   }
 
   void add_message(int from, int to, ActionKind kind, double hop) {
@@ -163,9 +161,7 @@ double seconds_per_microbatch_of_v(const PipelineShape& shape, const Costs& cost
   const Waits waits(shape, costs);
   double longest = 0;
   for (int rank = 0; rank < shape.ranks; ++rank) {
-    double work = 0;
-    for (const int stage : shape.stages_on(rank)) work += work_of(costs.stages[stage]);
-    longest = std::max(longest, work);
+    longest = std::max(longest, work_of_rank(shape, costs, rank));
   }
   while (true) {
     Ends ends(waits, longest);
