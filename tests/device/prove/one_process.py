@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import pipedream2bw as pd2
-from tests.device import checked
 from tests.device.on_device import batch_on, on, places
-from tests.device.prove.outcomes import (
-    FOUND,
-    KINDS,
-    NUM_BATCHES,
-    NUM_JUDGED,
-    VERDICTS,
-    Outcome,
-    synchronize,
-)
-from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
+from tests.device.prove.outcomes import KINDS, NUM_BATCHES, Outcome, count, train, without
+from tests.runs.trajectory import Trajectory, assert_same, make_pipeline
 from tests.samples.models import TASKS, Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
@@ -51,17 +39,7 @@ class Training:
             options = {**options, "devices": places(self.num_stages, 2)}
         batches = [batch_on(each, device) for each in self.task.batches([self.m] * NUM_BATCHES)]
         with make_pipeline(task, self.num_stages, self.m, batches[0], **options) as pipe:
-            adam = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
-            opt = pd2.PipelineOptimizer(adam, **self.optimizer)
-            losses = []
-            for number, batch in enumerate(batches):
-                losses.append(pipe.train_step(*batch.args, target=batch.target))
-                opt.step()
-                if number == NUM_JUDGED - 1:
-                    losses[-1].item()
-                    judged()
-            state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
-        return Trajectory([float(loss) for loss in losses], copy_of(state))
+            return train(pipe, batches, judged, **self.optimizer)
 
 
 _LANGUAGE_MODEL = TIED["language model"]
@@ -87,37 +65,11 @@ TRAININGS = {
 }
 
 
-def judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) -> str:
-    """What becomes of the training without the n-th of a kind."""
-    synchronize()  # what was given before is over
-    checked.drop_nth(kind, n)
-    is_same = True
-    try:
-        assert_same(training.run("checked:0"), want)
-        gc.collect()
-        checked.settle_memory()  # a missing record_stream shows where memory may be used again
-    except Exception:
-        is_same = False
-    gc.collect()  # what the exception held
-    errors, verdict = checked.errors(), checked.verdict()
-    checked.drop_nth(kind, 0)
-    synchronize()
-    checked.clear_errors()
-    if errors or not is_same:
-        return FOUND
-    return VERDICTS[verdict]
-
-
 def prove(training: Training, every: int) -> Iterator[Outcome]:
     """Gives what became of each that was left out; one of ``every``."""
+    run = functools.partial(training.run, "checked:0")
     want = training.run("cpu")
-    assert_same(training.run("checked:0"), want)  # first uses
+    assert_same(run(), want)  # first uses
     for kind in KINDS:
-        checked.drop_nth(kind, 0)
-        counts: list[int] = []
-        note = functools.partial(
-            lambda kind, counts: counts.append(checked.count(kind)), kind, counts
-        )
-        assert_same(training.run("checked:0", note), want)
-        for n in range(1, counts[0] + 1, every):
-            yield kind, n, judge(training, want, kind, n)
+        for n in range(1, count(run, want, kind) + 1, every):
+            yield kind, n, without(run, want, kind, n)

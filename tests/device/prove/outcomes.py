@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
+import pipedream2bw as pd2
 from tests.device import checked
+from tests.references.oracle import Batch
+from tests.runs.trajectory import Trajectory, assert_same, copy_of
 
 NUM_BATCHES, NUM_JUDGED = 6, 3
 """What is left out in the last batches may be for those that would come after them."""
@@ -31,3 +38,66 @@ def synchronize() -> None:
     """Waits until all devices are idle."""
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(device)
+
+
+def train(
+    pipe: pd2.PipelineModule,
+    batches: Sequence[Batch],
+    judged: Callable[[], None],
+    **optimizer: Any,
+) -> Trajectory:
+    """Trains by Adam; the state is the host's. Calls ``judged`` after the first batches."""
+    adam = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
+    opt = pd2.PipelineOptimizer(adam, **optimizer)
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(pipe.train_step(*batch.args, target=batch.target))
+        opt.step()
+        if number == NUM_JUDGED - 1:
+            losses[-1].item()
+            judged()
+    state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+    return Trajectory([float(loss) for loss in losses], copy_of(state))
+
+
+Run = Callable[[Callable[[], None]], Trajectory]
+"""Trains, and calls what it is given after the first batches."""
+
+
+def count(run: Run, want: Trajectory, kind: checked.Ordering) -> int:
+    """How many of a kind the first batches of a training have."""
+    checked.drop_nth(kind, 0)
+    counts: list[int] = []
+    assert_same(run(lambda: counts.append(checked.count(kind))), want)
+    return counts[0]
+
+
+def without(
+    run: Run,
+    want: Trajectory,
+    kind: checked.Ordering,
+    n: int,
+    *,
+    meet: Callable[[], object] = lambda: None,
+) -> str:
+    """What becomes of a training without the n-th of a kind; 0: nothing is left out.
+
+    Args:
+        meet: waits until other processes are as far.
+    """
+    synchronize()  # what was given before is over
+    checked.drop_nth(kind, n)
+    meet()
+    is_same = True
+    try:
+        assert_same(run(lambda: None), want)
+        gc.collect()
+        checked.settle_memory()  # a missing record_stream shows where memory may be used again
+    except Exception:
+        is_same = False
+    gc.collect()  # what the exception held
+    errors, verdict = checked.errors(), checked.verdict()
+    checked.drop_nth(kind, 0)
+    synchronize()
+    checked.clear_errors()
+    return FOUND if errors or not is_same else VERDICTS[verdict]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -24,13 +23,13 @@ from tests.device.prove.outcomes import (
     FOUND,
     KINDS,
     NUM_BATCHES,
-    NUM_JUDGED,
-    VERDICTS,
     Outcome,
-    synchronize,
+    count,
+    train,
+    without,
 )
 from tests.runs.launch import run_ranks
-from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
+from tests.runs.trajectory import Trajectory, assert_same, make_pipeline
 from tests.samples.models import Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
@@ -64,17 +63,7 @@ class Training:
         task = self.task if device == "cpu" else on(self.task, device)
         options = {**self.options, "width": self.width, "bucket_cap_mb": 1e-4}
         with make_pipeline(task, NUM_RANKS // self.width, self.m, batches[0], **options) as pipe:
-            adam = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
-            opt = pd2.PipelineOptimizer(adam, **self.optimizer)
-            losses = []
-            for number, batch in enumerate(batches):
-                losses.append(pipe.train_step(*batch.args, target=batch.target))
-                opt.step()
-                if number == NUM_JUDGED - 1:
-                    losses[-1].item()
-                    judged()
-            state = copy_of(pipe.state_dict())
-        return Trajectory([float(loss) for loss in losses], state).on_host()
+            return train(pipe, batches, judged, **self.optimizer)
 
 
 _LANGUAGE_MODEL = TIED["language model"]
@@ -121,46 +110,18 @@ def _prove(rank: int, world: int, name: str, every: int) -> list[Outcome]:
 
 
 def _outcomes(rank: int, world: int, training: Training, every: int) -> Iterator[Outcome]:
-    device = f"checked:{rank}"
+    run = functools.partial(training.run, f"checked:{rank}")
     want = training.run("cpu")
-    assert_same(training.run(device), want)  # first uses
+    assert_same(run(), want)  # first uses
     for kind in KINDS:
-        checked.drop_nth(kind, 0)
-        counts: list[int] = []
-        note = functools.partial(
-            lambda kind, counts: counts.append(checked.count(kind)), kind, counts
-        )
-        assert_same(training.run(device, note), want)
-        for leaves_out, most in enumerate(_gathered(counts[0])):
+        for leaves_out, most in enumerate(_gathered(count(run, want, kind))):
             for n in range(1, most + 1, every):
-                yield kind, n, _judge(training, want, kind, n if rank == leaves_out else 0)
+                mine = n if rank == leaves_out else 0
+                words = _gathered(without(run, want, kind, mine, meet=lambda: _gathered(None)))
+                yield kind, n, FOUND if FOUND in words else words[leaves_out]
 
 
 def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def _judge(training: Training, want: Trajectory, kind: checked.Ordering, n: int) -> str:
-    """What becomes of the training; n is 0 in the process that leaves nothing out."""
-    synchronize()
-    checked.drop_nth(kind, n)
-    _gathered(None)
-    is_same = True
-    try:
-        assert_same(training.run(f"checked:{dist.get_rank()}"), want)
-        gc.collect()
-        checked.settle_memory()
-    except Exception:
-        is_same = False
-    gc.collect()
-    mine = (bool(checked.errors()) or not is_same, n > 0, VERDICTS[checked.verdict()])
-    checked.drop_nth(kind, 0)
-    synchronize()
-    checked.clear_errors()
-    found = _gathered(mine)
-    if any(is_found for is_found, _, _ in found):
-        return FOUND
-    (verdict,) = [word for _, is_judge, word in found if is_judge]
-    return verdict
