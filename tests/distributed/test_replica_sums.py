@@ -37,6 +37,19 @@ def bytes_written() -> int:
     return int(counters["wchar"])
 
 
+def bytes_sent(pipe: Any, opt: Any, x: torch.Tensor, batches: int) -> int:
+    """By this process in so many batches, after one that may send more."""
+    before = 0
+    for batch in range(1 + batches):
+        pipe.train_step(x, target=x)
+        opt.step()
+        if batch == 0:
+            pipe.flush()
+            before = bytes_written()
+    pipe.flush()
+    return bytes_written() - before
+
+
 def trained(world: int, hook: Any = None, **options: Any) -> tuple[float, int]:
     """Bytes sent in a batch over those of the gradients; and those of the room for others'."""
     x = torch.ones(2, 8)
@@ -46,15 +59,7 @@ def trained(world: int, hook: Any = None, **options: Any) -> tuple[float, int]:
         if hook is not None:
             pipe.register_comm_hook(None, hook)
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        before = 0
-        for batch in range(1 + COUNT):
-            pipe.train_step(x, target=x)
-            opt.step()
-            if batch == 0:
-                pipe.flush()
-                before = bytes_written()
-        pipe.flush()
-        sent = bytes_written() - before
+        sent = bytes_sent(pipe, opt, x, COUNT)
         return sent / (COUNT * 4 * NUMEL), pipe.memory_report()[0].replica_sums
 
 

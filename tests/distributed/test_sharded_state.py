@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.distributed.test_replica_sums import bytes_sent
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -272,12 +273,6 @@ def square_model() -> list[nn.Module]:
     return [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))]
 
 
-def bytes_written() -> int:
-    """By this process: to sockets and files, not to memory that it shares."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["wchar"])
-
-
 def measured(rank: int, world: int, precision: str | None, shard_state: bool) -> dict[str, float]:
     """Of a parameter: what is reported, what masters and moments take up, and bytes sent."""
     x = torch.ones(2, 128)
@@ -290,15 +285,7 @@ def measured(rank: int, world: int, precision: str | None, shard_state: bool) ->
         example_args=(x,),
     ) as pipe:
         opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=shard_state)
-        before = 0
-        for batch in range(3):
-            pipe.train_step(x, target=x)
-            opt.step()
-            if batch == 0:
-                pipe.flush()
-                before = bytes_written()
-        pipe.flush()
-        sent = bytes_written() - before
+        sent = bytes_sent(pipe, opt, x, 2)
         (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
         engine, slot = stage.weights.engine, stage.weights.engine.newest_slot
         owned = [i for i in range(COUNT) if engine.owns(i)]

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.object_store import object_store
+from tests.unit.checkpoint.trained_run import Trained, runs
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -59,6 +60,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         with contextlib.suppress(Exception):
             run.ckpt.close()
         run.pipe.session.ending.abort("the test is over")
+
+
+@pytest.fixture
+def start_trained() -> Iterator[Callable[..., Trained]]:
+    with runs() as begin:
+        yield begin
 
 
 Hangs = Callable[[str], threading.Event]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,20 @@ from tests.unit.checkpoint.trained_run import (
     Trained,
     adamw,
     make_model,
-    runs,
     sgd,
 )
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Trained]]:
-    with runs() as begin:
-        yield begin
-
-
 def test_what_does_not_fit_is_refused_with_both_values_and_changes_nothing(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    run = start(make=adamw)
+    run = start_trained(make=adamw)
     run.train(0, 2)
     pd2.save(tmp_path, run.pipe, run.opt).wait()
 
     def refused(match: str, kind: type[Exception] = ValueError, **options: Any) -> None:
         beside, trained = options.pop("beside", {}), options.pop("trained", 1)
-        other = start(**{"make": adamw, "seed": 5, **options})
+        other = start_trained(**{"make": adamw, "seed": 5, **options})
         other.train(0, trained)
         other.pipe.flush()
         before = {name: value.clone() for name, value in other.pipe.state_dict().items()}
@@ -101,24 +94,24 @@ def alike(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimiz
     ],
 )
 def test_groups_of_other_parameters_are_refused(
-    make: Any, match: str, start: Callable[..., Trained], tmp_path: Path
+    make: Any, match: str, start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    run = start(make=make)
+    run = start_trained(make=make)
     run.train(0, 2)
     pd2.save(tmp_path, run.pipe, run.opt).wait()
-    other = start(make=functools.partial(make, reverse=True), num_stages=3)
+    other = start_trained(make=functools.partial(make, reverse=True), num_stages=3)
     with pytest.raises(ValueError, match=match):
         pd2.load(tmp_path, other.pipe, other.opt)
-    same = start(make=make, num_stages=3)
+    same = start_trained(make=make, num_stages=3)
     pd2.load(tmp_path, same.pipe, same.opt)
 
 
 def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
     model = make_model()
     model[9].register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
-    run = start(model=model)
+    run = start_trained(model=model)
     with pytest.raises(
         TypeError, match=r"9\.angles: a tensor of torch.complex128.*torch.complex64"
     ):
@@ -126,7 +119,7 @@ def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
     named = nn.Sequential()
     named.add_module("$0", nn.Linear(WIDTH, WIDTH))
     named.add_module("1", nn.Linear(WIDTH, WIDTH))
-    run = start(model=named)
+    run = start_trained(model=named)
     with pytest.raises(ValueError, match=r"\$0\.\w+: names in a checkpoint must not begin with"):
         pd2.save(tmp_path, run.pipe, run.opt)
     run.train(0, 2)
@@ -134,9 +127,9 @@ def test_a_model_that_a_file_cannot_hold_is_refused_by_name(
 
 
 def test_a_save_with_something_that_cannot_be_saved_is_refused(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    run = start()
+    run = start_trained()
     with pytest.raises(TypeError, match=r"extra\.f: builtins.set given"):
         pd2.save(tmp_path, run.pipe, run.opt, extra={"f": {1}})
     with pytest.raises(ValueError, match="versions: 'some'"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,7 @@ from tests.unit.checkpoint.trained_run import (
     Trained,
     adamw,
     make_model,
-    runs,
 )
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Trained]]:
-    with runs() as begin:
-        yield begin
 
 
 def rprop(parameters: Any) -> list[torch.optim.Optimizer]:
@@ -115,17 +108,17 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_loaded_run_has_the_bits_of_the_one_that_went_on(
-    name: str, after: int, start: Callable[..., Trained], tmp_path: Path
+    name: str, after: int, start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
     options, others = SETTINGS[name]
-    undisturbed = start(**options)
+    undisturbed = start_trained(**options)
     undisturbed.train(0, after)
     saving = pd2.save(tmp_path, undisturbed.pipe, undisturbed.opt)
     undisturbed.train(after, len(BATCHES))
     want = undisturbed.finish()
     saving.done.result(20)
     for changed in ({}, *others):
-        resumed = start(**{**options, **changed}, seed=9)
+        resumed = start_trained(**{**options, **changed}, seed=9)
         torch.manual_seed(0)
         pd2.load(tmp_path, resumed.pipe, resumed.opt)
         resumed.train(after, len(BATCHES))
@@ -134,7 +127,7 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_went_on(
 
 
 def test_a_tied_and_a_frozen_model_are_saved_once(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -148,7 +141,7 @@ def test_a_tied_and_a_frozen_model_are_saved_once(
             return out
 
     torch.manual_seed(0)
-    first = start(model=Tied(), num_stages=3)
+    first = start_trained(model=Tied(), num_stages=3)
     first.train(0, 4)
     saving = pd2.save(tmp_path, first.pipe, first.opt)
     first.train(4, 9)
@@ -157,7 +150,7 @@ def test_a_tied_and_a_frozen_model_are_saved_once(
     newest = load_file(tmp_path / "step-00000004" / "model-00001-of-00001.safetensors")
     assert sorted(newest) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.bias"]
     torch.manual_seed(5)
-    second = start(model=Tied(), num_stages=2)
+    second = start_trained(model=Tied(), num_stages=2)
     pd2.load(tmp_path, second.pipe, second.opt)
     second.train(4, 9)
     losses, *rest = second.finish()
@@ -165,9 +158,9 @@ def test_a_tied_and_a_frozen_model_are_saved_once(
 
 
 def test_the_newest_weights_are_a_checkpoint_of_hugging_faces_form(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    run = start()
+    run = start_trained()
     run.train(0, 3)
     pd2.save(tmp_path, run.pipe, run.opt).wait()
     state = {name: value.clone() for name, value in run.pipe.state_dict().items()}
@@ -177,25 +170,25 @@ def test_the_newest_weights_are_a_checkpoint_of_hugging_faces_form(
     assert set(found) == set(state)
     assert all(torch.equal(found[name], value) for name, value in state.items())
     plain = make_model(seed=7)
-    other = start(model=plain)
+    other = start_trained(model=plain)
     other.pipe.load_checkpoint(folder)
     assert all(torch.equal(other.pipe.state_dict()[name], value) for name, value in state.items())
 
 
 def test_without_older_versions_the_delay_begins_anew(
-    start: Callable[..., Trained], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_trained: Callable[..., Trained], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = start()
+    run = start_trained()
     run.train(0, 3)
     pd2.save(tmp_path, run.pipe, run.opt, versions="newest").wait()
     weights, state = dict(run.pipe.state_dict()), run.opt.state_dict()
-    other = start(seed=3)
+    other = start_trained(seed=3)
     other.pipe.session.random_seed = run.pipe.random_seed
     other.train(0, 3)
     other.pipe.load_state_dict(weights)
     other.opt.load_state_dict(state)
     other.train(3, 9)
-    resumed = start(seed=9)
+    resumed = start_trained(seed=9)
     pd2.load(tmp_path, resumed.pipe, resumed.opt)
     assert "its delay begins anew" in caplog.text
     resumed.train(3, 9)
@@ -204,9 +197,9 @@ def test_without_older_versions_the_delay_begins_anew(
 
 
 def test_what_is_beside_the_pipeline_comes_back(
-    start: Callable[..., Trained], tmp_path: Path
+    start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    run = start()
+    run = start_trained()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(run.opt, [1, 2], 0.5)
     ema = Keeper({"w": torch.arange(3.0), "n": 3})
     run.train(0, 2)
@@ -221,7 +214,7 @@ def test_what_is_beside_the_pipeline_comes_back(
         extra={"ema": ema, "best": 0.5, "tried": (1, "a")},
     ).wait()
     drawn = torch.rand(3)
-    other = start(seed=4)
+    other = start_trained(seed=4)
     theirs = torch.optim.lr_scheduler.MultiStepLR(other.opt, [1, 2], 0.5)
     data, kept = Keeper(), Keeper()
     values = pd2.load(
@@ -247,7 +240,7 @@ class WithList(torch.optim.SGD):
 
 
 def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
-    start: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
     begin = Folder.begin
@@ -261,7 +254,7 @@ def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
     def make(parameters: Any) -> list[torch.optim.Optimizer]:
         return [WithList(parameters, lr=0.01)]
 
-    run = start(make=make)
+    run = start_trained(make=make)
     run.train(0, 4)
     saving = pd2.save(tmp_path, run.pipe, run.opt)
     run.train(4, 9)
@@ -269,7 +262,7 @@ def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
     go.set()
     saving.done.result(20)
     want = run.finish()
-    resumed = start(make=make, seed=9)
+    resumed = start_trained(make=make, seed=9)
     pd2.load(tmp_path, resumed.pipe, resumed.opt)
     resumed.train(4, 9)
     losses, state, _ = resumed.finish()
@@ -278,7 +271,7 @@ def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
 
 
 def test_a_language_model_is_saved_to_memory_and_loaded(
-    start: Callable[..., Trained],
+    start_trained: Callable[..., Trained],
 ) -> None:
     task = TASKS["gpt"]
     batches = task.batches([4] * 6)
