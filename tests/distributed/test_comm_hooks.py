@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,135 +224,6 @@ def test_schedules_without_one_update_for_all_stages_are_refused(
     assert_raised((result.value[2] for result in over_four), expected)
 
 
-# ---------------------------------------------------------------- wrong hooks
-
-
-def of_one_rank(group: Any, bucket: dist.GradBucket) -> Any:
-    """Rank 0 waits for the other, which never comes."""
-    if dist.get_rank() == 1:
-        raise ZeroDivisionError("on purpose")
-    return allreduce_hook(group, bucket)
-
-
-def another_shape_on_one_rank(group: Any, bucket: dist.GradBucket) -> Any:
-    if dist.get_rank() == 0:
-        return allreduce_hook(group, bucket)
-    return given(bucket.buffer()[:3])
-
-
-def given(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
-def raises_later(group: Any, bucket: dist.GradBucket) -> Any:
-    def fail(future: Any) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    return allreduce_hook(group, bucket).then(fail)
-
-
-WRONG: dict[str, tuple[Any, str, list[str]]] = {
-    "shape": (
-        another_shape_on_one_rank,
-        "WrongHookError",
-        ["stage 0 of replica 1", "shape [3]", f"shape [{SIZE * (SIZE + 1)}]", "another_shape"],
-    ),
-    "dtype": (
-        lambda group, bucket: given(bucket.buffer().double()),
-        "WrongHookError",
-        ["torch.float64", "torch.float32"],
-    ),
-    "tensor": (lambda group, bucket: bucket.buffer(), "WrongHookTypeError", ["Tensor", "Future"]),
-    "list": (
-        lambda group, bucket: given([bucket.buffer()]),
-        "WrongHookTypeError",
-        ["Future of list", "tensor"],
-    ),
-    "raises": (of_one_rank, "StageError", ["replica 1", "ZeroDivisionError", "on purpose"]),
-    "raises later": (raises_later, "StageError", ["ZeroDivisionError", "on purpose"]),
-}
-
-
-def wrong_hooks(rank: int, world: int) -> dict[str, Outcome]:
-    outcomes = {}
-    for name, (hook, _, _) in WRONG.items():
-        pipe = build(layers()[1:])
-        pipe.register_comm_hook(None, hook)
-        begin = time.monotonic()
-        outcomes[name] = attempt(lambda p=pipe: train(p, sgd(p.parameters())))  # type: ignore[misc]
-        assert time.monotonic() - begin < 10
-    return outcomes
-
-
-def wrong_calls(rank: int, world: int) -> dict[str, Outcome]:
-    one = layers()[1:]
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    ways: dict[str, tuple[dict[str, Any], Any, Any]] = {
-        "one replica": ({"model": layers(), "width": 1}, None, allreduce_hook),
-        "no function": ({}, None, 3 if rank == 1 else allreduce_hook),
-        "one argument": ({}, None, lambda bucket: None),
-        "on the host": ({"optimizer_device": "cpu"}, None, allreduce_hook),
-        "group of all": ({}, SimpleNamespace(process_group=None), allreduce_hook),
-        "other group": ({}, alone, allreduce_hook),
-        "two hooks": ({}, None, fp16_compress_hook if rank == 1 else allreduce_hook),
-        "stages": (
-            {"model": layers(), "schedule": "interleaved_2bw", "stages_per_rank": 2},
-            SimpleNamespace(),
-            allreduce_hook,
-        ),
-    }
-    outcomes = {}
-    for name, (changes, state, hook) in ways.items():
-        with build(**{"model": one, **changes}) as pipe:
-            outcomes[name] = attempt(lambda p=pipe, s=state, h=hook: p.register_comm_hook(s, h))  # type: ignore[misc]
-    with build(one) as pipe:
-        opt = sgd(pipe.parameters())
-        x, y = data(0)[0]
-        pipe.train_step(x, target=y)
-        outcomes["in a batch"] = attempt(lambda: pipe.register_comm_hook(None, allreduce_hook))
-        opt.step()
-        pipe.register_comm_hook(None, allreduce_hook)
-        outcomes["twice"] = attempt(lambda: pipe.register_comm_hook(None, allreduce_hook))
-    with build(one, precision="bf16") as pipe:
-        pipe.register_comm_hook(None, allreduce_hook)
-        adagrad = torch.optim.Adagrad(pipe.parameters())
-        outcomes["optimizer after"] = attempt(lambda: pd2.PipelineOptimizer(adagrad))
-    with build(one, precision="bf16") as pipe:
-        optimizer = pd2.PipelineOptimizer(torch.optim.Adagrad(pipe.parameters()))
-        outcomes["optimizer before"] = attempt(
-            lambda: pipe.register_comm_hook(None, allreduce_hook)
-        )
-        del optimizer
-    with build(one) as pipe:
-        pipe.register_comm_hook(None, allreduce_hook)
-        outcomes["shares after"] = attempt(lambda: sgd(pipe.parameters(), shard_state=True))
-    with build(one) as pipe:
-        optimizer = sgd(pipe.parameters(), shard_state=True)
-        outcomes["shares before"] = attempt(lambda: pipe.register_comm_hook(None, allreduce_hook))
-        del optimizer
-    return outcomes
-
-
-CALLS: Expected = {
-    "one replica": ("ValueError", ["register_comm_hook: width: 1", "several replicas"]),
-    "no function": ("TypeError", ["hook: int", "must be a function"]),
-    "one argument": ("TypeError", ["must take (state, bucket)"]),
-    "on the host": ("ValueError", ['optimizer_device: "cpu"', "need None"]),
-    "group of all": ("ValueError", ["process_group", "all processes", "ranks [0, 1]"]),
-    "other group": ("ValueError", ["process_group", "ranks [0, 1]", "pipe.replica_group()"]),
-    "two hooks": ("ValueError", ["hook must be the same", "allreduce_hook", "fp16_compress_hook"]),
-    "stages": ("ValueError", ["one SimpleNamespace", "stages of this process: 2"]),
-    "in a batch": ("ValueError", ["a batch waits for its opt.step()"]),
-    "twice": ("ValueError", ["called twice"]),
-    "optimizer after": ("ValueError", ["before all stages are through", "'2bw'"]),
-    "optimizer before": ("ValueError", ["before all stages are through", "'2bw'"]),
-    "shares after": ("ValueError", ["shard_state: True", "register_comm_hook: called"]),
-    "shares before": ("ValueError", ["register_comm_hook", "shard_state: True", "need False"]),
-}
-
-
 # ---------------------------------------------------------------- beside other features
 
 
@@ -461,25 +330,14 @@ def with_a_discarded_batch(rank: int, world: int) -> tuple[bool, int]:
 
 @pytest.fixture(scope="module")
 def over_two() -> list[RankResult]:
-    functions = (wrong_hooks, wrong_calls, beside, with_loss_scale, with_a_discarded_batch)
+    functions = (beside, with_loss_scale, with_a_discarded_batch)
     return run_ranks(in_turn, 2, args=functions, timeout=150)
-
-
-@pytest.mark.slow
-def test_wrong_hooks_are_named_on_every_rank(over_two: list[RankResult]) -> None:
-    expected = {name: (kind, words) for name, (_, kind, words) in WRONG.items()}
-    assert_raised((result.value[0] for result in over_two), expected)
-
-
-@pytest.mark.slow
-def test_what_hooks_do_not_go_with_is_refused_on_every_rank(over_two: list[RankResult]) -> None:
-    assert_raised((result.value[1] for result in over_two), CALLS)
 
 
 @pytest.mark.slow
 def test_hooks_go_with_several_stages_and_missing_gradients(over_two: list[RankResult]) -> None:
     for result in over_two:
-        assert all(result.value[2].values()), result.value[2]
+        assert all(result.value[0].values()), result.value[0]
 
 
 @pytest.mark.slow
@@ -487,10 +345,10 @@ def test_hooks_get_gradients_without_a_loss_scale_and_none_that_overflow(
     over_two: list[RankResult],
 ) -> None:
     for result in over_two:
-        assert result.value[3] == (True, BATCHES)
+        assert result.value[1] == (True, BATCHES)
 
 
 @pytest.mark.slow
 def test_no_hook_gets_a_discarded_batch(over_two: list[RankResult]) -> None:
     for result in over_two:
-        assert result.value[4] == (True, BATCHES)
+        assert result.value[2] == (True, BATCHES)
