@@ -17,6 +17,7 @@ so are found, too; with fewer the host launches more slowly than the device work
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from typing import Any
 
@@ -126,6 +127,7 @@ def measure(blocks: int, batches: int) -> Host:
     return Host(medians, operators_of(blocks))
 
 
+@functools.cache
 def device_seconds(shape: Shape, rows: int) -> tuple[float, float]:
     """A forward's and a backward's."""
     with torch.device("meta"):
