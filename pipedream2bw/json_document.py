@@ -27,7 +27,7 @@ _Read = TypeVar("_Read")
 _Document = TypeVar("_Document", bound="Document")
 
 MOST_LEVELS = 200
-"""Of lists and objects in each other: what reads a document calls itself for each, or twice."""
+"""Levels of lists and objects in each other: a reader calls itself for each, or twice."""
 
 _SCALARS = {
     str: "a string",

@@ -66,7 +66,7 @@ class Beside:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it has a state of its own."""
+    """Says whether an object has a state of its own."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

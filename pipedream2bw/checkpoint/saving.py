@@ -110,7 +110,7 @@ class Writer:
         thread.start()
 
     def ends_soon(self) -> bool:
-        """Whether it has what it writes, or knows that it never will."""
+        """Says whether the writer has what it writes, or knows that it never will."""
         return self._cut.copied.done() or self._is_ended()
 
     def _run(self, saving: Saving) -> None:

@@ -13,7 +13,7 @@ from ..errors import PeerLost, PeerTimeout, StageError
 
 _SLICE_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
-"""By which a group's own timeout, which leaves no thread behind, comes first."""
+"""A group's own timeout, which leaves no thread behind, comes first by so many seconds."""
 
 _Result = TypeVar("_Result")
 
