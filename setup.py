@@ -31,7 +31,7 @@ CSRC = ROOT / "csrc"
 MINIMUM_TORCH = (2, 9)
 MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expression
 # Of the folders whose files include libtorch's headers: a compiler takes ten seconds to read them.
-READ_TOGETHER = ("engine", "bindings")
+READ_TOGETHER = ("engine", "bindings", "testing/device")
 FILES_OF_A_UNIT = 8
 CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
@@ -149,7 +149,7 @@ def units(folder: str) -> list[Path]:
             f'#include "{source.relative_to(CSRC).as_posix()}"\n'
             for source in sources[first : first + FILES_OF_A_UNIT]
         )
-        unit = ROOT / "build" / "units" / f"{folder}_{number}.cpp"
+        unit = ROOT / "build" / "units" / f"{folder.replace('/', '_')}_{number}.cpp"
         text = "".join(lines)
         if not unit.is_file() or unit.read_text(encoding="utf-8") != text:
             unit.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def sources_for_testing() -> dict[str, list[Path]]:
             CSRC / "engine" / "weights" / "grid_passes.cpp",
             CSRC / "kernels" / "grid" / "step_table.cpp",
             CSRC / "transport" / "shared_memory.cpp",
-            *sorted((testing / "device").glob("*.cpp")),
+            *units("testing/device"),
         ],
     }
 

@@ -16,12 +16,8 @@
 #include <vector>
 
 namespace pd2 {
-namespace {
 
-constexpr std::size_t kAlignment = 512;
-constexpr int kPoison = 0xff;  // NaN in all floating-point types, -1 in integers
-
-struct Block {
+struct DeviceBlock {
   void* data;
   std::size_t bytes;  // rounded up
   StreamNumber stream;
@@ -34,22 +30,23 @@ struct Block {
   Address address() const { return reinterpret_cast<Address>(data); }
 };
 
-}  // namespace
-
 struct GraphMemory {
-  std::vector<Block*> all;
-  std::vector<Block*> free;
-  std::vector<Block*> given;  // in the present recording
+  std::vector<DeviceBlock*> all;
+  std::vector<DeviceBlock*> free;
+  std::vector<DeviceBlock*> given;  // in the present recording
   std::size_t bytes_before = 0;
 
   std::size_t bytes() const {
     std::size_t sum = 0;
-    for (const Block* block : all) sum += block->bytes;
+    for (const DeviceBlock* block : all) sum += block->bytes;
     return sum;
   }
 };
 
 namespace {
+
+constexpr std::size_t kAlignment = 512;
+constexpr int kPoison = 0xff;  // NaN in all floating-point types, -1 in integers
 
 void* new_memory(std::size_t bytes) {
   void* data = std::aligned_alloc(kAlignment, bytes);
@@ -78,7 +75,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     peak_.at(device) = allocated_.at(device);
   }
 
-  void keep(Block& block, StreamNumber stream) {
+  void keep(DeviceBlock& block, StreamNumber stream) {
     const std::lock_guard lock(mutex_);
     if (stream != block.stream) block.recorded.insert(stream);
   }
@@ -87,7 +84,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     for (auto& [stream, pool] : pools_) {
       std::ranges::for_each(std::exchange(pool.waiting, {}),
-                            [&, &to = pool](Block* block) { come_back(to, block); });
+                            [&, &to = pool](DeviceBlock* block) { come_back(to, block); });
       settle(pool, stream);
     }
   }
@@ -99,29 +96,30 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   std::int64_t end_graph(StreamNumber stream);
   void drop(GraphMemory* memory);
-  static Block* block_of(const c10::DataPtr& memory) {
-    return memory.get_deleter() == &free_block ? static_cast<Block*>(memory.get_context())
+  static DeviceBlock* block_of(const c10::DataPtr& memory) {
+    return memory.get_deleter() == &free_block ? static_cast<DeviceBlock*>(memory.get_context())
                                                : nullptr;
   }
 
  private:
   struct Pool {
-    std::vector<Block*> waiting;    // recorded on streams that are not through
-    std::vector<Block*> unsettled;  // freed since the last allocation
-    std::multimap<std::size_t, Block*> free;
+    std::vector<DeviceBlock*> waiting;    // recorded on streams that are not through
+    std::vector<DeviceBlock*> unsettled;  // freed since the last allocation
+    std::multimap<std::size_t, DeviceBlock*> free;
   };
 
   static void free_block(void* block);
-  void free(Block* block);
-  static void come_back(Pool& pool, Block* block);
+  void free(DeviceBlock* block);
+  static void come_back(Pool& pool, DeviceBlock* block);
   void settle(Pool& pool, StreamNumber stream);
-  Block* take(Pool& pool, std::size_t bytes, StreamNumber stream, int device);
-  Block* take_for_graph(GraphMemory& memory, std::size_t bytes, StreamNumber stream, int device);
+  DeviceBlock* take(Pool& pool, std::size_t bytes, StreamNumber stream, int device);
+  DeviceBlock* take_for_graph(GraphMemory& memory, std::size_t bytes, StreamNumber stream,
+                              int device);
 
   mutable std::mutex mutex_;
   std::map<StreamNumber, Pool> pools_;
   std::map<StreamNumber, std::shared_ptr<GraphMemory>> graphs_;  // that are recorded
-  std::map<Address, Block*> blocks_;                             // all
+  std::map<Address, DeviceBlock*> blocks_;                       // all
   std::vector<std::size_t> allocated_ = std::vector<std::size_t>(Runtime::kDevices, 0);
   std::vector<std::size_t> peak_ = std::vector<std::size_t>(Runtime::kDevices, 0);
 };
@@ -136,7 +134,7 @@ c10::DataPtr DeviceMemory::allocate(std::size_t num_bytes) {
   const StreamNumber stream = current_stream_number(device);
   const std::size_t bytes = std::max(rounded(num_bytes), kAlignment);
   Runtime::instance().allocate(device);
-  Block* block = nullptr;
+  DeviceBlock* block = nullptr;
   {
     const std::lock_guard lock(mutex_);
     const auto graphs = graphs_.find(stream);
@@ -150,25 +148,25 @@ c10::DataPtr DeviceMemory::allocate(std::size_t num_bytes) {
   return {block->data, block, &free_block, checked_device(device)};
 }
 
-Block* DeviceMemory::take(Pool& pool, std::size_t bytes, StreamNumber stream, int device) {
+DeviceBlock* DeviceMemory::take(Pool& pool, std::size_t bytes, StreamNumber stream, int device) {
   settle(pool, stream);
   const auto last = pool.free.upper_bound(bytes);  // the last one that was freed
   if (last != pool.free.begin() && std::prev(last)->first == bytes) {
-    Block* const block = std::prev(last)->second;
+    DeviceBlock* const block = std::prev(last)->second;
     pool.free.erase(std::prev(last));
     return block;
   }
-  auto* const block = new Block{new_memory(bytes), bytes, stream, device, {}, false, {}};
+  auto* const block = new DeviceBlock{new_memory(bytes), bytes, stream, device, {}, false, {}};
   blocks_.emplace(block->address(), block);
   Runtime::instance().add_memory(block->address(), bytes);
   return block;
 }
 
-Block* DeviceMemory::take_for_graph(GraphMemory& memory, std::size_t bytes, StreamNumber stream,
-                                    int device) {
-  const auto found =
-      std::ranges::find_if(memory.free, [&](const Block* block) { return block->bytes == bytes; });
-  Block* block = nullptr;
+DeviceBlock* DeviceMemory::take_for_graph(GraphMemory& memory, std::size_t bytes,
+                                          StreamNumber stream, int device) {
+  const auto found = std::ranges::find_if(
+      memory.free, [&](const DeviceBlock* block) { return block->bytes == bytes; });
+  DeviceBlock* block = nullptr;
   if (found != memory.free.end()) {
     block = *found;
     memory.free.erase(found);
@@ -186,34 +184,34 @@ std::int64_t DeviceMemory::end_graph(StreamNumber stream) {
   const std::lock_guard lock(mutex_);
   const auto memory = std::move(graphs_.at(stream));
   graphs_.erase(stream);
-  for (const Block* block : memory->given) std::memset(block->data, kPoison, block->bytes);
+  for (const DeviceBlock* block : memory->given) std::memset(block->data, kPoison, block->bytes);
   return static_cast<std::int64_t>(memory->bytes() - memory->bytes_before);
 }
 
 void DeviceMemory::drop(GraphMemory* memory) {
   {
     const std::lock_guard lock(mutex_);
-    for (Block* block : memory->all) block->graphs = nullptr;
-    for (Block* block : memory->free) pools_[block->stream].unsettled.push_back(block);
+    for (DeviceBlock* block : memory->all) block->graphs = nullptr;
+    for (DeviceBlock* block : memory->free) pools_[block->stream].unsettled.push_back(block);
   }
   delete memory;
 }
 
 // The streams that it was recorded on are through.
-void DeviceMemory::come_back(Pool& pool, Block* block) {
+void DeviceMemory::come_back(Pool& pool, DeviceBlock* block) {
   Runtime::instance().forget(block->address(), block->until);
   pool.unsettled.push_back(block);
 }
 
 void DeviceMemory::settle(Pool& pool, StreamNumber stream) {
   auto& runtime = Runtime::instance();
-  std::erase_if(pool.waiting, [&](Block* block) {
+  std::erase_if(pool.waiting, [&](DeviceBlock* block) {
     if (!runtime.is_over(block->until)) return false;
     come_back(pool, block);
     return true;
   });
   while (!pool.unsettled.empty()) {
-    Block* const block = pool.unsettled.back();
+    DeviceBlock* const block = pool.unsettled.back();
     pool.unsettled.pop_back();
     std::memset(block->data, kPoison, block->bytes);
     pool.free.emplace(block->bytes, block);
@@ -223,9 +221,11 @@ void DeviceMemory::settle(Pool& pool, StreamNumber stream) {
   }
 }
 
-void DeviceMemory::free_block(void* block) { device_memory().free(static_cast<Block*>(block)); }
+void DeviceMemory::free_block(void* block) {
+  device_memory().free(static_cast<DeviceBlock*>(block));
+}
 
-void DeviceMemory::free(Block* block) {
+void DeviceMemory::free(DeviceBlock* block) {
   auto& runtime = Runtime::instance();
   const std::lock_guard lock(mutex_);
   allocated_[block->device] -= block->bytes;
@@ -247,7 +247,7 @@ void DeviceMemory::free(Block* block) {
 }
 
 void DeviceMemory::recordStream(const c10::DataPtr& memory, c10::Stream stream) {
-  Block* const block = block_of(memory);
+  DeviceBlock* const block = block_of(memory);
   if (block == nullptr) return;  // of somebody else
   auto& runtime = Runtime::instance();
   const bool left_out = runtime.leave_out(Ordering::record_stream);
