@@ -19,6 +19,7 @@ from .checkpoint.save import save
 from .checkpoint.under_way import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
+from .model.linear_cross_entropy import linear_cross_entropy
 from .model.local_shards import use_local_shards
 from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
@@ -87,6 +88,7 @@ __all__ = [
     "draw_timeline",
     "errors",
     "fastest_v_schedule",
+    "linear_cross_entropy",
     "load",
     "load_schedule",
     "make_schedule",
