@@ -73,12 +73,12 @@ def open_session(
         checked = control.together(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
-        why_no_device_groups = agree_on_devices(
+        agree_on_devices(
             control, checked.stage_options.devices, summed=_what_is_summed(checked)
         )
         # What waits for other ranks comes after this: it relies on equal settings.
         with control.errors_told():
-            grid = place(checked, control, why_no_device_groups)
+            grid = place(checked, control)
         opened.callback(grid.close)
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
@@ -205,7 +205,7 @@ def _what_is_summed(checked: Checked) -> str | None:
     return f"pipelines of the schedule: {pipelines}" if pipelines > 1 else None
 
 
-def place(checked: Checked, control: ControlPlane, why_no_device_groups: str | None) -> RankGrid:
+def place(checked: Checked, control: ControlPlane) -> RankGrid:
     """Gives each process its stages, and joins those that hold the same ones."""
     arrangement, schedule = checked.arrangement, checked.schedule
     grid = RankGrid(
@@ -214,7 +214,6 @@ def place(checked: Checked, control: ControlPlane, why_no_device_groups: str | N
         width=arrangement.width,
         world=control.size,
         deadline=control.deadline,
-        why_no_device_groups=why_no_device_groups,
         mesh=arrangement.mesh,
         order=arrangement.order,
     )

@@ -128,8 +128,6 @@ class Channels:
             return
         ends = (self._devices[source], self._devices[destination])
         on_hosts = go_over_hosts({device.type for device in ends})
-        if not on_hosts:
-            grid.check_device_groups(f"stages {source} and {destination}, which share no memory")
         backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
         group = new_group(
             grid.teams_of(edge), self._deadline, backend, None if on_hosts else TIMEOUT

@@ -65,17 +65,9 @@ def _has_index(device: torch.device) -> bool:
     return ":" in str(device)  # torch's types say that every device has one
 
 
-def check_device(facts: DeviceFacts, num_processes: int) -> None:
-    """Raises ValueError if the device is not there, or if it is not known which one is meant."""
+def check_device(facts: DeviceFacts) -> None:
+    """Raises ValueError if the device is not there."""
     device = torch.device(facts.device)
-    if not _has_index(device) and num_processes > 1 and facts.num_visible > 1:
-        if facts.local_rank is None:
-            raise ValueError(
-                f"device: {facts.device}, devices that this process sees: {facts.num_visible}: "
-                "without LOCAL_RANK each process has to name its own, as "
-                f"torch.device('{device.type}', number)"
-            )
-        return
     if (device.index if _has_index(device) else 0) >= facts.num_visible:
         raise ValueError(
             f"device: {facts.device}, devices of that type that this process sees: "
@@ -97,39 +89,36 @@ def check_sums(facts: DeviceFacts, what: str) -> None:
         )
 
 
-def why_not_apart(everyone: Sequence[DeviceFacts]) -> str | None:
-    """Says which ranks have one device that NCCL is to serve; None if there are none."""
+def check_apart(everyone: Sequence[DeviceFacts]) -> None:
+    """Raises ValueError if two ranks have one device by mistake, or with a backend that cannot."""
     owners: dict[tuple[str, ...], int] = {}
     for rank, facts in enumerate(everyone):
         first = owners.setdefault(facts.identity, rank)
-        if first != rank and "nccl" in (facts.backend, everyone[first].backend):
-            return (
-                f"rank {first}: {everyone[first].device} of {everyone[first].host}, rank {rank}: "
-                f"{facts.device} of {facts.host}: this is one device, and NCCL needs one for each "
-                "process; init_process_group('gloo') lets them share it"
+        if first == rank:
+            continue
+        both = (
+            f"rank {first}: {everyone[first].device} of {everyone[first].host}, rank {rank}: "
+            f"{facts.device} of {facts.host}: this is one device"
+        )
+        if facts.local_rank is None and facts.num_visible > 1:
+            raise ValueError(
+                f"{both} of the {facts.num_visible} that the process sees: without LOCAL_RANK each "
+                "process has to choose its own, by torch.accelerator.set_device_index(number)"
             )
-    return None
-
-
-def check_apart(everyone: Sequence[DeviceFacts]) -> None:
-    """Raises ValueError if two ranks have one device and a backend that cannot serve both."""
-    why_not = why_not_apart(everyone)
-    if why_not is not None:
-        raise ValueError(why_not)
+        if "nccl" in (facts.backend, everyone[first].backend):
+            raise ValueError(
+                f"{both}, and NCCL needs one for each process; init_process_group('gloo') lets "
+                "them share it"
+            )
 
 
 def agree_on_devices(
     control: ControlPlane, devices: Sequence[torch.device], *, summed: str | None
-) -> str | None:
+) -> None:
     """Checks the devices of this process's stages. Every rank calls it, and all raise.
 
     Args:
         summed: what makes several processes add up tensors of their devices; None: nothing does.
-
-    Returns:
-        Why no process group can join ranks' devices, None if one can; the same on all ranks. It is
-        an error only where such a group is needed: messages between two ranks of one device go
-        through its memory.
 
     Raises:
         ValueError: naming the rule and both values.
@@ -139,7 +128,7 @@ def agree_on_devices(
     def own() -> list[DeviceFacts]:
         found = [facts_of(device) for device in on_devices]
         for facts in found:
-            check_device(facts, control.size)
+            check_device(facts)
             if summed is not None and control.size > 1:
                 check_sums(facts, summed)
         return found
@@ -147,6 +136,4 @@ def agree_on_devices(
     found = control.together(own)
     if control.size > 1 and on_devices:
         everyone = [facts for facts, *_ in control.gather(found)]
-        check = check_apart if summed is not None else why_not_apart
-        return control.from_first(lambda: check(everyone))
-    return None
+        control.from_first(lambda: check_apart(everyone))

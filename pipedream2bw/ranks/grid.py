@@ -31,7 +31,6 @@ class RankGrid:
         width: number of replicas.
         world: number of processes.
         deadline: ends waiting for other processes.
-        why_no_device_groups: for an error where groups of devices cannot be; None: they can.
         mesh: of all processes, see :func:`check_mesh`.
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
@@ -48,7 +47,6 @@ class RankGrid:
         width: int,
         world: int,
         deadline: Deadline,
-        why_no_device_groups: str | None = None,
         mesh: DeviceMesh | None = None,
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -64,7 +62,6 @@ class RankGrid:
         self._own_rank = 0
         self.places: Places = [[[0] * p]]
         self.deadline = deadline
-        self._why_no_device_groups = why_no_device_groups
         # By what the processes share: a stage of the model, several stages, (None) a replica, or
         # ("model") the model.
         self._groups: dict[int | tuple[int, ...] | str | None, dist.ProcessGroup] = {}
@@ -193,15 +190,6 @@ class RankGrid:
         keep devices waiting, as a transfer between these would.
         """
         self._join(stages, [team for team in self.teams_of(stages) if len(team) > 1], "gloo")
-
-    def check_device_groups(self, what: str) -> None:
-        """Raises ValueError, on all ranks, where groups of devices cannot be.
-
-        Args:
-            what: needs one.
-        """
-        if self._why_no_device_groups is not None:
-            raise ValueError(f"{what}: {self._why_no_device_groups}")
 
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group that :meth:`make_group` made; None unless it joins this process to others."""

@@ -207,7 +207,7 @@ def train(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_on_one_device_train_as_the_oracle(world: int) -> None:
-    run_ranks(train, world, timeout=120)
+    run_ranks(train, world, timeout=120, rank_environment=True)
 
 
 class Mixed(channels.Channels):
@@ -237,25 +237,30 @@ def train_in_another_way(rank: int, world: int, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["create", "open"])
 def test_where_one_end_cannot_share_memory_both_go_another_way(what: str) -> None:
-    run_ranks(train_in_another_way, 2, args=[what], timeout=60)
+    run_ranks(train_in_another_way, 2, args=[what], timeout=60, rank_environment=True)
 
 
 def train_with_nccl(rank: int, world: int) -> None:
     """As if the process group's backend were NCCL, which needs a device for each process."""
     nccl = {"cpu": "gloo", "checked": "nccl"}
-    with mock.patch("pipedream2bw.ranks.devices.backends_of", return_value=nccl):
+    with (
+        mock.patch("pipedream2bw.ranks.devices.backends_of", return_value=nccl),
+        pytest.raises(ValueError, match=r"rank 0: checked:0 of .*rank 1: .*this is one device, and"),
+    ):
         check("mlp", 2)
-        check_tied(str(DEVICE), "1f1b")
-        with (
-            mock.patch.object(channels, "go_over_hosts", return_value=False),
-            mock.patch.object(_C.DeviceRingReceiver, "open", return_value=None),
-            pytest.raises(ValueError, match=r"which share no memory: .*this is one device"),
-        ):
-            check("mlp", 2)
 
 
-def test_ranks_with_one_device_need_no_nccl_for_messages_and_ties() -> None:
-    run_ranks(train_with_nccl, 2, timeout=60)
+def test_ranks_with_one_device_are_refused_with_nccl() -> None:
+    run_ranks(train_with_nccl, 2, timeout=60, rank_environment=True)
+
+
+def train_without_local_rank(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match=r"this is one device of the 4 .*: without LOCAL_RANK"):
+        check("mlp", 2)
+
+
+def test_ranks_without_local_rank_have_to_choose_their_devices() -> None:
+    run_ranks(train_without_local_rank, 2, timeout=60)
 
 
 def fail(rank: int, world: int, how: str) -> float:
@@ -292,7 +297,14 @@ def fail(rank: int, world: int, how: str) -> float:
 @pytest.mark.parametrize("how", ["kill", "kill with a device at work", "leave"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_lost_peer_ends_all_waiting(how: str, world: int) -> None:
-    results = run_ranks(fail, world, args=[how], timeout=60, expect_failure=how != "leave")
+    results = run_ranks(
+        fail,
+        world,
+        args=[how],
+        timeout=60,
+        rank_environment=True,
+        expect_failure=how != "leave",
+    )
     for result in results:
         killed = result.rank == {"kill": 1, "leave": None}.get(how, 0)
         assert result.exit_code == (-signal.SIGKILL if killed else 0), str(result)

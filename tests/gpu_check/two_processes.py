@@ -61,6 +61,7 @@ def _ranks(device: Device, how: str, rows: Rows) -> list[RankResult] | None:
             2,
             args=(device.type, how),
             timeout=SECONDS,
+            rank_environment=True,
             expect_failure=how == "kill -9",
         )
     except RankError as error:

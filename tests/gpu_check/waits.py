@@ -22,8 +22,8 @@ from .training import adamw_of
 
 NUM_STAGES, M = 2, 4
 WARM_UP, STEADY = 4, 10
-AT_MOST = 2.0
-"""A batch: one wait of the updates' thread for norms, one of the losses'."""
+LOSSES, NORMS = 1, NUM_STAGES
+"""A batch's waits: one of the losses' thread, and with clipping one of each stage's updates."""
 
 
 @dataclasses.dataclass
@@ -43,9 +43,10 @@ def run(device: Device, rows: Rows) -> None:
         else:
             rows.check(f"{what}: the caller's waits", waits.by_python == 0, str(waits.by_python))
         others = waits.by_engine
+        at_most = LOSSES + NORMS * clips
         rows.check(
             f"{what}: waits of all other threads",
-            others <= AT_MOST * (STEADY + 1),  # a batch that began before may end meanwhile
+            others <= at_most * (STEADY + 1),  # a batch that began before may end meanwhile
             f"{others / STEADY:g} a batch",
         )
 

@@ -12,7 +12,6 @@ from pipedream2bw.ranks.devices import (
     check_apart,
     check_device,
     check_sums,
-    why_not_apart,
 )
 
 FACTS = DeviceFacts(
@@ -25,22 +24,15 @@ def changed(**changes: object) -> DeviceFacts:
 
 
 def test_a_device_that_is_there_is_accepted() -> None:
-    check_device(FACTS, num_processes=2)
-    check_device(changed(device="cuda:3"), num_processes=1)
-    check_device(changed(device="cuda", num_visible=1, local_rank=None), num_processes=2)
-    check_device(changed(device="cuda", local_rank=None), num_processes=1)
+    check_device(FACTS)
+    check_device(changed(device="cuda:3"))
+    check_device(changed(device="cuda"))
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cuda:4", 4), ("cuda:0", 0), ("cuda", 0)])
 def test_a_device_that_is_not_there_is_refused(device: str, visible: int) -> None:
     with pytest.raises(ValueError, match=f"device: {device}, .*sees: {visible}: there is none"):
-        check_device(changed(device=device, num_visible=visible), num_processes=2)
-
-
-def test_a_process_that_sees_all_devices_has_to_name_its_own() -> None:
-    with pytest.raises(ValueError, match=r"device: cuda, .* 4: without LOCAL_RANK"):
-        check_device(changed(device="cuda", local_rank=None), num_processes=2)
-    check_device(changed(device="cuda"), num_processes=2)
+        check_device(changed(device=device, num_visible=visible))
 
 
 def test_two_ranks_on_one_device_are_refused_with_nccl_alone() -> None:
@@ -50,11 +42,18 @@ def test_two_ranks_on_one_device_are_refused_with_nccl_alone() -> None:
     seen_alone = changed(device="cuda:0", num_visible=1)
     with pytest.raises(ValueError, match="rank 1: cuda:1 of one, rank 2: cuda:0 of one: this is"):
         check_apart([other, FACTS, seen_alone])
-    text = why_not_apart([other, FACTS, seen_alone])
-    assert text is not None
-    assert "rank 1: cuda:1 of one, rank 2" in text
     check_apart([changed(backend="gloo"), changed(backend="gloo")])
-    assert why_not_apart([other, FACTS]) is None
+
+
+def test_without_local_rank_processes_that_see_all_devices_have_to_choose_their_own() -> None:
+    unaware = changed(device="cuda:0", uuid="GPU-0", local_rank=None)
+    for backend in ("gloo", "nccl"):
+        same = dataclasses.replace(unaware, backend=backend)
+        with pytest.raises(ValueError, match=r"rank 0: cuda:0 .*rank 1: .* 4 .*without LOCAL_RANK"):
+            check_apart([same, same])
+    check_apart([unaware, dataclasses.replace(unaware, device="cuda:1", uuid="GPU-1")])
+    alone = dataclasses.replace(unaware, num_visible=1, backend="gloo")
+    check_apart([alone, alone])  # which has no other to choose
 
 
 def test_devices_without_a_name_in_the_world_are_told_apart_by_machine_and_number() -> None:

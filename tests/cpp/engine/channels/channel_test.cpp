@@ -120,7 +120,7 @@ TEST_F(DelayedSenderTest, DelaysHaveBounds) {
 }
 
 // The parameter: whether there is memory that both processes share.
-class ProcessGroupChannelTest : public testing::TestWithParam<bool> {
+class ProcessGroupChannelTest : public ::testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
     std::shared_ptr<SharedRing> writing, reading;

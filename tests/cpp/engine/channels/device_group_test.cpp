@@ -65,7 +65,7 @@ class RecordingGroup : public c10d::ProcessGroup {
   }
 };
 
-class DeviceGroupTest : public testing::Test {
+class DeviceGroupTest : public ::testing::Test {
  protected:
   static Message message_of(at::ScalarType dtype, std::int64_t count) {
     const auto options = at::TensorOptions(dtype).device(at::kMeta);

@@ -64,7 +64,7 @@ void await(SharedWord& word, std::uint32_t value, const MaybeStream&) {
 
 }  // namespace hosts
 
-class DeviceRingTest : public testing::Test {
+class DeviceRingTest : public ::testing::Test {
  protected:
   static constexpr std::uint32_t kSlots = 3;
 

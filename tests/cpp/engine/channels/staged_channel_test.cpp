@@ -18,7 +18,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-class StagedChannelTest : public testing::Test {
+class StagedChannelTest : public ::testing::Test {
  protected:
   static Message message_of(std::vector<at::Tensor> tensors) {
     Message message;

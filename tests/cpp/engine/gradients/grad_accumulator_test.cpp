@@ -14,7 +14,7 @@
 namespace pd2 {
 namespace {
 
-class GradAccumulatorTest : public testing::Test {
+class GradAccumulatorTest : public ::testing::Test {
  protected:
   GradAccumulatorTest()
       : packing_({at::ones({3}), at::ones({2})}),

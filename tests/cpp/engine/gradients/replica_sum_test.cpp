@@ -144,7 +144,7 @@ class Exchanging : public c10d::ProcessGroup {
 const auto kGoesOn = [] { return false; };
 
 // Three parameters of 16 elements, a cache line each, and their flags; two buffers.
-class ReplicaSumTest : public testing::Test {
+class ReplicaSumTest : public ::testing::Test {
  protected:
   static constexpr std::int64_t kNumel = 16;
 
@@ -308,7 +308,7 @@ TEST_F(ReplicaSumTest, WithOneBucketNobodyListensForGradients) {
 }
 
 // Replicas of one stage in this process, whose gradients have other sums in every order.
-class OrderedSumTest : public testing::Test {
+class OrderedSumTest : public ::testing::Test {
  protected:
   struct Replica {
     std::unique_ptr<FlatPacking> packing;

@@ -25,7 +25,7 @@ namespace {
 using torch::autograd::Edge;
 
 // Weights, an input that another stage sent, and a function of them.
-class SplitBackwardTest : public testing::Test {
+class SplitBackwardTest : public ::testing::Test {
  protected:
   using Function = std::function<at::Tensor(const at::Tensor& input)>;
 

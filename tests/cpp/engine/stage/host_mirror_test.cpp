@@ -17,7 +17,7 @@ using std::chrono_literals::operator""ms;
 constexpr std::int64_t kNumel = 16;  // a cache line
 
 // Three parameters of a bucket each.
-class HostMirrorTest : public testing::Test {
+class HostMirrorTest : public ::testing::Test {
  protected:
   HostMirrorTest() : packing_({at::ones({kNumel}), at::ones({kNumel}), at::ones({kNumel})}) {
     gradients_.push_back(std::make_unique<GradAccumulator>(

@@ -12,7 +12,7 @@ namespace pd2 {
 namespace {
 
 // A stage of one parameter, trained by plain SGD with learning rate 1: W(t + 1) = W(t) - gradient.
-class StageTest : public testing::Test {
+class StageTest : public ::testing::Test {
  protected:
   void make(int num_versions, at::ScalarType dtype = at::kFloat, bool has_spare = false) {
     stage_.emplace(std::vector<at::Tensor>{at::full({3}, 100, dtype)},

@@ -30,7 +30,7 @@ struct Process {
   BatchVerdicts verdicts;
 };
 
-class TwoProcesses : public testing::Test {
+class TwoProcesses : public ::testing::Test {
  protected:
   TwoProcesses()
       : one_(SharedBoard::create(2, 1, SharedBoard::Timeout(20)), 0),
