@@ -56,6 +56,7 @@ class HostMirror {
 
   // Gradients of a microbatch are about to come; see GradientBuckets.
   void begin_microbatch(std::size_t buffer, bool is_last);
+  void forget_microbatch();
   // The batch's gradients are complete, and are being summed if `sums`: no gradients of the next
   // one are fetched until end_update().
   void begin_update(bool sums);

@@ -132,6 +132,8 @@ class Stage {
   // By dtype: see GradAccumulator.
   using GradientState = std::vector<std::pair<const void*, std::vector<bool>>>;
   GradientState gradient_state() const;
+  // As if a device had come to this state by itself: whatever else hooks have been given in this
+  // microbatch is forgotten. Not where they begin something with it.
   void set_gradient_state(const GradientState& state);
   bool has_replicas() const { return replicas_ != nullptr; }
   // Replicas then call it instead of adding up their gradients. While no batch has gradients; there

@@ -56,6 +56,17 @@ TEST_F(HostMirrorTest, GradientsAreFetchedAsSoonAsTheLastMicrobatchHasGivenThem)
   EXPECT_EQ(fetched(0), 2);
 }
 
+TEST_F(HostMirrorTest, GradientsOfABackwardThatIsRunAgainCountOnce) {
+  gradients_[0]->begin_batch(1);
+  microbatch(false, {2, 1});
+  mirror_->forget_microbatch();
+  for (const std::size_t parameter : {2, 1, 0}) {
+    gradients_[0]->add(parameter, at::full({kNumel}, 1.0));
+  }
+  microbatch(true, {2});
+  EXPECT_EQ(fetched(2), 3);
+}
+
 TEST_F(HostMirrorTest, GradientsWaitOnTheDeviceWhileThoseBeforeAreBeingStepped) {
   gradients_[0]->begin_batch(1);
   microbatch(false, {2, 1, 0});
