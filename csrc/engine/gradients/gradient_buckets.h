@@ -46,6 +46,8 @@ class GradientBuckets {
   bool is_last_microbatch() const { return is_last_; }
   // Those of this microbatch that have come count for nothing: its backward will be run again.
   void forget_microbatch();
+  // Whether any begins in a backward.
+  bool has_early() const { return !times_.empty(); }
   // Begins those that have not begun.
   void begin_rest(std::size_t buffer);
   // The next gradients are another batch's.

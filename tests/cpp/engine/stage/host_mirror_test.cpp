@@ -57,6 +57,7 @@ TEST_F(HostMirrorTest, GradientsAreFetchedAsSoonAsTheLastMicrobatchHasGivenThem)
 }
 
 TEST_F(HostMirrorTest, GradientsOfABackwardThatIsRunAgainCountOnce) {
+  EXPECT_TRUE(mirror_->fetches_early());
   gradients_[0]->begin_batch(1);
   microbatch(false, {2, 1});
   mirror_->forget_microbatch();
