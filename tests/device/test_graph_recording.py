@@ -137,6 +137,56 @@ def test_to_wait_for_work_outside_of_the_recording_is_refused() -> None:
     assert x.cpu().tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda event: torch.Stream(DEVICE).wait_event(event), id="another stream"),
+        pytest.param(lambda event: event.synchronize(), id="the host waits"),
+        pytest.param(lambda event: event.query(), id="the host asks"),
+    ],
+)
+def test_an_event_of_a_recording_is_its_streams_alone(
+    use: Callable[[torch.Event], object], ends: bool
+) -> None:
+    stream = torch.accelerator.current_stream(0)
+    graph = checked.Graph()
+    graph.begin()
+    event = stream.record_event()
+    stream.wait_event(event)
+    if ends:
+        graph.end()
+    with pytest.raises(RuntimeError, match="an event of a recorded stream cannot be recorded"):
+        use(event)
+    if not ends:
+        graph.end()
+    event.record(stream)
+    use(event)
+
+
+def test_an_event_of_a_recording_by_another_thread_is_an_error() -> None:
+    stream = torch.accelerator.current_stream(0)
+    raised: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            stream.record_event()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    graph = checked.Graph()
+    graph.begin()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    graph.end()
+    assert "whose work another thread records" in raised[0]
+    assert raised[0].startswith(checked.errors()[-1])
+    checked.clear_errors()
+    elsewhere()
+    assert len(raised) == 1
+
+
 def test_other_threads_work_as_usual_meanwhile() -> None:
     graph = checked.Graph()
     graph.begin()

@@ -110,11 +110,38 @@ def test_it_is_the_cpus_optimizer_to_the_bit(schedule: str, optimizer: str, prec
         {"opt_options": {"max_grad_norm": 0.1}, "schedule": "1f1b"},
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
+        {"graphs": "auto"},
     ],
     ids=str,
 )
 def test_every_option_is_the_cpus(options: dict[str, Any], precision: str) -> None:
     check(SKIPS, 4, 5, OPTIMIZERS["adam"], **PRECISIONS[precision], **options)
+
+
+FETCHED = "the batch's gradients go to the host"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(("m", "bucket_cap_mb"), [(2, 1e-4), (3, 1e-4), (2, 25.0)])
+def test_a_backward_whose_gradients_are_fetched_in_it_is_not_recorded(
+    m: int, bucket_cap_mb: float, precision: str
+) -> None:
+    make = OPTIMIZERS["sgd"]
+    want = train(SKIPS, m, make, num_stages=2, device="cpu", **PRECISIONS[precision])
+    options: dict[str, Any] = {**ON_HOST, **PRECISIONS[precision], "bucket_cap_mb": bucket_cap_mb}
+    task = on(SKIPS, "checked:0")
+    batches = [batch_on(batch, "checked:0") for batch in task.batches([2 * m] * NUM_BATCHES)]
+    devices = places(2, 2)
+    with make_pipeline(task, 2, m, batches[0], devices=devices, graphs=True, **options) as pipe:
+        opt = pd2.PipelineOptimizer(make(pipe.parameters()))
+        assert_same(go_on(pipe, opt, batches).on_host(), want)
+        reports = pipe.graph_report().values()
+    are_early = bucket_cap_mb < 1  # otherwise all gradients are one bucket
+    for report in reports:
+        assert report.backwards > 0
+        assert (FETCHED in report.others) == are_early
+        if are_early:
+            assert report.backwards <= NUM_BATCHES * (m - 1)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -35,6 +35,13 @@ SECTIONS = (
         DETERMINISTIC,
     ),
     Section(
+        "graphs",
+        40,
+        "the bits and the memory of a training whose recordings fail or do not",
+        HERE + ".graphs:run",
+        DETERMINISTIC,
+    ),
+    Section(
         "waits",
         30,
         "the steady state: no wait of the caller, <= 2 a batch elsewhere",

@@ -68,7 +68,16 @@ void GradAccumulator::begin_batch(std::size_t buffer) {
   current_ = buffer;
   std::vector<bool>& has_gradient = buffers_.at(buffer).has_gradient;
   has_gradient.assign(has_gradient.size(), false);
-  // What a backward that failed has left.
+  forget_kept();
+}
+
+void GradAccumulator::set_added(const std::vector<bool>& has_gradient) {
+  buffers_[current_].has_gradient = has_gradient;
+  forget_kept();
+}
+
+// What a backward that failed has left.
+void GradAccumulator::forget_kept() {
   kept_.clear();
   kept_bytes_ = 0;
   awaits_end_ = false;

@@ -78,10 +78,8 @@ class GradAccumulator {
     const Buffer& buffer = buffers_[current_];
     return {buffer.flat.const_data_ptr(), buffer.has_gradient};
   }
-  // As if these had been added by a device that did so by itself.
-  void set_added(const std::vector<bool>& has_gradient) {
-    buffers_[current_].has_gradient = has_gradient;
-  }
+  // As if these had been added by a device that did so by itself, and no others had come.
+  void set_added(const std::vector<bool>& has_gradient);
 
   // The following concern one buffer. They may be called while gradients go to another one.
 
@@ -123,6 +121,7 @@ class GradAccumulator {
   void take(std::size_t parameter, const at::Tensor& variable);
   void keep(std::size_t parameter, const at::Tensor& gradient);
   void add_kept();
+  void forget_kept();
 
   const FlatPacking& packing_;
   std::vector<std::string> names_;

@@ -61,6 +61,10 @@ GradientBuckets::GradientBuckets(const std::vector<std::unique_ptr<GradAccumulat
 void GradientBuckets::begin_microbatch(std::size_t buffer, bool is_last) {
   buffer_ = buffer;
   is_last_ = is_last;
+  forget_microbatch();
+}
+
+void GradientBuckets::forget_microbatch() {
   for (std::vector<Times>& of_dtype : times_) {
     for (Times& times : of_dtype) {
       times.in_this_microbatch = 0;

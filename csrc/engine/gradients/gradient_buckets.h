@@ -44,6 +44,10 @@ class GradientBuckets {
   // Announces gradients of the batch's next microbatch, which will go to this buffer.
   void begin_microbatch(std::size_t buffer, bool is_last);
   bool is_last_microbatch() const { return is_last_; }
+  // Those of this microbatch that have come count for nothing: its backward will be run again.
+  void forget_microbatch();
+  // Whether any begins in a backward.
+  bool has_early() const { return !times_.empty(); }
   // Begins those that have not begun.
   void begin_rest(std::size_t buffer);
   // The next gradients are another batch's.

@@ -79,6 +79,9 @@ class ReplicaSum {
     next_->buffer = buffer;
     buckets_.begin_microbatch(buffer, is_last);
   }
+  void forget_microbatch() { buckets_.forget_microbatch(); }
+  // Whether anything begins in a backward.
+  bool begins_early() const { return buckets_.has_early(); }
   const std::vector<GradientBuckets::Bucket>& buckets() const { return buckets_.buckets(); }
   // All gradients of the batch are in this buffer: they may be summed. The sum of the batch before
   // is finished.

@@ -17,6 +17,8 @@ namespace {
 constexpr int kWarmups = 2;
 constexpr auto kFirst = "first microbatches";
 constexpr auto kDraws = "it draws random numbers";
+constexpr auto kSums = "replicas add up the batch's gradients";
+constexpr auto kFetches = "the batch's gradients go to the host";
 
 // One recording at a time in a process: what torch's allocator and the device's libraries keep for
 // it is shared.
@@ -249,14 +251,14 @@ std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, 
   return made;
 }
 
-void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begins_sums) {
+void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begins_early) {
   Kind& kind = *use.kind;
-  if (use.recording && !begins_sums && kind.refusal.empty() && kind.backwards >= kWarmups &&
+  if (use.recording && !begins_early && kind.refusal.empty() && kind.backwards >= kWarmups &&
       replay_backward(*use.recording, incoming, kind)) {
     return;
   }
   count(!use.recording          ? use.reason
-        : begins_sums           ? "replicas add up the batch's gradients"
+        : begins_early          ? (stage_.has_replicas() ? kSums : kFetches)
         : !kind.refusal.empty() ? kind.refusal
                                 : kFirst);
   run_autograd(incoming.roots, incoming.gradients, /*keep_graph=*/use.recording != nullptr);

@@ -75,8 +75,9 @@ class ActionGraphs {
   // Executes a forward. `run` is it; `use` says of which wiring and layout. Throws ValueError if it
   // cannot be recorded and has to be, and what `run` throws.
   ForwardResult forward(ForwardCall call, const Forward& run, Use& use, History& history);
-  // Executes its backward. `begins_sums`: which cannot be recorded.
-  void backward(const Use& use, const Incoming& incoming, bool begins_sums);
+  // Executes its backward. `begins_early`: the hooks in it begin something with the batch's
+  // gradients (Stage::begins_early()), which is not to be recorded.
+  void backward(const Use& use, const Incoming& incoming, bool begins_early);
 
   // Forgets all that is recorded.
   void clear();

@@ -1,53 +1,200 @@
 // CUDA's graphs.
+//
+// Not those of at::cuda::CUDAGraph. Until torch 2.12 a capture that fails stays under way for it:
+// its allocator defers the reuse of memory for ever, and nobody can draw on the device any more
+// (pytorch#180395). Nor can other threads draw there during a capture, and graphs that end at the
+// same time race. That class is needed for random numbers, which nobody records here: an operator
+// that draws in a capture that torch does not know of raises.
 #ifdef PD2_WITH_CUDA
 
 #include "engine/run/device_graph.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <exception>
+#include <atomic>
+#include <functional>
+#include <optional>
+#include <type_traits>
+#include <utility>
 
 namespace pd2 {
 namespace {
 
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+using PoolId = decltype(at::cuda::graph_pool_handle());
+using IsForCapture = std::function<bool(cudaStream_t)>;
+
+struct DeviceMemory {
+  void begin(const IsForCapture& is_for_capture) const {
+    allocator::beginAllocateToPool(device, pool, is_for_capture);
+  }
+  void end() const { allocator::endAllocateToPool(device, pool); }
+  void release() const { allocator::releasePool(device, pool); }
+
+  c10::DeviceIndex device;
+  PoolId pool;
+};
+
+// Before torch 2.11 the host's allocator has no pools.
+template <typename HostAllocator>
+struct PinnedMemory {
+  static constexpr bool kHasPools = requires(HostAllocator & host, PoolId id) {
+    host.release_pool(id);
+  };
+
+  void begin(const IsForCapture& is_for_capture) const {
+    if constexpr (kHasPools) {
+      host.begin_allocate_to_pool(pool, [is_for_capture](c10::Stream stream) {
+        return is_for_capture(c10::cuda::CUDAStream(stream));
+      });
+    }
+  }
+  void end() const {
+    if constexpr (kHasPools) {
+      host.end_allocate_to_pool(pool);
+    }
+  }
+  void release() const {
+    if constexpr (kHasPools) {
+      host.release_pool(pool);
+    }
+  }
+
+  HostAllocator& host;
+  PoolId pool;
+};
+
+// From the constructor until end() what is allocated for a capture comes from the pool. That keeps
+// its memory until the last share of it is gone.
+template <typename Memory>
+class PoolShare {
+ public:
+  PoolShare(Memory memory, const IsForCapture& is_for_capture) : memory_(std::move(memory)) {
+    memory_.begin(is_for_capture);
+  }
+  ~PoolShare() {
+    end();
+    memory_.release();
+  }
+  PoolShare(const PoolShare&) = delete;
+  PoolShare& operator=(const PoolShare&) = delete;
+
+  void end() {
+    if (!std::exchange(has_ended_, true)) {
+      memory_.end();
+    }
+  }
+
+ private:
+  const Memory memory_;
+  bool has_ended_ = false;
+};
+
 std::int64_t reserved_bytes() {
-  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(c10::cuda::current_device());
+  const auto stats = allocator::getDeviceStats(c10::cuda::current_device());
   return stats.reserved_bytes[0].current;  // the aggregate
 }
 
-class CudaGraph : public DeviceGraph {
+class CudaGraph final : public DeviceGraph {
  public:
   explicit CudaGraph(const CudaGraph* beside)
       : pool_(beside ? beside->pool_ : at::cuda::graph_pool_handle()) {}
+  ~CudaGraph() override {
+    if (executable_ != nullptr) {
+      (void)cudaGraphExecDestroy(executable_);  // after what has been launched of it
+    }
+  }
 
   // Other threads may allocate, and launch on other streams, meanwhile.
   void begin() override {
+    stream_ = c10::cuda::getCurrentCUDAStream();
     reserved_ = reserved_bytes();
-    graph_.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+    // Before the capture, during which the allocator may record no event on the stream.
+    const IsForCapture is_for_capture = [this](cudaStream_t stream) { return is_mine(stream); };
+    device_share_.emplace(DeviceMemory{c10::cuda::current_device(), pool_}, is_for_capture);
+    pinned_share_.emplace(Pinned{*at::getHostAllocator(at::kCUDA), pool_}, is_for_capture);
+    try {
+      C10_CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+      cudaStreamCaptureStatus status{};
+      unsigned long long id = 0;
+      C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream_, &status, &id));
+      id_ = id;
+    } catch (...) {
+      abandon();
+      throw;
+    }
   }
+
   void end() override {
-    graph_.capture_end();
+    Recorded recorded;
+    C10_CUDA_CHECK(stop(recorded));
+    // What the recording allocated and did not free is freed by the next launch, where torch's
+    // allocator is cudaMallocAsync.
+    C10_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable_, recorded.graph,
+                                                 cudaGraphInstantiateFlagAutoFreeOnLaunch));
     // What other threads have reserved meanwhile counts here, too.
     bytes_ = std::max<std::int64_t>(reserved_bytes() - reserved_, 0);
   }
+
   void abandon() noexcept override {
-    try {
-      graph_.capture_end();
-    } catch (const std::exception&) {
-      // It says again that something could not be recorded.
-    }
-    (void)cudaGetLastError();
+    Recorded recorded;
+    (void)stop(recorded);
+    (void)cudaGetLastError();  // that something could not be recorded has been said
   }
-  void replay() override { graph_.replay(); }
+
+  void replay() override {
+    C10_CUDA_CHECK(cudaGraphLaunch(executable_, c10::cuda::getCurrentCUDAStream()));
+  }
   std::int64_t bytes() const override { return bytes_; }
 
  private:
-  const decltype(at::cuda::graph_pool_handle()) pool_;
-  at::cuda::CUDAGraph graph_;
+  using Pinned = PinnedMemory<std::remove_pointer_t<decltype(at::getHostAllocator(at::kCUDA))>>;
+  struct Recorded {
+    cudaGraph_t graph = nullptr;
+
+    Recorded() = default;
+    ~Recorded() {
+      if (graph != nullptr) {
+        (void)cudaGraphDestroy(graph);
+      }
+    }
+    Recorded(const Recorded&) = delete;
+    Recorded& operator=(const Recorded&) = delete;
+  };
+
+  // Whatever the capture has come to, the allocators are as without it.
+  cudaError_t stop(Recorded& recorded) noexcept {
+    const cudaError_t error = cudaStreamEndCapture(stream_, &recorded.graph);
+    id_ = 0;
+    device_share_->end();
+    pinned_share_->end();
+    return error;
+  }
+
+  // Whether the stream takes part in the capture, which other streams can join. From any thread
+  // that allocates.
+  bool is_mine(cudaStream_t stream) const {
+    const unsigned long long mine = id_;
+    cudaStreamCaptureStatus status{};
+    unsigned long long id = 0;
+    return mine != 0 && cudaStreamGetCaptureInfo(stream, &status, &id) == cudaSuccess &&
+           status == cudaStreamCaptureStatusActive && id == mine;
+  }
+
+  const PoolId pool_;
+  cudaStream_t stream_ = nullptr;
+  std::atomic<unsigned long long> id_ = 0;  // of the capture under way; 0: none
+  std::optional<PoolShare<DeviceMemory>> device_share_;
+  std::optional<PoolShare<Pinned>> pinned_share_;
+  cudaGraphExec_t executable_ = nullptr;
   std::int64_t reserved_ = 0;
   std::int64_t bytes_ = 0;
 };

@@ -95,7 +95,7 @@ class Executor {
   // After close().
   void drop_connections();
 
-  // Waits for the devices.
+  // Whether actions are recorded from now on. Waits for the copies of inputs to the devices.
   void record(bool on);
   std::vector<ExecutedAction> take_record();
 

@@ -96,7 +96,8 @@ void Executor::record(bool on) {
   if (on) {
     clocks_.clear();
     for (const StageStreams* each : streams_) {
-      clocks_.emplace(each->device, each->compute);
+      // Not on `compute`, whose work the executor's thread may be recording as a graph.
+      clocks_.emplace(each->device, each->inputs);
     }
   }
   recording_ = on;

@@ -67,12 +67,12 @@ void StageWorker::backward(const Run& run, int microbatch) {
   if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
-  const bool begins_sums = stage_->has_replicas() && lets_sums_begin(run, microbatch);
+  const bool begins_early = stage_->begins_early() && lets_sums_begin(run, microbatch);
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   run_backward(ActionKind::kBackward, run, microbatch,
                [&](const auto& roots, const auto& gradients) {
                  if (graphs_) {
-                   graphs_->backward(in_flight.graph, {roots, gradients}, begins_sums);
+                   graphs_->backward(in_flight.graph, {roots, gradients}, begins_early);
                  } else {
                    run_autograd(roots, gradients, /*keep_graph=*/false);
                  }

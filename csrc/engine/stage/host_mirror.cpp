@@ -64,6 +64,12 @@ void HostMirror::begin_microbatch(std::size_t buffer, bool is_last) {
   }
 }
 
+void HostMirror::forget_microbatch() {
+  if (early_) {
+    early_->forget_microbatch();
+  }
+}
+
 void HostMirror::begin_update(bool sums) {
   is_stepping_ = true;
   if (early_) {

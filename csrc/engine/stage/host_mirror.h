@@ -56,6 +56,9 @@ class HostMirror {
 
   // Gradients of a microbatch are about to come; see GradientBuckets.
   void begin_microbatch(std::size_t buffer, bool is_last);
+  void forget_microbatch();
+  // Whether anything is fetched in a backward.
+  bool fetches_early() const { return early_ && early_->has_early(); }
   // The batch's gradients are complete, and are being summed if `sums`: no gradients of the next
   // one are fetched until end_update().
   void begin_update(bool sums);

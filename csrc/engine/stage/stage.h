@@ -132,7 +132,13 @@ class Stage {
   // By dtype: see GradAccumulator.
   using GradientState = std::vector<std::pair<const void*, std::vector<bool>>>;
   GradientState gradient_state() const;
+  // As if a device had come to this state by itself: whatever else hooks have been given in this
+  // microbatch is forgotten. Not where they begin something with it.
   void set_gradient_state(const GradientState& state);
+  // Whether the hooks of a batch's last backward begin to add up gradients, or to copy them.
+  bool begins_early() const {
+    return (replicas_ && replicas_->begins_early()) || (host_ && host_->fetches_early());
+  }
   bool has_replicas() const { return replicas_ != nullptr; }
   // Replicas then call it instead of adding up their gradients. While no batch has gradients; there
   // must be replicas, and an optimizer that does not work on the host.

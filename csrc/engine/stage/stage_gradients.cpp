@@ -24,6 +24,12 @@ void Stage::set_gradient_state(const GradientState& state) {
   for (std::size_t dtype = 0; dtype < gradients_.size(); ++dtype) {
     gradients_[dtype]->set_added(state[dtype].second);
   }
+  if (replicas_) {
+    replicas_->forget_microbatch();
+  }
+  if (host_) {
+    host_->forget_microbatch();
+  }
 }
 
 void Stage::set_hook(ReplicaSum::Hook hook) {

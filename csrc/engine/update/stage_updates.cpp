@@ -4,7 +4,6 @@
 #include "engine/channels/channel.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -80,7 +79,7 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
       is_made_ = make();
       end_ = Fence::of(stage_.streams().update);
       if (is_made_) {
-        begin_copies(gradients.batch + 1);
+        begin_copies(gradients.batch + 1, {end_});
       }
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
@@ -144,7 +143,7 @@ void StageUpdates::free_gradients() {
 void StageUpdates::end_update(const Complete& gradients) {
   if (is_made_) {
     stage_.publish();
-    begin_copies(gradients.batch + 1);
+    begin_copies(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
   } else {
     stage_.drop();
   }
@@ -219,11 +218,14 @@ void StageUpdates::copy_after(std::int64_t version, std::function<void()> copy) 
       return;
     }
   }
-  wait_for(*copier_);  // the version may be copied a second time
-  begin_copies(version);
+  wait_for(*copier_);                              // the version may be copied a second time
+  const StageStreams& streams = stage_.streams();  // it was made on one of them
+  begin_copies(version, {Fence::of(streams.compute), Fence::of(streams.update)});
 }
 
-void StageUpdates::begin_copies(std::int64_t made) {
+// `after` are fences of the thread that calls this: what the executor's thread gives `compute` may
+// be recorded as a graph meanwhile, of which nobody else may have an event.
+void StageUpdates::begin_copies(std::int64_t made, std::vector<Fence> after) {
   const std::lock_guard lock(copies_mutex_);
   made_ = made;
   const auto [first, last] = to_copy_.equal_range(made);
@@ -233,18 +235,16 @@ void StageUpdates::begin_copies(std::int64_t made) {
   std::vector<std::function<void()>> copies;
   std::transform(first, last, std::back_inserter(copies), [](auto& each) { return each.second; });
   to_copy_.erase(first, last);
-  const StageStreams& streams = stage_.streams();
-  // The version was made on one of them.
-  copier_->start([copies = std::move(copies), stream = streams.copies,
-                  after = std::array{Fence::of(streams.compute), Fence::of(streams.update)}] {
-    const OnStream guard(stream);
-    for (const Fence& fence : after) {
-      fence.hold_back(stream);
-    }
-    for (const auto& copy : copies) {
-      copy();
-    }
-  });
+  copier_->start(
+      [copies = std::move(copies), stream = stage_.streams().copies, after = std::move(after)] {
+        const OnStream guard(stream);
+        for (const Fence& fence : after) {
+          fence.hold_back(stream);
+        }
+        for (const auto& copy : copies) {
+          copy();
+        }
+      });
 }
 
 void StageUpdates::settle() {

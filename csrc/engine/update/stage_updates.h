@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 namespace pd2 {
 
@@ -102,8 +103,9 @@ class StageUpdates {
   void drop(const Complete& gradients) const;
   void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
-  // Version `made_` has been made: begins the copies that wait for it.
-  void begin_copies(std::int64_t made);
+  // Version `made` has been made, as soon as the device has done all of these: begins the copies
+  // that wait for it.
+  void begin_copies(std::int64_t made, std::vector<Fence> after);
 
   Stage& stage_;
   const UpdateCallbacks callbacks_;

@@ -4,6 +4,7 @@
 #include "testing/device/cpu_run.h"
 #include "testing/device/runtime.h"
 #include "testing/device/streams.h"
+#include "testing/device/this_thread_text.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -14,13 +15,21 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 namespace pd2 {
 namespace {
 
+struct UnderWay {
+  GraphRecording* recording;
+  std::thread::id thread;
+  std::uint64_t number;
+};
+
 std::mutex mutex;
-std::map<StreamNumber, GraphRecording*> recordings;
+std::map<StreamNumber, UnderWay> recordings;
+std::uint64_t num_recordings = 0;
 thread_local bool is_recording_here = false;
 
 class CheckedGraph final : public DeviceGraph, public GraphRecording {
@@ -32,7 +41,8 @@ class CheckedGraph final : public DeviceGraph, public GraphRecording {
     stream_ = current_stream_number(current_device());
     {
       const std::lock_guard lock(mutex);
-      TORCH_CHECK(recordings.emplace(*stream_, this).second, "the stream's work is recorded");
+      const UnderWay mine{this, std::this_thread::get_id(), ++num_recordings};
+      TORCH_CHECK(recordings.emplace(*stream_, mine).second, "the stream's work is recorded");
     }
     is_recording_here = true;
     begin_graph_memory(*stream_, memory_);
@@ -137,7 +147,7 @@ std::unique_ptr<DeviceGraph> make_graph(const DeviceGraph* beside) {
 GraphRecording* GraphRecording::of(StreamNumber stream) {
   const std::lock_guard lock(mutex);
   const auto found = recordings.find(stream);
-  return found == recordings.end() ? nullptr : found->second;
+  return found == recordings.end() ? nullptr : found->second.recording;
 }
 
 void GraphRecording::refuse(StreamNumber stream, const std::string& what) {
@@ -146,6 +156,28 @@ void GraphRecording::refuse(StreamNumber stream, const std::string& what) {
 
 void GraphRecording::refuse_here(const std::string& what) {
   TORCH_CHECK(!is_recording_here, what, " cannot be recorded");
+}
+
+std::uint64_t GraphRecording::of_event(StreamNumber stream) {
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = recordings.find(stream);
+    if (found == recordings.end()) return 0;
+    if (found->second.thread == std::this_thread::get_id()) return found->second.number;
+  }
+  const std::string error = "an event, by " + this_thread_text() + ", of stream " +
+                            std::to_string(stream) + ", whose work another thread records";
+  Runtime::instance().report(error);
+  TORCH_CHECK(false, error);
+}
+
+void GraphRecording::refuse_wait(std::uint64_t number, std::optional<StreamNumber> stream) {
+  if (number == 0) return;
+  const std::lock_guard lock(mutex);
+  const auto found = stream ? recordings.find(*stream) : recordings.end();
+  TORCH_CHECK(found != recordings.end() && found->second.number == number, "that ",
+              stream ? "another stream" : "the host",
+              " waits for an event of a recorded stream cannot be recorded");
 }
 
 const MakeDeviceGraph kCheckedGraphs = &make_graph;

@@ -8,7 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +27,14 @@ class GraphRecording {
   // Throws if the stream's work, or the calling thread's, is recorded: CUDA records no such thing.
   static void refuse(StreamNumber stream, const std::string& what);
   static void refuse_here(const std::string& what);
+
+  // The number of the stream's recording, to which an event that is recorded there now belongs; 0:
+  // its work is not recorded. Throws, and keeps the error, in another thread than the recording's:
+  // what waits for that event would become part of the recording, and CUDA then refuses to end it.
+  static std::uint64_t of_event(StreamNumber stream);
+  // Throws if the event belongs to a recording, of that number, and `stream` does not, which is to
+  // wait for it; none: the host.
+  static void refuse_wait(std::uint64_t number, std::optional<StreamNumber> stream);
 
   // Before a kernel runs. It may also write to what it says it reads, as batch_norm does.
   virtual void keep(const std::vector<Use>& uses) = 0;

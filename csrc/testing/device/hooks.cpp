@@ -3,6 +3,7 @@
 
 #include "testing/device/allocator.h"
 #include "testing/device/generator.h"
+#include "testing/device/graph.h"
 #include "testing/device/runtime.h"
 #include "testing/device/streams.h"
 
@@ -11,7 +12,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdint>
 #include <cstring>
+#include <optional>
 
 namespace pd2 {
 namespace {
@@ -57,19 +60,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "Event device index ",
                 static_cast<int>(device), " does not match recording stream's device index ",
                 static_cast<int>(stream.device_index()), ".");
+    const std::uint64_t graph = GraphRecording::of_event(number_of(stream));
     if (*event == nullptr) *event = new Moment;
     *static_cast<Moment*>(*event) = {Runtime::instance().clock_of(number_of(stream)),
-                                     std::chrono::steady_clock::now()};
+                                     std::chrono::steady_clock::now(), graph};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    Runtime::instance().wait(number_of(stream), static_cast<Moment*>(event)->clock);
+    const Moment& moment = *static_cast<Moment*>(event);
+    GraphRecording::refuse_wait(moment.graph, number_of(stream));
+    Runtime::instance().wait(number_of(stream), moment.clock);
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || Runtime::instance().query(static_cast<Moment*>(event)->clock);
+    return event == nullptr || Runtime::instance().query(for_host(event).clock);
   }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) Runtime::instance().synchronize(static_cast<Moment*>(event)->clock);
+    if (event != nullptr) Runtime::instance().synchronize(for_host(event).clock);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<Moment*>(event);
@@ -77,15 +83,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr,
                 "Both events must be recorded before calculating elapsed time.");
-    const auto& [clock, begin] = *static_cast<Moment*>(first);
-    const auto& [last_clock, end] = *static_cast<Moment*>(second);
+    const Moment& begin = for_host(first);
+    const Moment& end = for_host(second);
     auto& runtime = Runtime::instance();
-    TORCH_CHECK(runtime.is_over(clock) && runtime.is_over(last_clock),
+    TORCH_CHECK(runtime.is_over(begin.clock) && runtime.is_over(end.clock),
                 "Both events must be completed before calculating elapsed time.");
-    return std::chrono::duration<double, std::milli>(end - begin).count();
+    return std::chrono::duration<double, std::milli>(end.recorded - begin.recorded).count();
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->recordStream(memory, stream);
+  }
+
+ private:
+  static const Moment& for_host(void* event) {
+    const Moment& moment = *static_cast<Moment*>(event);
+    GraphRecording::refuse_wait(moment.graph, std::nullopt);
+    return moment;
   }
 };
 

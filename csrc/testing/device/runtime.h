@@ -41,6 +41,7 @@ class StuckError : public std::runtime_error {
 struct Moment {
   Clock clock;
   std::chrono::steady_clock::time_point recorded;
+  std::uint64_t graph = 0;  // see GraphRecording::of_event()
 };
 
 struct DrainSettings {

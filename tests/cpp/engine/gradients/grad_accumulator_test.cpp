@@ -171,16 +171,32 @@ TEST_F(GradAccumulatorTest, AGroupHasNoParameterTwice) {
   EXPECT_EQ(gradients_.view(0, 0).sum().item<float>(), 21);
 }
 
-TEST_F(GradAccumulatorTest, WhatAFailedBackwardLeftIsForgottenByTheNextBatch) {
-  gradients_.add_in_groups(1000);
-  gradients_.begin_batch(0);
-  at::Tensor between = parameters_[0] * 1;
+// Leaves what the last operators' gradients are, which come first.
+void run_failing_backward(const at::Tensor& weight, const at::Tensor& behind) {
+  const at::Tensor between = weight * 1;
   between.register_hook([](const at::Tensor& gradient) -> at::Tensor {
     throw std::runtime_error("the user's hook");
     return gradient;
   });
-  // The last operators' gradients come first.
-  EXPECT_THROW((between.sum() + (parameters_[1] * 7).sum()).backward(), std::runtime_error);
+  EXPECT_THROW((between.sum() + (behind * 7).sum()).backward(), std::runtime_error);
+}
+
+TEST_F(GradAccumulatorTest, WhatAFailedBackwardLeftIsForgottenWithTheStateOfBefore) {
+  gradients_.add_in_groups(1000);
+  gradients_.begin_batch(0);
+  (parameters_[1] * 2).sum().backward();
+  const auto before = gradients_.state();
+  run_failing_backward(parameters_[0], parameters_[1]);
+  gradients_.set_added(before.second);
+  (parameters_[0].sum() + (parameters_[1] * 3).sum()).backward();
+  EXPECT_EQ(gradients_.view(0, 0).sum().item<float>(), 3);
+  EXPECT_EQ(gradients_.view(0, 1).sum().item<float>(), 10);
+}
+
+TEST_F(GradAccumulatorTest, WhatAFailedBackwardLeftIsForgottenByTheNextBatch) {
+  gradients_.add_in_groups(1000);
+  gradients_.begin_batch(0);
+  run_failing_backward(parameters_[0], parameters_[1]);
   gradients_.begin_batch(0);
   EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{false, false}));
   (parameters_[0] * 2).sum().backward();

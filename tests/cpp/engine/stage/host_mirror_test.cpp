@@ -56,6 +56,18 @@ TEST_F(HostMirrorTest, GradientsAreFetchedAsSoonAsTheLastMicrobatchHasGivenThem)
   EXPECT_EQ(fetched(0), 2);
 }
 
+TEST_F(HostMirrorTest, GradientsOfABackwardThatIsRunAgainCountOnce) {
+  EXPECT_TRUE(mirror_->fetches_early());
+  gradients_[0]->begin_batch(1);
+  microbatch(false, {2, 1});
+  mirror_->forget_microbatch();
+  for (const std::size_t parameter : {2, 1, 0}) {
+    gradients_[0]->add(parameter, at::full({kNumel}, 1.0));
+  }
+  microbatch(true, {2});
+  EXPECT_EQ(fetched(2), 3);
+}
+
 TEST_F(HostMirrorTest, GradientsWaitOnTheDeviceWhileThoseBeforeAreBeingStepped) {
   gradients_[0]->begin_batch(1);
   microbatch(false, {2, 1, 0});
@@ -132,6 +144,25 @@ TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
   stage.begin_update(1);
   stage.reduce([] { return false; });
   EXPECT_EQ(stage.weight(stage.write_next(std::vector{options}), 0).max().item<float>(), -7.5F);
+}
+
+TEST(StageOnHost, ABackwardThatIsRunAgainPutsNoFetchOff) {
+  Stage stage({at::ones({kNumel}), at::ones({kNumel})}, {"v", "w"}, 2, Replicas{},
+              /*bucket_bytes=*/1, {}, StagePrecision{.dtypes = {at::kBFloat16, at::kBFloat16}},
+              false, nullptr,
+              /*steps_on_host=*/true);
+  EXPECT_TRUE(stage.begins_early());
+  const at::Tensor w = stage.weight(stage.versions().slot(0), 1).detach().requires_grad_(true);
+  stage.attach(1, w);
+  stage.begin_batch(0);
+  stage.begin_microbatch(0, false);
+  const Stage::GradientState before = stage.gradient_state();
+  w.sum().backward();
+  stage.set_gradient_state(before);
+  w.sum().backward();
+  stage.begin_microbatch(0, true);
+  w.sum().backward();
+  EXPECT_THROW(w.sum().backward(), std::exception) << "its gradient has not been fetched";
 }
 
 }  // namespace

@@ -1,0 +1,153 @@
+"""With graphs training gives the bits that it gives without, whatever cannot be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import pipedream2bw as pd2
+from pipedream2bw.runtime.graphs import StageGraphs
+from tests.runs.trajectory import Trajectory, copy_of
+
+from .device import Device
+from .section import Rows
+from .training import distance, repeatable, sgd, sgd_of
+
+WIDTH, M, NUM_BATCHES = 64, 3, 16
+ROWS, FEW_ROWS = 2048, 2
+"""Of a microbatch. Messages of so many that are never freed add up to 3 MiB in a batch."""
+ALL_RECORDED = 8
+"""By this batch every kind of microbatch has been recorded, or its recording has failed."""
+MOST_GROWN = 8 << 20
+"""Bytes: streams that are late for once need memory beside."""
+
+Act = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layers(nn.Module):
+    """Two layers, and between them what may not be recordable."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.first, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.behind(self.act(self.first(x)))
+        return y
+
+
+def in_backward(do: Act) -> Act:
+    def act(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(do)
+        return x * 1
+
+    return act
+
+
+def read(x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+def draw(x: torch.Tensor) -> torch.Tensor:
+    return x + 0 * torch.rand_like(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a pipeline of two stages is trained, of which the last one acts."""
+
+    act: Act = torch.relu
+    is_recorded: bool = True
+    """Whether all of the last stage's forwards and backwards can be."""
+    on_host: bool = False
+    looks: bool = False
+    """A timeline is made and a checkpoint saved while graphs are recorded."""
+
+
+TRAININGS = {
+    "all is recorded": Training(),
+    "the host reads numbers in a forward": Training(read, is_recorded=False),
+    "the host reads numbers in a backward": Training(in_backward(read), is_recorded=False),
+    "a forward draws": Training(draw, is_recorded=False),
+    "a backward draws": Training(in_backward(draw), is_recorded=False),
+    "the optimizer is on the host": Training(on_host=True),
+    "a timeline, and a checkpoint in every batch": Training(looks=True),
+}
+
+
+def run(device: Device, rows: Rows) -> None:
+    with repeatable():
+        for name, training in TRAININGS.items():
+            want, _, _ = train(device, training, graphs=False)
+            got, reports, grown = train(device, training, graphs="auto")
+            device.synchronize()
+            apart = distance(got, want)
+            rows.check(f"{name}: the bits of a training without graphs", apart == 0, f"{apart:.1e}")
+            first, last = reports[0], reports[1]
+            is_right = all(of.forwards > 0 and of.backwards > 0 for of in (first, last))
+            if not training.is_recorded:
+                is_right = first.forwards > 0 and len(last.others) > 1
+            rows.check(f"{name}: graphs are used where they can be", is_right, f"{last}")
+            is_right = grown <= MOST_GROWN
+            rows.check(f"{name}: later batches take no more memory", is_right, f"{grown:,} bytes")
+
+
+def train(
+    device: Device, training: Training, *, graphs: bool | str
+) -> tuple[Trajectory, dict[int, StageGraphs], int]:
+    """Losses and weights; what graphs did; and the bytes by which the last batches' memory grew."""
+    torch.manual_seed(1)
+    stages = [Layers(torch.relu), Layers(training.act)]
+    num_rows = M * (ROWS if device.is_gpu else FEW_ROWS)
+    options: dict[str, Any] = {}
+    if training.on_host:
+        options = {"optimizer_device": "cpu", "bucket_cap_mb": 1e-4}
+    with pd2.PipelineModule(
+        [stage.to(device.torch) for stage in stages],
+        F.mse_loss,
+        num_stages=2,
+        num_microbatches=M,
+        example_args=(torch.zeros(M, WIDTH, device=device.torch),),
+        graphs=graphs,
+        timeout=60.0,
+        **options,
+    ) as pipe:
+        parameters = pipe.parameters()
+        opt = pd2.PipelineOptimizer(
+            sgd(parameters) if training.on_host else sgd_of(device, parameters)
+        )
+        with looking(pipe, opt) if training.looks else contextlib.nullcontext(lambda: None) as look:
+            losses, before = [], 0
+            for number in range(NUM_BATCHES):
+                own = torch.Generator().manual_seed(number)
+                x, target = torch.randn(2, num_rows, WIDTH, generator=own).to(device.torch)
+                losses.append(pipe.train_step(x, target=target))
+                opt.step()
+                torch.rand(1, device=device.torch)  # anybody may draw, while a stage records too
+                look()
+                if number == ALL_RECORDED:
+                    pipe.flush()
+                    before = torch.accelerator.memory_reserved()
+            pipe.flush()
+            grown = torch.accelerator.memory_reserved() - before
+        state = copy_of(pipe.state_dict())
+        return Trajectory([loss.item() for loss in losses], state), pipe.graph_report(), grown
+
+
+@contextlib.contextmanager
+def looking(pipe: Any, opt: Any) -> Iterator[Callable[[], object]]:
+    """Inside what is done is on a timeline; gives what saves a checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        savings = []
+        with pipe.timeline():
+            yield lambda: savings.append(pd2.save(folder, pipe, opt))
+        for saving in savings:
+            saving.wait()
