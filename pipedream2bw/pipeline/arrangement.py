@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
-from ..checks import check_whole_number
+from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
 from ..json_document import given_or_loaded
 from ..model.fingerprint import describe_parameters, fingerprint_of
@@ -162,23 +162,11 @@ def _check_agreement(options: Options, plan: Plan) -> None:
 
 
 def _checked_microbatches(given: Any, width: int) -> int | tuple[int, ...] | None:
-    """The number of microbatches of every replica, or of each.
-
-    Raises:
-        ValueError, TypeError: there is another number of numbers than of replicas, or one of them
-            is none of microbatches.
-    """
-    if not isinstance(given, (list, tuple)):
-        number: int | None = given
-        return number
-    for replica, each in enumerate(given):
-        check_whole_number(f"num_microbatches[{replica}]", each)
-    if len(given) != width:
-        raise ValueError(
-            f"num_microbatches: {list(given)}, width: {width}: a number for each replica, or one "
-            "for all"
-        )
-    return tuple(given)
+    """The number of microbatches of every replica, which the schedule checks, or of each."""
+    if isinstance(given, (list, tuple)):
+        return check_microbatches_of_replicas(given, width)
+    number: int | None = given
+    return number
 
 
 def order_of(plan: Plan) -> list[list[int]] | None:
