@@ -261,6 +261,7 @@ class PlanOptions:
     gradient: float
     state: float
     steps_on_host: bool
+    unequal_replicas: bool
     reserved: float
 
 class PlannedStage:
@@ -282,7 +283,7 @@ class FoundPlan:
     num_stages: int
     stages_per_rank: int
     microbatch_rows: int
-    num_microbatches: int
+    num_microbatches: int | tuple[int, ...]
     batch: int
     recompute: str
     seconds_per_batch: float

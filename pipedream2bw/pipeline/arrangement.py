@@ -139,7 +139,9 @@ def _check_agreement(options: Options, plan: Plan) -> None:
         given = tuple(given) if isinstance(given, list) else given
         if given not in (None, planned):
             raise _contradiction(name, given, planned)
-    made = schedule_for(plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank)
+    made = schedule_for(
+        plan.schedule, plan.num_stages, plan.most_microbatches, plan.stages_per_rank
+    )
     if options.schedule is not None and options.schedule != plan.schedule:
         if isinstance(options.schedule, str) and "\n" not in options.schedule:
             raise _contradiction("schedule", options.schedule, plan.schedule)
