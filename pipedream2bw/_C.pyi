@@ -261,6 +261,7 @@ class PlanOptions:
     gradient: float
     state: float
     steps_on_host: bool
+    unequal_replicas: bool
     reserved: float
 
 class PlannedStage:
@@ -282,7 +283,7 @@ class FoundPlan:
     num_stages: int
     stages_per_rank: int
     microbatch_rows: int
-    num_microbatches: int
+    num_microbatches: int | tuple[int, ...]
     batch: int
     recompute: str
     seconds_per_batch: float
@@ -613,7 +614,8 @@ class LossBoard:
         ranks: Sequence[int],
         replica: int,
         num_replicas: int,
-        num_pipelines: int,
+        num_parts: int,
+        first_part: int,
         num_numbers: int,
     ) -> None: ...
     def expect(self, run: int) -> AwaitedNumbers: ...
@@ -682,16 +684,22 @@ class OutboundEdge:
     def __init__(self, *, values: Sender, gradients: Receiver, consumer: int) -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    divisor: int = ...
+    factors: Sequence[float] = ...
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     id: int
     wiring: int
     layouts: Sequence[int]
-    rows: Sequence[int] = ...
+    loss_weights: LossWeights = ...
     batch: int = ...
     begins_batch: bool = ...
     ends_batch: bool = ...
     num_averaged: int = ...
-    num_replicas: int = ...
+    replica_weight: float = ...
+    first_microbatch: int = ...
     seed: int | None = ...
 
 class ExecutedAction:

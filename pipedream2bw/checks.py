@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
 
 def check_number(
@@ -53,3 +54,20 @@ def check_whole_number(
         raise ValueError(f"{name}: {value}, it must be at least {at_least}")
     if at_most is not None and value > at_most:
         raise ValueError(f"{name}: {value}, it must be at most {at_most}")
+
+
+def check_microbatches_of_replicas(given: Sequence[object], width: int) -> tuple[int, ...]:
+    """Checks numbers of microbatches, one for each replica, and returns them.
+
+    Raises:
+        TypeError: one is not an int.
+        ValueError: one is below 1, or there is another number of them than of replicas.
+    """
+    for replica, number in enumerate(given):
+        check_whole_number(f"num_microbatches[{replica}]", number)
+    if len(given) != width:
+        raise ValueError(
+            f"num_microbatches: {list(given)}, width: {width}: a number for each replica, or one "
+            "for all"
+        )
+    return tuple(given)  # type: ignore[arg-type]

@@ -71,12 +71,15 @@ void bind_structs(py::module_& module) {
            }),
            py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false),
            py::arg("consumer"));
+  bind_struct(module, "LossWeights", std::pair("divisor", &LossWeights::divisor),
+              std::pair("factors", &LossWeights::factors));
   bind_struct(module, "Run", std::pair("id", &Run::id), std::pair("wiring", &Run::wiring),
-              std::pair("layouts", &Run::layouts), std::pair("rows", &Run::rows),
+              std::pair("layouts", &Run::layouts), std::pair("loss_weights", &Run::loss_weights),
               std::pair("batch", &Run::batch), std::pair("begins_batch", &Run::begins_batch),
               std::pair("ends_batch", &Run::ends_batch),
               std::pair("num_averaged", &Run::num_averaged),
-              std::pair("num_replicas", &Run::num_replicas), std::pair("seed", &Run::seed));
+              std::pair("replica_weight", &Run::replica_weight),
+              std::pair("first_microbatch", &Run::first_microbatch), std::pair("seed", &Run::seed));
   py::class_<ExecutedAction>(module, "ExecutedAction")
       .def_readonly("stage", &ExecutedAction::stage)
       .def_property_readonly(

@@ -23,14 +23,18 @@ void bind_losses(py::module_& module) {
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")
       .def(py::init([](std::shared_ptr<Fault> fault, const std::string& group,
                        std::shared_ptr<SharedBoard> shared, std::vector<int> ranks, int replica,
-                       int num_replicas, int num_pipelines, int num_numbers) {
-             const LossBoardOptions options{std::move(ranks), replica, num_replicas, num_pipelines,
-                                            num_numbers};
+                       int num_replicas, int num_parts, int first_part, int num_numbers) {
+             const LossBoardOptions options{.ranks = std::move(ranks),
+                                            .replica = replica,
+                                            .num_replicas = num_replicas,
+                                            .num_parts = num_parts,
+                                            .first_part = first_part,
+                                            .num_numbers = num_numbers};
              return std::make_shared<LossBoard>(options, std::move(fault), resolve_group(group),
                                                 std::move(shared));
            }),
            py::kw_only(), py::arg("fault"), py::arg("group"), py::arg("shared"), py::arg("ranks"),
-           py::arg("replica"), py::arg("num_replicas"), py::arg("num_pipelines"),
+           py::arg("replica"), py::arg("num_replicas"), py::arg("num_parts"), py::arg("first_part"),
            py::arg("num_numbers"))
       // Without Python's lock: the board posts its sends under its own, and a process group may
       // need Python's for that, if only to free an earlier call's tensors.

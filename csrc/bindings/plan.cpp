@@ -86,6 +86,7 @@ void bind_options(py::module_& module) {
       std::pair("start_within", &PlanOptions::start_within),
       std::pair("gradient", &PlanOptions::gradient), std::pair("state", &PlanOptions::state),
       std::pair("steps_on_host", &PlanOptions::steps_on_host),
+      std::pair("unequal_replicas", &PlanOptions::unequal_replicas),
       std::pair("reserved", &PlanOptions::reserved));
 }
 
@@ -124,7 +125,12 @@ void bind_found(py::module_& module) {
   define("num_stages", [](Plan plan) { return plan.candidate.shape.depth(); });
   define("stages_per_rank", [](Plan plan) { return plan.candidate.shape.stages_per_rank; });
   define("microbatch_rows", [](Plan plan) { return plan.candidate.rows; });
-  define("num_microbatches", [](Plan plan) { return plan.candidate.shape.num_microbatches; });
+  // One number, or one for each replica.
+  define("num_microbatches", [](Plan plan) -> py::object {
+    const std::vector<int>& of_replicas = plan.candidate.microbatches;
+    if (of_replicas.empty()) return py::int_(plan.candidate.shape.num_microbatches);
+    return py::tuple(py::cast(of_replicas));
+  });
   define("batch", [](Plan plan) { return plan.candidate.batch(); });
   define("recompute", [](Plan plan) { return plan.candidate.recompute; });
   define("seconds_per_batch", [](Plan plan) { return plan.time.seconds; });

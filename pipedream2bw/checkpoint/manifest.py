@@ -61,7 +61,7 @@ class SavedSettings:
     num_stages: int
     num_ranks: int
     width: int
-    num_microbatches: int
+    num_microbatches: int | tuple[int, ...]  # of every replica, or of each
     precision: str
     torch: str
 

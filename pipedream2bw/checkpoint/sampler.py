@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from .. import _C
-from ..checks import check_whole_number
+from ..checks import check_microbatches_of_replicas, check_whole_number
 
 _STATE = ("seed", "length", "shuffle", "position")
 
@@ -20,9 +20,9 @@ class ResumableSampler(Sampler[list[int]]):
     The rows of a dataset follow each other in an order that is drawn anew for each epoch, and every
     ``batch`` of them are a batch: each row is in exactly one batch an epoch, as in CheckFreq (FAST
     2021, section 4.1), and a batch at an epoch's end takes its last rows from the next one. Rank
-    ``replica`` of ``width`` gets an equal, contiguous part of each batch. The batches themselves
-    depend on ``length``, ``batch``, ``seed`` and ``shuffle`` alone, so another number of replicas
-    goes on with the same ones.
+    ``replica`` of ``width`` gets an equal, contiguous part of each batch, or one as large as its
+    number of microbatches. The batches themselves depend on ``length``, ``batch``, ``seed`` and
+    ``shuffle`` alone, so another number of replicas goes on with the same ones.
 
     ::
 
@@ -41,12 +41,14 @@ class ResumableSampler(Sampler[list[int]]):
         batch: rows of a batch, of all replicas together.
         width: number of replicas, such as ``pipe.width``.
         replica: this process's, from 0.
+        num_microbatches: a number for each replica, as :class:`PipelineModule` takes them: the
+            parts are to each other as these. None: all parts are equal.
         seed: of the orders.
         shuffle: whether orders are drawn; otherwise rows come as the dataset has them.
 
     Raises:
         TypeError: a number is not an int, or ``shuffle`` not a bool.
-        ValueError: a number is out of range, or the replicas' parts would not be equal.
+        ValueError: a number is out of range, or the batch cannot be divided so.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ResumableSampler(Sampler[list[int]]):
         *,
         width: int = 1,
         replica: int = 0,
+        num_microbatches: Sequence[int] | None = None,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
@@ -66,12 +69,20 @@ class ResumableSampler(Sampler[list[int]]):
         check_whole_number("seed", seed, at_least=0, at_most=2**63 - 1)
         if not isinstance(shuffle, bool):
             raise TypeError(f"shuffle: {shuffle!r} given, it must be a bool")
-        if batch % width:
-            raise ValueError(f"batch: {batch}, width: {width}: the batch must be a multiple of it")
+        parts = (1,) * width
+        if num_microbatches is not None:
+            parts = check_microbatches_of_replicas(num_microbatches, width)
+        if batch % sum(parts):
+            given = f"num_microbatches: {list(parts)}" if num_microbatches else f"width: {width}"
+            raise ValueError(
+                f"batch: {batch}, {given}: the batch must be a multiple of {sum(parts)}"
+            )
         self.length = length
         self.batch = batch
         self.width = width
         self.replica = replica
+        rows = [batch * part // sum(parts) for part in parts]
+        self._before, self._share = sum(rows[:replica]), rows[replica]
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0
@@ -134,10 +145,10 @@ class ResumableSampler(Sampler[list[int]]):
         return (self.epoch + 1) * self.length
 
     def _batches(self, begin: int, end: int) -> Iterator[list[int]]:
-        share = self.batch // self.width
+        share = self._share
         order = self._order(begin // self.length)
         for first in range(begin, end, self.batch):
-            start = first + self.replica * share - (end - self.length)
+            start = first + self._before - (end - self.length)
             rows: list[int] = order[start : start + share].tolist()
             if len(rows) < share:  # the last rows of an epoch's last batch
                 stop = start + share - self.length

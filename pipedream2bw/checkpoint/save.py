@@ -262,7 +262,8 @@ def settings_of(session: Session) -> SavedSettings:
         num_stages=schedule.depth,
         num_ranks=session.control.size,
         width=grid.width,
-        num_microbatches=schedule.total_microbatches,
+        num_microbatches=session.stages.options.microbatches_of_replicas
+        or schedule.total_microbatches,
         precision=str(session.stages.options.precision.dtype),
         torch=torch.__version__,
     )

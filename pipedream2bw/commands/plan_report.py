@@ -30,7 +30,7 @@ def _sizes(plan: Plan) -> str:
         "stages": str(plan.num_stages),
         "on a device": str(plan.stages_per_rank),
         "devices": str(plan.num_devices),
-        "microbatches": f"{plan.num_microbatches} of {plan.microbatch_rows} rows",
+        "microbatches": f"{plan.microbatches_in_words} of {plan.microbatch_rows} rows",
         "batch": f"{plan.batch} rows",
         "step": format_seconds(plan.seconds_per_batch),
         "rows/s": f"{plan.rows_per_second:.4g}",
@@ -92,7 +92,7 @@ def _alternatives(plan: Plan) -> str:
         [
             each.schedule,
             f"{each.width} x {each.num_stages}",
-            f"{each.num_microbatches} of {each.microbatch_rows}",
+            f"{each.microbatches_in_words} of {each.microbatch_rows}",
             each.recompute,
             format_seconds(each.seconds_per_batch),
             f"{each.rows_per_second:.4g}",

@@ -23,28 +23,25 @@ class LossWeight:
     """How much one microbatch's loss counts.
 
     Attributes:
-        rows: the rows of each microbatch of the batch; empty if losses are sums.
-        microbatch: the microbatch's number in the batch.
-        num_replicas: how many replicas gradients are averaged over.
+        divisor: what losses are divided by where all count alike; 1 if they are sums.
+        factor: the microbatch's share of the rows, where losses are means over different numbers.
+        replica_weight: of all losses, in the gradients that replicas add up.
         num_averaged: how many train_steps gradients are averaged over.
         scale: what losses are multiplied by (see :class:`LossScale`).
     """
 
-    rows: tuple[int, ...]
-    microbatch: int
-    num_replicas: int
+    divisor: int = 1
+    factor: float | None = None
+    replica_weight: float = 1.0
     num_averaged: int = 1
     scale: float = 1.0
 
     def seed(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of ``value``, bitwise as the engine seeds the loss."""
-        seed = torch.full_like(value, 1.0 / self.num_replicas)
+        seed = torch.full_like(value, self.replica_weight)
         if self.num_averaged > 1:
             seed = seed / self.num_averaged
-        if self.rows and self.rows[0] == self.rows[-1]:  # only the last ones may be smaller
-            seed = seed / len(self.rows)
-        elif self.rows:
-            seed = seed * (self.rows[self.microbatch] / sum(self.rows))
+        seed = seed / self.divisor if self.factor is None else seed * self.factor
         return seed if self.scale == 1.0 else seed * self.scale
 
 

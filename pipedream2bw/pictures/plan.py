@@ -91,7 +91,7 @@ def _title(plan: Plan) -> str:
     rows = "1 row" if plan.microbatch_rows == 1 else f"{plan.microbatch_rows} rows"
     return (
         f"{plan.schedule}: {replicas} of {plan.num_stages} stages{chunks}, "
-        f"{plan.num_microbatches} microbatches of {rows}; "
+        f"{plan.microbatches_in_words} microbatches of {rows}; "
         f"{plan.seconds_per_batch:.3g} s a batch, {plan.rows_per_second:.4g} rows/s, "
         f"bubble {100 * plan.bubble:.1f} %"
     )
@@ -102,7 +102,7 @@ def _draw_times(
 ) -> list[Any]:
     """Draws the left side, and returns the legend's entries."""
     bars = [_times_of(stage) for stage in plan.stages]
-    per_microbatch = plan.seconds_per_batch / plan.num_microbatches
+    per_microbatch = plan.seconds_per_batch / plan.most_microbatches
     alone = all(len(stages) == 1 for stages in ranks)  # a stage has all of its rank's time
     longest = max(sum(bar.values()) for bar in bars)
     span = max(longest, per_microbatch) if alone else longest

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
+from ..checks import check_microbatches_of_replicas
+from ..errors import reworded
 from ..json_document import given_or_loaded
 from ..model.fingerprint import describe_parameters, fingerprint_of
 from ..model.materialize import Example
@@ -33,7 +35,7 @@ class Arrangement:
     """
 
     num_stages: int
-    num_microbatches: int | None
+    num_microbatches: int | tuple[int, ...] | None
     schedule: str | os.PathLike[str] | Schedule
     stages_per_rank: int
     split: str | Sequence[str]
@@ -65,13 +67,14 @@ class Arrangement:
                 plan=plan,
             )
         num_stages: Any = options.num_stages
+        width = check_mesh(options.mesh, 1 if options.width is None else options.width)
         return cls(
             num_stages=length_of(model) if num_stages is None else num_stages,
-            num_microbatches=options.num_microbatches,
+            num_microbatches=_checked_microbatches(options.num_microbatches, width),
             schedule=DEFAULT_SCHEDULE if options.schedule is None else options.schedule,
             stages_per_rank=1 if options.stages_per_rank is None else options.stages_per_rank,
             split="auto" if options.split is None else options.split,
-            width=check_mesh(options.mesh, 1 if options.width is None else options.width),
+            width=width,
             recompute=False if options.recompute is None else options.recompute,
             mesh=options.mesh,
             plan=None,
@@ -82,11 +85,34 @@ class Arrangement:
         """The process of each replica's rank, [replicas][ranks], if it is not the usual one."""
         return None if self.plan is None or self.mesh is not None else order_of(self.plan)
 
-    def made(self) -> Schedule:
-        """The checked schedule."""
-        return schedule_for(
-            self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank
-        )
+    @property
+    def microbatches_of_replicas(self) -> tuple[int, ...]:
+        """How many each has, where the rows of all are one batch; empty: each has its own."""
+        return self.num_microbatches if isinstance(self.num_microbatches, tuple) else ()
+
+    def schedules(self) -> list[Schedule]:
+        """The checked schedule of each replica.
+
+        Raises:
+            ValueError, TypeError: a schedule of one's own is malformed or illegal, or the method
+                has none of so many microbatches: names the replica, if each has a number.
+        """
+
+        def made(num_microbatches: int | None) -> Schedule:
+            return schedule_for(
+                self.schedule, self.num_stages, num_microbatches, self.stages_per_rank
+            )
+
+        if not isinstance(self.num_microbatches, tuple):
+            return [made(self.num_microbatches)] * self.width
+        of_number: dict[int, Schedule] = {}
+        for replica, number in enumerate(self.num_microbatches):
+            if number not in of_number:
+                try:
+                    of_number[number] = made(number)
+                except ValueError as error:
+                    raise reworded(error, f"replica {replica}: {error}") from error
+        return [of_number[number] for number in self.num_microbatches]
 
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks.
@@ -96,7 +122,7 @@ class Arrangement:
         """
         schedule: object = self.schedule
         if not isinstance(schedule, str) or "\n" in schedule:
-            schedule = fingerprint(self.made())  # the same file may differ between machines
+            schedule = fingerprint(self.schedules()[0])  # the same file may differ between machines
         names = ("num_stages", "num_microbatches", "width", "stages_per_rank", "split", "recompute")
         return {
             **comparable(self, names),
@@ -110,9 +136,12 @@ def _check_agreement(options: Options, plan: Plan) -> None:
     """Raises ValueError if something was given that the plan says differently."""
     for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
         given, planned = getattr(options, name), getattr(plan, name)
+        given = tuple(given) if isinstance(given, list) else given
         if given not in (None, planned):
             raise _contradiction(name, given, planned)
-    made = schedule_for(plan.schedule, plan.num_stages, plan.num_microbatches, plan.stages_per_rank)
+    made = schedule_for(
+        plan.schedule, plan.num_stages, plan.most_microbatches, plan.stages_per_rank
+    )
     if options.schedule is not None and options.schedule != plan.schedule:
         if isinstance(options.schedule, str) and "\n" not in options.schedule:
             raise _contradiction("schedule", options.schedule, plan.schedule)
@@ -132,6 +161,14 @@ def _check_agreement(options: Options, plan: Plan) -> None:
         raise ValueError(
             f"'dp' of the mesh: {size}, width of the plan: {plan.width}: they must be equal"
         )
+
+
+def _checked_microbatches(given: Any, width: int) -> int | tuple[int, ...] | None:
+    """The number of microbatches of every replica, which the schedule checks, or of each."""
+    if isinstance(given, (list, tuple)):
+        return check_microbatches_of_replicas(given, width)
+    number: int | None = given
+    return number
 
 
 def order_of(plan: Plan) -> list[list[int]] | None:

@@ -39,6 +39,7 @@ class _Wanted:
         root: the model as one module.
         device: where the model is.
         rows: of a replica's batch.
+        num_microbatches: of a replica's batch, if it was given.
         width: of all plans, if it was given.
         num_processes: that there are; with one, every stage has one of ``devices``.
     """
@@ -48,6 +49,7 @@ class _Wanted:
     device: torch.device
     precision: Precision
     rows: int
+    num_microbatches: int | None
     width: int | None
     num_processes: int
     options: Options
@@ -113,6 +115,7 @@ def _checked(
         device=device,
         precision=precision,
         rows=_rows(options.example_target) or 0,
+        num_microbatches=_one_number(options),
         width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,
@@ -149,7 +152,7 @@ def _check(options: Options) -> None:
             f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
             "name"
         )
-    for name in ("num_microbatches", "width", "stages_per_rank"):
+    for name in ("width", "stages_per_rank"):
         if getattr(options, name) is not None:
             check_whole_number(name, getattr(options, name))
     if options.split is not None:
@@ -163,11 +166,25 @@ def _check(options: Options) -> None:
             "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
             "target"
         )
-    m = options.num_microbatches or 1
+    m = _one_number(options) or 1
     if rows < m:
         raise ValueError(
             f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
         )
+
+
+def _one_number(options: Options) -> int | None:
+    """The number of microbatches of every replica's batch, if it was given."""
+    given: Any = options.num_microbatches
+    if isinstance(given, (list, tuple)):
+        raise ValueError(
+            f"num_microbatches: {list(given)}, num_stages: 'auto': give one number for all "
+            "replicas; a plan of your own, by plan(), has one for each where devices differ"
+        )
+    if given is not None:
+        check_whole_number("num_microbatches", given)
+    number: int | None = given
+    return number
 
 
 # ---------------------------------------------------------------- the profile
@@ -235,8 +252,8 @@ def _saved(found: Profile, place: object, control: ControlPlane) -> Profile:
 
 def _sizes(wanted: _Wanted) -> list[int]:
     """The rows of the microbatches that are profiled."""
-    if wanted.options.num_microbatches is not None:
-        return [-(-wanted.rows // wanted.options.num_microbatches)]
+    if wanted.num_microbatches is not None:
+        return [-(-wanted.rows // wanted.num_microbatches)]
     most_ranks = wanted.num_devices // (wanted.width or 1)
     return sorted({max(1, wanted.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
 
@@ -275,7 +292,7 @@ def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> P
     options, devices = wanted.options, wanted.num_devices
     v = options.stages_per_rank or 1
     sizes = tuple(item.rows for item in found.microbatches)
-    m = options.num_microbatches
+    m = wanted.num_microbatches
     if m is not None:
         make_schedule(wanted.schedule, num_stages, m, v)  # raises the schedule's rule
         found = _of_rows(found, -(-wanted.rows // m))

@@ -185,7 +185,7 @@ class PipelineModule(SessionModule):
         *,
         plan: Plan | str | os.PathLike[str] | None = None,
         num_stages: int | str | None = None,
-        num_microbatches: int | None = None,
+        num_microbatches: int | Sequence[int] | None = None,
         schedule: str | os.PathLike[str] | Schedule | None = None,
         stages_per_rank: int | None = None,
         example_args: Sequence[Any] = (),

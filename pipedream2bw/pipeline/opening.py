@@ -43,7 +43,7 @@ class Checked:
 
     arrangement: Arrangement
     root: nn.Module
-    schedule: Schedule
+    schedules: Sequence[Schedule]  # of each replica
     modes: Modes
     accumulation: Accumulation
     stage_options: StageOptions
@@ -89,7 +89,7 @@ def open_session(
             stages = LocalStages(
                 root=checked.root,
                 mode=checked.modes.first,
-                schedule=checked.schedule,
+                schedule=checked.schedules[grid.replica],
                 grid=grid,
                 control=control,
                 options=checked.stage_options,
@@ -129,10 +129,12 @@ def check(
         options.accumulate,
         averages=options.loss_reduction == "mean",
         num_replicas=arrangement.width,
+        is_one_batch=bool(arrangement.microbatches_of_replicas),
     )
     check_example(options.example_args, options.example_kwargs)
     metrics = check_metrics(options.metrics)
-    schedule = arrangement.made()
+    schedules = arrangement.schedules()
+    schedule = max(schedules, key=lambda each: each.num_microbatches)
     recompute, blocks = what_to_recompute(arrangement.recompute, schedule)
     root = as_root(model)
     refuse_untrainable(root, loss_fn)
@@ -168,7 +170,7 @@ def check(
     return Checked(
         arrangement=arrangement,
         root=root,
-        schedule=schedule,
+        schedules=schedules,
         modes=Modes(
             root=root,
             num_stages=schedule.depth,
@@ -193,6 +195,7 @@ def check(
             spare_buffer=options.spare_buffer,
             optimizer_on_host=options.optimizer_device is not None,
             graphs=options.graphs,
+            microbatches_of_replicas=arrangement.microbatches_of_replicas,
         ),
     )
 
@@ -201,13 +204,13 @@ def _what_is_summed(checked: Checked) -> str | None:
     """What makes several processes hold one stage; None if nothing does."""
     if checked.arrangement.width > 1:
         return f"width: {checked.arrangement.width}"
-    pipelines = checked.schedule.num_pipelines
+    pipelines = checked.schedules[0].num_pipelines
     return f"pipelines of the schedule: {pipelines}" if pipelines > 1 else None
 
 
 def place(checked: Checked, control: ControlPlane) -> RankGrid:
     """Gives each process its stages, and joins those that hold the same ones."""
-    arrangement, schedule = checked.arrangement, checked.schedule
+    arrangement, schedule = checked.arrangement, checked.schedules[0]
     grid = RankGrid(
         placement=schedule.placement,
         num_pipelines=schedule.num_pipelines,
@@ -232,6 +235,6 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     """
     root = checked.root
     mode = checked.modes.capture(root.training)
-    check_ties(checked.schedule, find_ties(mode.programs), root)
+    check_ties(checked.schedules[grid.replica], find_ties(mode.programs), root)
     names = checked.modes.names_in(grid.stages_of_model)
     return materialize(root, names)

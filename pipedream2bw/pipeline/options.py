@@ -26,7 +26,7 @@ class Options:
 
     plan: Plan | str | os.PathLike[str] | None
     num_stages: int | str | None
-    num_microbatches: int | None
+    num_microbatches: int | Sequence[int] | None
     schedule: str | os.PathLike[str] | Schedule | None
     stages_per_rank: int | None
     example_args: Sequence[Any]

@@ -49,7 +49,14 @@ class SessionModule(nn.Module):
         stages = self.session.stages
         return {each.index: graphs_of(each.executor.graph_report(each.index)) for each in stages}
 
-    # ------------------------------------------------------------------ sums over replicas
+    # ------------------------------------------------------------------ replicas
+
+    @property
+    def microbatches_per_replica(self) -> tuple[int, ...]:
+        """The number of microbatches that each replica makes of its rows of a batch."""
+        session = self.session
+        equal = (session.schedule.total_microbatches,) * session.grid.width
+        return session.stages.options.microbatches_of_replicas or equal
 
     def replica_group(self, stage: int | None = None) -> dist.ProcessGroup:
         """The processes that hold a stage of this process, one in each replica.

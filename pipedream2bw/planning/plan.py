@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import _C
-from ..checks import check_number, check_whole_number
+from ..checks import check_microbatches_of_replicas, check_number, check_whole_number
 from ..json_document import Document
 from .stage_plan import (
     StagePlan,
@@ -28,8 +28,8 @@ _MOST = {
     "num_stages": 10**6,
     "stages_per_rank": 10**6,
     "microbatch_rows": 2**31 - 1,
-    "num_microbatches": MOST_MICROBATCHES,
 }
+_MOST_LISTED = 8  # numbers of microbatches, in words
 _ROUNDING = 1e-6  # of sums that a file keeps beside their parts
 
 
@@ -43,7 +43,7 @@ class PlanOutline:
         num_stages: the depth d.
         stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
         microbatch_rows: b.
-        num_microbatches: m, of one replica's batch.
+        num_microbatches: m, of every replica's batch; or of each replica's part of one batch.
         seconds_per_batch: predicted, in the steady state.
         rows_per_second: of all replicas.
         price_per_hour: of all devices that are used, now.
@@ -55,7 +55,7 @@ class PlanOutline:
     num_stages: int
     stages_per_rank: int
     microbatch_rows: int
-    num_microbatches: int
+    num_microbatches: int | tuple[int, ...]
     seconds_per_batch: float
     rows_per_second: float
     price_per_hour: float
@@ -64,29 +64,60 @@ class PlanOutline:
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             check_whole_number(name, getattr(self, name), at_most=most)
-        if self.stages_per_rank * self.num_microbatches >= 2**31:
-            raise ValueError(
-                f"stages_per_rank: {self.stages_per_rank}, num_microbatches: "
-                f"{self.num_microbatches}: their product must be below {2**31}"
-            )
-        _ = self.shape  # raises ValueError where the schedule has no such sizes
+        numbers = self.num_microbatches
+        if isinstance(numbers, tuple):
+            check_microbatches_of_replicas(numbers, self.width)
+        for number in sorted({*numbers} if isinstance(numbers, tuple) else {numbers}):
+            check_whole_number("num_microbatches", number, at_most=MOST_MICROBATCHES)
+            if self.stages_per_rank * number >= 2**31:
+                raise ValueError(
+                    f"stages_per_rank: {self.stages_per_rank}, num_microbatches: {number}: their "
+                    f"product must be below {2**31}"
+                )
+            self._shape(number)  # raises ValueError where the schedule has no such sizes
         for name in ("seconds_per_batch", "rows_per_second"):
             check_number(name, getattr(self, name), below=math.inf)
         for name in ("price_per_hour", "peak_bytes"):
             check_number(name, getattr(self, name), at_least=0, below=math.inf)
 
     @property
+    def most_microbatches(self) -> int:
+        """Microbatches of the replica that has the most."""
+        numbers = self.num_microbatches
+        return max(numbers) if isinstance(numbers, tuple) else numbers
+
+    @property
+    def total_microbatches(self) -> int:
+        """Microbatches of all replicas."""
+        numbers = self.num_microbatches
+        return sum(numbers) if isinstance(numbers, tuple) else self.width * numbers
+
+    @property
+    def microbatches_in_words(self) -> str:
+        """The microbatches of a replica, for people: "4", "4, 2", or of many "2 to 4"."""
+        numbers = self.num_microbatches
+        if not isinstance(numbers, tuple):
+            return str(numbers)
+        few = len(numbers) <= _MOST_LISTED
+        return ", ".join(map(str, numbers)) if few else f"{min(numbers)} to {max(numbers)}"
+
+    @property
     def shape(self) -> _C.PlannedShape:
         """What the schedule has on its stages and ranks; it is not made, since it may be long.
+
+        Of several numbers of microbatches the largest counts.
 
         Raises:
             ValueError: the planner does not know the schedule, or the schedule has no such sizes.
         """
+        return self._shape(self.most_microbatches)
+
+    def _shape(self, num_microbatches: int) -> _C.PlannedShape:
         known = _C.planned_schedules()
         if self.schedule not in known:
             raise ValueError(f'schedule: "{self.schedule}", plans have one of {", ".join(known)}')
         return _C.planned_shape(
-            self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank
+            self.schedule, self.num_stages, num_microbatches, self.stages_per_rank
         )
 
 
@@ -113,7 +144,7 @@ class Plan(PlanOutline, Document):
     """How a model is to be trained on given devices, and what that will take; see ``plan()``.
 
     Attributes:
-        batch: rows of all replicas, ``width * microbatch_rows * num_microbatches``.
+        batch: rows of all replicas, ``microbatch_rows`` of each of their microbatches.
         stages: one for each stage.
         bubble: share of the time in which the busiest rank does nothing, 0 to 1.
         start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
@@ -138,11 +169,12 @@ class Plan(PlanOutline, Document):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rows = self.width * self.microbatch_rows * self.num_microbatches
+        rows = self.microbatch_rows * self.total_microbatches
         if self.batch != rows:
             raise ValueError(
-                f"batch: {self.batch}, width * microbatch_rows * num_microbatches: {rows}: they "
-                "must be equal"
+                f"batch: {self.batch}, width: {self.width}, microbatch_rows: "
+                f"{self.microbatch_rows}, num_microbatches: {self.microbatches_in_words}: together "
+                f"they are {rows} rows"
             )
         predicted = self.batch / self.seconds_per_batch
         if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:

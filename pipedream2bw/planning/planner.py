@@ -62,6 +62,7 @@ def plan(
     optimizer_device: str | None = None,
     width: int | None = None,
     num_stages: int | None = None,
+    unequal_replicas: bool = True,
     calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
@@ -103,6 +104,9 @@ def plan(
         split_master, optimizer_device: as in :class:`PipelineModule`. With ``"cpu"`` state takes
             none of the devices' memory, and an update the time that was measured there.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
+        unequal_replicas: with devices of several speeds, replicas may have different numbers of
+            microbatches, as their devices are fast: the plan's num_microbatches is a number for
+            each. Not with "chimera". False: all have as many.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
 
@@ -122,6 +126,8 @@ def plan(
     chunks = chunks_to_try(stages_per_rank, largest)
     ways = checked_names("recompute", recompute, ("none", "stages", "blocks"))
     check_objective(objective, slack, num_batches, start_within)
+    if not isinstance(unequal_replicas, bool):
+        raise TypeError(f"unequal_replicas: {unequal_replicas!r} given, it must be a bool")
     if calibration is not None:
         profile = calibration.applied_to(profile)
     gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
@@ -165,6 +171,7 @@ def plan(
                 gradient=gradient,
                 state=state,
                 steps_on_host=optimizer_device is not None,
+                unequal_replicas=unequal_replicas,
                 reserved=0.0 if calibration is None else calibration.offset,
             ),
         )

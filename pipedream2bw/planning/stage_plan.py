@@ -18,7 +18,8 @@ class StagePlan:
         devices: numbers of the devices that hold the stage, one for each replica; with chimera the
             first pipeline's copy.
         forward, input_grad, weight_grad: predicted seconds of one microbatch, on the slowest of
-            the devices.
+            the devices. Where replicas have different numbers of microbatches, a device that has
+            fewer than others counts as if it were as much faster, here and below.
         recompute: seconds of running forwards again, of one microbatch.
         message: seconds that a microbatch's values take to the stage that reads them, and their
             gradients back, each: if several stages do, to the one that they take longest to; 0 for

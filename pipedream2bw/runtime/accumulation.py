@@ -18,14 +18,14 @@ class BatchPart(NamedTuple):
         begins: it is the first train_step, whose gradients replace those of the batch before.
         ends: it is the last one; the optimizer's step follows.
         num_averaged: the number of train_steps over which the batch's gradient is averaged.
-        num_replicas: the number of replicas whose gradients of losses divided by it are added up.
+        replica_weight: of the losses, in the gradients that replicas add up.
     """
 
     batch: int
     begins: bool
     ends: bool
     num_averaged: int
-    num_replicas: int
+    replica_weight: float
 
 
 class Accumulation:
@@ -34,17 +34,28 @@ class Accumulation:
     Args:
         num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
         averages: their gradients are averaged, not added; so are those of microbatches.
-        num_replicas: of the pipeline, whose gradients are averaged.
+        num_replicas: of the pipeline.
+        is_one_batch: the rows of all replicas are one batch, in which each loss has its weight.
+            Otherwise each replica has a batch of its own, and their gradients are averaged.
 
     Attributes:
         num_updates: optimizer steps so far: the number of the batch that comes or waits for its
             step.
-        num_replicas: as given; 1 where a hook averages what each replica has.
+        hooks_average: replicas' gradients are averaged by hooks, not added up.
     """
 
-    def __init__(self, num_steps: int = 1, *, averages: bool = True, num_replicas: int = 1) -> None:
+    def __init__(
+        self,
+        num_steps: int = 1,
+        *,
+        averages: bool = True,
+        num_replicas: int = 1,
+        is_one_batch: bool = False,
+    ) -> None:
         check_whole_number("accumulate", num_steps)
-        self.num_replicas = num_replicas
+        self._num_replicas = num_replicas
+        self._is_one_batch = is_one_batch
+        self.hooks_average = False
         self._num_steps = num_steps
         self.averages = averages
         self._holds = False  # inside no_sync()
@@ -82,7 +93,7 @@ class Accumulation:
         ends = not self._holds and (self._counted + 1) % self._num_steps == 0
         begins = self._last is None or self._last.ends
         num_averaged = self._num_steps if self.averages else 1
-        return BatchPart(self.num_updates, begins, ends, num_averaged, self.num_replicas)
+        return BatchPart(self.num_updates, begins, ends, num_averaged, self._replica_weight)
 
     def take(self, part: BatchPart) -> None:
         """The train_step has begun."""
@@ -122,6 +133,11 @@ class Accumulation:
         self.num_updates = updates
         self._counted, self._held = updates * self._num_steps, 0
         self._last = None
+
+    @property
+    def _replica_weight(self) -> float:
+        divided_later = self._num_replicas if self.hooks_average else 1
+        return divided_later / (1 if self._is_one_batch else self._num_replicas)
 
     @property
     def _is_complete(self) -> bool:

@@ -57,7 +57,7 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> None:
     settings = {"hook": _name_of(hook), "type of the hook's state": type(state).__qualname__}
     with session.ending.lost_ranks_close():
         session.control.together(make_states, same=settings)
-    session.accumulation.num_replicas = 1  # hooks give means
+    session.accumulation.hooks_average = True
     for stage, own in zip(session.stages, states, strict=True):
         group = session.grid.replica_group(stage.index)
         assert group is not None

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .. import _C
 from ..capture.capture import split_model_args
 from ..model.added_loss import LossWeight
 from ..ranks.agreement import Announcement
-from ..ranks.grid import RankGrid
 from ..stages.modes import Mode
 from .accumulation import BatchPart
-from .local_stages import LocalStage
+from .local_stages import LocalStage, LocalStages
 from .microbatch import SplitTree, common_rows, hash_of_shapes, microbatch_rows, split_values
 from .runner import RunInputs
 
@@ -35,10 +35,21 @@ class Given:
 
 
 class Microbatches(NamedTuple):
-    """Rows and layout of each microbatch, the same on all ranks of a replica."""
+    """A replica's microbatches, the same on all its ranks.
+
+    Attributes:
+        sizes: rows of each.
+        layouts: numbers of equal shapes.
+        first: the number of the first one among those of all replicas.
+        rows: of the batch that they are of: the replica's, or all replicas'.
+        loss_weights: of their losses in the batch's.
+    """
 
     sizes: list[int]
     layouts: list[int]
+    first: int
+    rows: int
+    loss_weights: _C.LossWeights
 
 
 class Call(NamedTuple):
@@ -50,19 +61,23 @@ class Call(NamedTuple):
 
 
 class Intake:
-    """Checks calls, agrees on their microbatches and splits them."""
+    """Checks calls, agrees on their microbatches and splits them.
+
+    Args:
+        stages: those of this process.
+        replicated: names of arguments that every microbatch gets whole.
+        losses_are_means: over microbatches' rows; otherwise sums.
+    """
 
     def __init__(
-        self,
-        grid: RankGrid,
-        num_microbatches: int,
-        replicated: Sequence[str],
-        *,
-        losses_are_means: bool,
+        self, stages: LocalStages, replicated: Sequence[str], *, losses_are_means: bool
     ) -> None:
-        self._grid = grid
+        self._grid = stages.grid
         self._losses_are_means = losses_are_means
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = stages.schedule.total_microbatches
+        self._of_replicas = stages.options.microbatches_of_replicas
+        of_all = self._of_replicas or (self._num_microbatches,) * self._grid.width
+        self._first = sum(of_all[: self._grid.replica])
         self._replicated = replicated
         self._layouts: dict[tuple[int, int], int] = {}  # (hash of shapes, rows) -> number
 
@@ -144,18 +159,22 @@ class Intake:
         layouts = [
             self._layouts.setdefault((mine.shapes, size), len(self._layouts)) for size in sizes
         ]
-        return Microbatches(sizes, layouts)
-
-    def weighing_rows(self, sizes: list[int]) -> tuple[int, ...]:
-        """By microbatch, weighs the losses' means; empty if losses are sums."""
-        return tuple(sizes) if self._losses_are_means else ()
+        rows, counts = [mine.argument_rows], [count]
+        if training and self._of_replicas:
+            counts = list(self._of_replicas)
+            rows = [
+                announced[grid.process_of(0, replica)].argument_rows
+                for replica in range(grid.width)
+            ]
+        weights = _weights_of_means(sizes, rows, counts) if self._losses_are_means else None
+        return Microbatches(sizes, layouts, self._first, sum(rows), weights or _C.LossWeights())
 
     def inputs(
         self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
     ) -> RunInputs:
         """The stage's share of what was given."""
         grid, streams = self._grid, stage.weights.streams
-        sizes, layouts = microbatches
+        sizes, layouts, _, rows, weights = microbatches
         mine = slice(None)
         if given.training:  # a pipeline's part of the microbatches
             count = len(sizes) // grid.num_pipelines
@@ -164,21 +183,20 @@ class Intake:
         inputs = RunInputs(
             bound=stage.bound[mode.wiring],
             sizes=sizes[mine],
-            total_rows=sum(sizes),
+            total_rows=rows,
             layouts=layouts[mine],
             training=given.training,
         )
         if given.part is not None:
             inputs.begins = given.part.batch if given.part.begins else None
-            rows = self.weighing_rows(sizes)
+            weight = LossWeight(
+                divisor=weights.divisor,
+                replica_weight=given.part.replica_weight,
+                num_averaged=given.part.num_averaged,
+            )
+            factors: Sequence[float | None] = weights.factors or [None] * len(sizes)
             inputs.loss_weights = [
-                LossWeight(
-                    rows=rows,
-                    microbatch=microbatch,
-                    num_replicas=given.part.num_replicas,
-                    num_averaged=given.part.num_averaged,
-                )
-                for microbatch in range(len(sizes))[mine]
+                dataclasses.replace(weight, factor=factor) for factor in factors[mine]
             ]
         if grid.is_first(stage.index):
             inputs.values = split_values(given.values, given.whole, sizes, streams)[mine]
@@ -205,6 +223,22 @@ class Intake:
                 f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
                 "differ: all first stages of a replica are given the same batch"
             )
+
+
+def _weights_of_means(
+    sizes: Sequence[int], rows: Sequence[int], counts: Sequence[int]
+) -> _C.LossWeights:
+    """The weights of a replica's microbatches in the mean over the batch's rows.
+
+    Args:
+        sizes: rows of each of them.
+        rows, counts: of each part of the batch, which makes so many microbatches.
+    """
+    kinds = {divmod(of_part, count) for of_part, count in zip(rows, counts, strict=True)}
+    are_alike = len(kinds) == 1 and kinds.pop()[1] == 0
+    if are_alike:
+        return _C.LossWeights(divisor=sum(counts))
+    return _C.LossWeights(factors=[size / sum(rows) for size in sizes])
 
 
 def _rows_differ(rows: int, target_rows: int) -> str:

@@ -25,6 +25,7 @@ from ..stages.program import StageProgram
 from .graphs import graph_setup
 from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
+from .losses import loss_board
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
 from .stage_weights import StageSpec, StageWeights, share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
@@ -112,16 +113,7 @@ class LocalStages:
             control=control.group,
             deadline=control.deadline,
         )
-        self.losses = _C.LossBoard(
-            fault=control.fault,
-            group="" if control.group is None else control.group.group_name,
-            shared=control.board,
-            ranks=[grid.process_of(stage) for stage in range(schedule.num_stages)],
-            replica=grid.replica,
-            num_replicas=grid.width,
-            num_pipelines=schedule.num_pipelines,
-            num_numbers=1 + len(options.metrics),
-        )
+        self.losses = loss_board(grid, control, options)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))
         self._ties = TiedCopies(ties, grid, weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,8 +66,6 @@ class MicrobatchKinds:
         """
         if weight is not None and not self.adds_losses:
             weight = None
-        elif weight is not None and (not weight.rows or weight.rows[0] == weight.rows[-1]):
-            weight = dataclasses.replace(weight, microbatch=0)  # all of them count alike
         constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         kind = (constants, structure, self._buffers, weight, share)
         if self.refusal or refusal(leaves):  # which may not even be comparable

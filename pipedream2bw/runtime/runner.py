@@ -48,6 +48,8 @@ class StageOptions:
         spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
         optimizer_on_host: whether the stages' optimizers work in the host's memory.
         graphs: whether forwards and backwards are recorded as the device's graphs.
+        microbatches_of_replicas: how many each replica has, where the rows of all are one batch.
+            Empty: each has a batch of its own.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -62,6 +64,7 @@ class StageOptions:
     spare_buffer: bool = False
     optimizer_on_host: bool = False
     graphs: bool | str = False
+    microbatches_of_replicas: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -94,7 +97,7 @@ class RunInputs:
 
     bound: BoundProgram
     sizes: list[int]  # rows of each microbatch of this pipeline
-    total_rows: int  # of all pipelines
+    total_rows: int  # of the batch
     layouts: list[int]
     training: bool
     begins: int | None = None  # the number of the batch that begins with this run

@@ -92,12 +92,7 @@ class Session:
         self.agreed_wish = 0
         self.before_evaluation: Callable[[], None] = lambda: None
         self._num_evaluations = 0
-        self._intake = Intake(
-            self.grid,
-            self.schedule.total_microbatches,
-            replicated,
-            losses_are_means=accumulation.averages,
-        )
+        self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
         self._mode_of_last_step = self.root.training
         self._mode_was_set = False  # and the stages' modules are still in the former one
@@ -157,12 +152,13 @@ class Session:
                 id=number,
                 wiring=mode.wiring,
                 layouts=microbatches.layouts,
-                rows=self._intake.weighing_rows(microbatches.sizes),
+                loss_weights=microbatches.loss_weights,
                 batch=part.batch,
                 begins_batch=part.begins,
                 ends_batch=part.ends,
                 num_averaged=part.num_averaged,
-                num_replicas=part.num_replicas,
+                replica_weight=part.replica_weight,
+                first_microbatch=microbatches.first,
                 seed=self.random_seed,
             )
         )

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 
 import pytest
 import torch
 
+import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from tests.runs.combinations import assert_alike, batches_of, by_definition, by_pipeline, draw
+from tests.runs.combinations import (
+    Combination,
+    assert_alike,
+    batches_of,
+    by_definition,
+    by_pipeline,
+    draw,
+)
 from tests.runs.launch import run_ranks
 
 NUM_COMBINATIONS = 12
 
 
-def train(rank: int, world: int, width: int) -> None:
+def unequal(of: Combination, width: int, numbers: random.Random) -> tuple[int, ...]:
+    """Of microbatches, that the schedule has."""
+    allowed, sizes = [], of.sizes
+    for m in range(1, sizes.num_microbatches + 5):
+        with contextlib.suppress(ValueError):
+            pd2.make_schedule(of.schedule, sizes.num_stages, m, sizes.stages_per_rank)
+            allowed.append(m)
+    return tuple(numbers.choices(allowed, k=width))
+
+
+def train(rank: int, world: int, width: int, is_one_batch: bool) -> None:
     torch.set_num_threads(1)
     num_ranks = world // width
     for seed in range(NUM_COMBINATIONS):
-        numbers = random.Random(1000 * world + 100 * width + seed)
+        numbers = random.Random(1000 * world + 100 * width + 50 * is_one_batch + seed)
         of = draw(numbers.choice, num_ranks)
-        by_replica = [batches_of(of, seed=10 + replica) for replica in range(width)]
+        if is_one_batch:
+            of = dataclasses.replace(of, numbers=unequal(of, width, numbers))
+        by_replica = [batches_of(of, 10 + replica, replica) for replica in range(width)]
         own = rank // num_ranks
         want = by_definition(of, by_replica)[own]
         bucket_cap_mb = numbers.choice([25.0, 1e-6])
@@ -36,6 +57,8 @@ def train(rank: int, world: int, width: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "width"), [(2, 1), (2, 2), (4, 2)])
-def test_any_options_together_in_processes(world: int, width: int) -> None:
-    run_ranks(train, world, args=(width,), timeout=170)
+@pytest.mark.parametrize(
+    ("world", "width", "is_one_batch"), [(2, 1, False), (2, 2, False), (4, 2, False), (4, 2, True)]
+)
+def test_any_options_together_in_processes(world: int, width: int, is_one_batch: bool) -> None:
+    run_ranks(train, world, args=(width, is_one_batch), timeout=170)

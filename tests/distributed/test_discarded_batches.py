@@ -55,6 +55,7 @@ def two_replicas(rank: int, world: int) -> list[tuple[Outcome, Outcome]]:
         ("forward", {"schedule": "2bw"}),
         ("backward", {"schedule": "2bw", "optimizer_options": {"max_grad_norm": 0.05}}),
         ("forward", {"schedule": "2bw", "spare_buffer": True}),
+        ("forward", {"schedule": "2bw", "num_microbatches": [M - 1, M]}),
         ("hook", {"schedule": "1f1b", "accumulate": 2}),
         ("forward", {"schedule": "2bw", "optimizer_options": {"shard_state": True}}),
         ("hook", {"schedule": "1f1b", "optimizer_options": {"shard_state": True}}),

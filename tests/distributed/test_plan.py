@@ -21,6 +21,7 @@ from tests.samples.plans import plan_for
 
 TASK = TASKS["mlp"]
 M = 4
+UNEQUAL = (5, 2)
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str]:
@@ -45,8 +46,7 @@ def planned(devices: list[list[int]], **changes: Any) -> pd2.Plan:
         TASK.batches([8])[0].args,
         width=len(devices[0]),
         devices=devices,
-        num_microbatches=M,
-        **changes,
+        **{"num_microbatches": M, **changes},
     )
 
 
@@ -60,15 +60,16 @@ def build(**options: Any) -> pd2.PipelineModule:
     )
 
 
-def trains_as_the_oracle(folder: str) -> None:
+def trains_as_the_oracle(folder: str, name: str) -> None:
     """Four processes; stage 0's replicas are devices 3 and 0, stage 1's 1 and 2."""
-    plan = pd2.Plan.load(Path(folder, "replicas.json"))
+    plan = pd2.Plan.load(Path(folder, name))
     by_replica = [TASK.batches([8] * 4, seed=seed) for seed in range(2)]
     whole = model()
-    oracle = Oracle(whole, sgd(whole.parameters()), M, TASK.loss_fn, delay=1)
+    oracle = Oracle(whole, sgd(whole.parameters()), plan.num_microbatches, TASK.loss_fn, delay=1)
     losses = [oracle.train_replicas(each) for each in zip(*by_replica, strict=True)]
     with build(plan=plan) as pipe:
         assert pipe.mesh.mesh.tolist() == [[3, 1], [0, 2]]
+        assert pipe.microbatches_per_replica == (UNEQUAL if name == "unequal.json" else (M, M))
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         ours = []
         for batch in by_replica[pipe.replica]:
@@ -92,6 +93,9 @@ def refusals(rank: int, folder: str) -> dict[str, tuple[str, str]]:
         "model": attempt(lambda: build(plan=replicas, model=other if rank == 1 else None)),
         "contradiction": attempt(
             lambda: build(plan=replicas, **({"num_microbatches": 2} if rank == 2 else {}))
+        ),
+        "other numbers": attempt(
+            lambda: build(plan=here / "unequal.json", num_microbatches=[5, 3] if rank else [5, 2])
         ),
         "auto": attempt(lambda: build(num_stages="auto" if rank == 0 else 2, num_microbatches=M)),
         "no target": attempt(
@@ -135,7 +139,8 @@ def finds_one_plan(folder: str) -> None:
 
 def plans(rank: int, world: int, folder: str) -> dict[str, tuple[str, str]]:
     torch.set_num_threads(1)
-    trains_as_the_oracle(folder)
+    trains_as_the_oracle(folder, "replicas.json")
+    trains_as_the_oracle(folder, "unequal.json")
     finds_one_plan(folder)
     return refusals(rank, folder)
 
@@ -144,6 +149,7 @@ OUTCOMES = {
     "world": ("ValueError", ["world size: 4", "1 * 2 = 2"]),
     "model": ("ValueError", ["plan of another model", "layers"]),
     "contradiction": ("ValueError", ["num_microbatches: 2, of the plan: 4"]),
+    "other numbers": ("ValueError", ["num_microbatches: (5, 3), of the plan: (5, 2)"]),
     "auto": ("ValueError", ["num_stages must be the same on every rank", "0: auto", "1: 2"]),
     "no target": ("ValueError", ["example_target"]),
     "other": ("ValueError", ["order of the plan's devices must be the same", "[[3, 1], [0, 2]]"]),
@@ -153,6 +159,7 @@ OUTCOMES = {
 @pytest.mark.slow
 def test_ranks_train_where_the_plan_has_them_and_refuse_what_does_not_fit(tmp_path: Path) -> None:
     planned([[3, 0], [1, 2]]).save(tmp_path / "replicas.json")
+    planned([[3, 0], [1, 2]], num_microbatches=UNEQUAL).save(tmp_path / "unequal.json")
     planned([[0, 2], [1, 3]]).save(tmp_path / "usual.json")
     planned([[0], [1]]).save(tmp_path / "two.json")
     batch = TASK.batches([8])[0]

@@ -40,14 +40,15 @@ class Oracle:
     what a run that goes on elsewhere has. With several replicas every batch is a sequence with one
     batch for each. Each replica's gradients, of losses divided by the number of replicas, are added
     up by themselves (each pipeline's, if it has two), and then these sums in the order of the
-    replicas.
+    replicas. With a number of microbatches for each replica what they are given is one batch, and
+    its loss that of one model with all of these microbatches.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        num_microbatches: int,
+        num_microbatches: int | Sequence[int],
         loss_fn: LossFunction,
         delay: int | Sequence[int],
         loss_reduction: str = "mean",
@@ -104,22 +105,34 @@ class Oracle:
             [None for _ in self.parameters] for _ in range(self.num_pipelines * len(steps[0]))
         ]
         for batches in steps:
+            numbers = self._numbers(len(batches))
+            parts = [self._microbatches(*each) for each in zip(batches, numbers, strict=True)]
+            is_one_batch = not isinstance(self.num_microbatches, int)
+            sizes = [[self._rows(microbatch) for microbatch in part] for part in parts]
+            if is_one_batch:
+                sizes = [[size for part in sizes for size in part]] * len(parts)
             losses.append([])
-            for replica, batch in enumerate(batches):
-                total: torch.Tensor | None = None
-                for j in range(self.num_microbatches):
-                    pipeline = j * self.num_pipelines // self.num_microbatches
+            total: torch.Tensor | None = None
+            number = 0  # of the microbatch among those of all replicas
+            for replica, part in enumerate(parts):
+                if not is_one_batch:
+                    total = None
+                for j, microbatch in enumerate(part):
+                    pipeline = j * self.num_pipelines // len(part)
                     mine = sums[replica * self.num_pipelines + pipeline]
                     self._set_gradients(mine)
-                    place = self.num_train_steps, replica * self.num_microbatches + j
-                    with self.drawing(*place):
-                        loss = self._scaled_loss(batch, j)
+                    with self.drawing(self.num_train_steps, number):
+                        loss = self._scaled_loss(microbatch, sizes[replica])
                         share = loss / len(steps) if averages else loss
-                        (share / len(batches) if len(batches) > 1 else share).backward()
+                        averaged = len(batches) > 1 and not is_one_batch
+                        (share / len(batches) if averaged else share).backward()
+                    number += 1
                     mine[:] = [parameter.grad for parameter in self.parameters]
                     total = loss.detach() if total is None else total + loss.detach()
                 assert total is not None
                 losses[-1].append(total.item())
+            if is_one_batch:
+                losses[-1] = losses[-1][-1:] * len(batches)
             self.num_train_steps += 1
         self._set_gradients([_added(of_one) for of_one in zip(*sums, strict=True)])
         self._show(newest)
@@ -127,31 +140,40 @@ class Oracle:
         self.versions = [*self.versions, self._weights()][-max(self.delays) - 1 :]
         return losses
 
-    def _scaled_loss(self, batch: Batch, j: int) -> torch.Tensor:
-        """The loss of one microbatch, weighted by its share of the batch."""
+    def _scaled_loss(self, microbatch: Batch, sizes: Sequence[int]) -> torch.Tensor:
+        """The loss of one microbatch, weighted by its share of the rows of all these."""
+        loss = self.loss_fn(self.model(*microbatch.args, **microbatch.kwargs), microbatch.target)
+        if self.loss_reduction == "mean":
+            alike = len(set(sizes)) == 1
+            loss = loss / len(sizes) if alike else loss * (self._rows(microbatch) / sum(sizes))
+        return loss
+
+    def _numbers(self, width: int) -> list[int]:
+        """Of microbatches, of each replica."""
+        given = self.num_microbatches
+        return [given] * width if isinstance(given, int) else list(given)
+
+    def _rows(self, batch: Batch) -> int:
         tensors = [
             leaf
             for path, leaf in pytree.tree_flatten_with_path((batch.args, batch.kwargs))[0]
             if isinstance(leaf, torch.Tensor) and not self._is_whole(path)
         ]
-        rows = tensors[0].shape[0]
-        m = self.num_microbatches
-        args, kwargs, target = (
-            self._part(tree, j) for tree in (batch.args, dict(batch.kwargs), batch.target)
-        )
-        loss = self.loss_fn(self.model(*args, **kwargs), target)
-        if self.loss_reduction == "mean":
-            share = torch.arange(rows).tensor_split(m)[j].numel() / rows
-            loss = loss / m if rows % m == 0 else loss * share
-        return loss
+        return tensors[0].shape[0]
 
-    def _part(self, tree: Any, microbatch: int) -> Any:
-        def part(path: Any, leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or self._is_whole(path):
-                return leaf
-            return leaf.tensor_split(self.num_microbatches)[microbatch]
+    def _microbatches(self, batch: Batch, number: int) -> list[Batch]:
+        def part(tree: Any, j: int) -> Any:
+            def split(path: Any, leaf: Any) -> Any:
+                if not isinstance(leaf, torch.Tensor) or self._is_whole(path):
+                    return leaf
+                return leaf.tensor_split(number)[j]
 
-        return pytree.tree_map_with_path(part, tree)
+            return pytree.tree_map_with_path(split, tree)
+
+        return [
+            Batch(part(batch.args, j), part(batch.target, j), part(dict(batch.kwargs), j))
+            for j in range(number)
+        ]
 
     def _is_whole(self, path: Any) -> bool:
         return any(getattr(key, "key", None) in self.replicated for key in path)

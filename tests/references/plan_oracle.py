@@ -56,6 +56,7 @@ class Problem:
             optimizer=self.optimizer,
             num_stages=self.num_stages,
             width=self.width,
+            unequal_replicas=False,
             stages_per_rank=self.chunks if has_chunks else (2, 4),
         )
 

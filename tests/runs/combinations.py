@@ -76,6 +76,7 @@ class Combination:
     adds: bool
     between: tuple[str, ...]  # what is done before each train_step
     load_before: int  # an update, or none
+    numbers: tuple[int, ...] = ()  # of microbatches, of each replica of one batch
 
     @property
     def delay(self) -> int:
@@ -275,10 +276,12 @@ def loss_of(reduction: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
     return loss_fn
 
 
-def batches_of(of: Combination, seed: int = 2) -> list[Batch]:
+def batches_of(of: Combination, seed: int = 2, replica: int = 0) -> list[Batch]:
     """One for each train_step."""
     torch.manual_seed(seed)
-    batches = [Batch((torch.randn(r, WIDTH),), torch.randn(r, WIDTH)) for r in of.rows]
+    m = of.sizes.num_microbatches
+    rows = [r * (of.numbers[replica] if of.numbers else m) // m for r in of.rows]
+    batches = [Batch((torch.randn(r, WIDTH),), torch.randn(r, WIDTH)) for r in rows]
     for number in of.overflows:
         batches[number].args[0][0, 0] = math.inf
     return batches
@@ -361,7 +364,7 @@ class Definition:
 
     def train(self, steps: Sequence[Sequence[Batch]]) -> list[list[float]]:
         """One update from train_steps of each replica; their losses."""
-        of, m = self.of, self.of.sizes.num_microbatches
+        of = self.of
         self._show()
         scale = self.scales[self.version(of.delay)]
         halves = 2 if of.schedule in TWO_PIPELINES else 1
@@ -371,24 +374,31 @@ class Definition:
         losses: list[list[float]] = []
         for batches in steps:
             losses.append([])
-            for batch in batches:
-                total = torch.zeros(())
-                for j in range(m):
-                    loss = self._loss(batch, j)
-                    seed = torch.full_like(loss, 1 / len(batches))
+            numbers = of.numbers or [of.sizes.num_microbatches] * len(batches)
+            parts = [_split(*each) for each in zip(batches, numbers, strict=True)]
+            total = torch.zeros(())
+            for part in parts:
+                if not of.numbers:
+                    total = torch.zeros(())
+                weighed = [x for each in parts for x in each] if of.numbers else part
+                for j, microbatch in enumerate(part):
+                    loss = self._loss(microbatch)
+                    seed = torch.full_like(loss, 1 if of.numbers else 1 / len(batches))
                     if of.averages and of.reduction == "mean" and len(steps) > 1:
                         seed = seed / len(steps)
                     added = sum(self.aside, start=loss)
                     self.aside.clear()
                     self.low.zero_grad(set_to_none=True)
-                    added.backward(self._weighed(seed, batch, j) * scale)
-                    mine = sums[j * halves // m]
+                    added.backward(self._weighed(seed, microbatch, weighed) * scale)
+                    mine = sums[j * halves // len(part)]
                     mine[:] = [
                         before if p.grad is None else _sum(before, p.grad.float())
                         for before, p in zip(mine, self.low.parameters(), strict=True)
                     ]
-                    total = total + self._weighed(loss.detach(), batch, j)
+                    total = total + self._weighed(loss.detach(), microbatch, weighed)
                 losses[-1].append(total.item())
+            if of.numbers:
+                losses[-1] = losses[-1][-1:] * len(batches)
         gradients = [functools.reduce(_sum, of_one) for of_one in zip(*sums, strict=True)]
         self._update([None if g is None else g * (1 / scale) for g in gradients])
         return losses
@@ -400,19 +410,22 @@ class Definition:
                 is_split = self.of.split_master and parameter.dtype == torch.bfloat16
                 parameter.copy_(half_away(weight) if is_split else weight)
 
-    def _loss(self, batch: Batch, j: int) -> torch.Tensor:
-        m = self.of.sizes.num_microbatches
-        x = batch.args[0].tensor_split(m)[j].to(self.of.low)
+    def _loss(self, microbatch: Batch) -> torch.Tensor:
+        x = microbatch.args[0].to(self.of.low)
         with torch.autocast(
             "cpu", dtype=torch.bfloat16, enabled=self.of.autocast, cache_enabled=False
         ):
-            return loss_of(self.of.reduction)(self.low(x), batch.target.tensor_split(m)[j])
+            return loss_of(self.of.reduction)(self.low(x), microbatch.target)
 
-    def _weighed(self, value: torch.Tensor, batch: Batch, j: int) -> torch.Tensor:
-        rows, m = len(batch.target), self.of.sizes.num_microbatches
+    def _weighed(
+        self, value: torch.Tensor, microbatch: Batch, of_all: Sequence[Batch]
+    ) -> torch.Tensor:
         if self.of.reduction == "sum":
             return value
-        return value / m if rows % m == 0 else value * (len(batch.target.tensor_split(m)[j]) / rows)
+        rows = [len(each.target) for each in of_all]
+        if len(set(rows)) == 1:
+            return value / len(rows)
+        return value * (len(microbatch.target) / sum(rows))
 
     def _update(self, gradients: Sequence[torch.Tensor | None]) -> None:
         of = self.of
@@ -453,6 +466,11 @@ class Definition:
         parameters = self.model.named_parameters(remove_duplicate=False)
         trained = {name: p.detach() for name, p in parameters if p.requires_grad}
         return {**self.low.state_dict(), **trained}
+
+
+def _split(batch: Batch, number: int) -> list[Batch]:
+    x, target = batch.args[0].tensor_split(number), batch.target.tensor_split(number)
+    return [Batch((each,), of_each) for each, of_each in zip(x, target, strict=True)]
 
 
 def _sum(before: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -500,7 +518,7 @@ def by_pipeline(
         build(of),
         loss_of(of.reduction),
         num_stages=of.sizes.num_stages,
-        num_microbatches=of.sizes.num_microbatches,
+        num_microbatches=of.numbers or of.sizes.num_microbatches,
         example_args=batches[0].args,
         timeout=60.0,
         **of.pipeline_options(),

@@ -37,7 +37,7 @@ class Setting:
     ways: tuple[tuple[int, int], ...] = ((2, 1), (3, 1), (1, 1))
     threads: bool = True
     width: int = 1
-    num_microbatches: int = 6
+    num_microbatches: int | tuple[int, ...] = 6
     optimizer: str = "sgd"
     norm: bool = False
     precision: str | None = None
@@ -62,7 +62,9 @@ SETTINGS = {
     "bf16 masters": Setting(precision="bf16", optimizer="adamw"),
     "split masters": Setting(precision="bf16", split_master=True, optimizer="adamw"),
     "loss scale": Setting(precision="fp16", loss_scale=True, optimizer="adamw"),
-    "two replicas": Setting(width=2, ways=((2, 1), (1, 1)), threads=False, norm=True),
+    "replicas of 4 and 2 microbatches": Setting(
+        width=2, num_microbatches=(4, 2), ways=((2, 1), (1, 1)), threads=False, norm=True
+    ),
     "accumulate": Setting(accumulate=2, feedback=True),
 }
 
@@ -186,7 +188,14 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     opt = make_optimizer(setting, pipe)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 5, 0.9)
     rows = data_of(setting)
-    sampler = pd2.ResumableSampler(len(rows), ROWS, width=pipe.width, replica=pipe.replica, seed=5)
+    sampler = pd2.ResumableSampler(
+        len(rows),
+        ROWS,
+        width=pipe.width,
+        replica=pipe.replica,
+        num_microbatches=pipe.microbatches_per_replica,
+        seed=5,
+    )
     losses: dict[int, Any] = {}
     preempt = [] if life.signal == signal.SIGKILL else [signal.Signals(life.signal).name]
     with pd2.Checkpointer(

@@ -39,7 +39,11 @@ def do_nothing(batch: int, trained: Any, optimizer: torch.optim.Optimizer) -> No
 
 
 def make_pipeline(
-    task: Task, num_stages: int, num_microbatches: int, example: Batch, **options: Any
+    task: Task,
+    num_stages: int,
+    num_microbatches: int | Sequence[int],
+    example: Batch,
+    **options: Any,
 ) -> pd2.PipelineModule:
     options = {"split": task.split(num_stages), "num_stages": num_stages, **options}
     pipe = pd2.PipelineModule(
@@ -68,7 +72,7 @@ def by_pipeline(
     task: Task,
     batches: Sequence[Batch],
     num_stages: int,
-    num_microbatches: int,
+    num_microbatches: int | Sequence[int],
     make_optimizer: MakeOptimizer = sgd,
     between: Between = do_nothing,
     *,

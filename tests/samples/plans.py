@@ -54,12 +54,16 @@ def with_peak(stage: StagePlan, most_recomputed: int = 1) -> StagePlan:
 
 
 def plan_of(
-    stages: Sequence[StagePlan], *, num_microbatches: int | None = None, **changes: Any
+    stages: Sequence[StagePlan],
+    *,
+    num_microbatches: int | tuple[int, ...] | None = None,
+    **changes: Any,
 ) -> Plan:
     """With what follows from the schedule: versions, microbatches in flight and peaks."""
     m = len(stages) if num_microbatches is None else num_microbatches
+    most = max(m) if isinstance(m, tuple) else m
     schedule, v = changes.get("schedule", "2bw"), changes.get("stages_per_rank", 1)
-    shape = _C.planned_shape(schedule, len(stages), m, v)
+    shape = _C.planned_shape(schedule, len(stages), most, v)
     stages = [
         with_peak(
             dataclasses.replace(
@@ -79,7 +83,7 @@ def plan_of(
         "width": 1,
         "microbatch_rows": 2,
         "stages": tuple(stages),
-        "seconds_per_batch": 3e-3 * m,
+        "seconds_per_batch": 3e-3 * most,
         "bubble": 0.05,
         "price_per_hour": 0.0,
         "start_hour": 0.0,
@@ -90,7 +94,8 @@ def plan_of(
         "profile_fingerprint": "0" * 64,
     }
     fields |= changes
-    fields.setdefault("batch", fields["width"] * fields["microbatch_rows"] * m)
+    of_all = sum(m) if isinstance(m, tuple) else fields["width"] * m
+    fields.setdefault("batch", fields["microbatch_rows"] * of_all)
     fields.setdefault("rows_per_second", fields["batch"] / fields["seconds_per_batch"])
     return Plan(**fields)
 

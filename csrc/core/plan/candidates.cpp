@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <optional>
+#include <utility>
 
 namespace pd2 {
 namespace {
@@ -29,9 +32,50 @@ bool may_choose_blocks(const ProfiledModel& model, const PipelineShape& shape) {
   return shape.depth() <= (blocks > kMany ? blocks / 2 : blocks) && !shape.is_folded();
 }
 
+// The slowness of each replica's slowest device, by mapping; empty where all have the same.
+std::vector<std::vector<double>> slowness_of_replicas(const PlanProblem& problem,
+                                                      const DeviceMappings& mappings, int width,
+                                                      int ranks) {
+  std::vector<std::vector<double>> by_mapping(mappings.count());
+  const Cluster& cluster = problem.cluster;
+  if (!problem.options.unequal_replicas || width == 1 || cluster.types.size() == 1) {
+    return by_mapping;
+  }
+  for (int mapping = 0; mapping < mappings.count(); ++mapping) {
+    const DeviceGrid grid = mappings.grid(mapping, ranks, width);
+    std::vector<double>& slowness = by_mapping[mapping];
+    slowness.assign(width, 0);
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int replica = 0; replica < width; ++replica) {
+        slowness[replica] =
+            std::max(slowness[replica], cluster.type(grid.at(rank, replica)).slowness);
+      }
+    }
+    if (std::ranges::min(slowness) == std::ranges::max(slowness)) slowness.clear();
+  }
+  return by_mapping;
+}
+
+// The candidate with microbatches by the replicas' speed; none where batches would be too large.
+std::optional<Candidate> by_speed(const PlanProblem& problem, Candidate candidate,
+                                  const std::vector<double>& slowness) {
+  PipelineShape& shape = candidate.shape;
+  const ScheduleMethod& method = *shape.method;
+  if (slowness.empty() || method.is_bidirectional()) return std::nullopt;
+  const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank, 1);
+  candidate.microbatches = microbatches_by_speed(
+      slowness, least, method.microbatches_multiple_of(shape.ranks),
+      ceil_div(problem.options.batch, candidate.rows), method.is_flushed() ? shape.ranks - 1 : 0);
+  shape.num_microbatches = std::ranges::max(candidate.microbatches);
+  if (candidate.batch() > problem.options.largest_batch) return std::nullopt;
+  return candidate;
+}
+
 // Adds every size, way to recompute and mapping of one schedule on a number of ranks.
+// `slowness`: of replicas, by mapping.
 void add_candidates(const PlanProblem& problem, const DeviceMappings& mappings,
                     const ScheduleMethod& method, int width, int ranks, int stages_per_rank,
+                    const std::vector<std::vector<double>>& slowness,
                     std::vector<Candidate>& list) {
   const PlanOptions& options = problem.options;
   if (options.num_stages != 0 && ranks * stages_per_rank != options.num_stages) return;
@@ -41,19 +85,66 @@ void add_candidates(const PlanProblem& problem, const DeviceMappings& mappings,
     if (rows > options.largest_batch) break;
     const std::optional<int> m = least_microbatches(
         method, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
-    if (!m || rows * *m > options.largest_batch) continue;
+    if (!m) continue;
+    const bool may_be_equal = rows * *m <= options.largest_batch;
     const PipelineShape shape = {&method, ranks, stages_per_rank, *m};
     for (const Recompute recompute : options.recompute) {
       if (recompute == Recompute::kBlocks && !may_choose_blocks(problem.model, shape)) continue;
       for (int mapping = 0; mapping < mappings.count(); ++mapping) {
         if (mappings.is_repeated(mapping, ranks, width)) continue;
-        list.push_back({shape, width, size, sizes[size].rows, recompute, mapping});
+        const Candidate equal = {shape, width, size, sizes[size].rows, recompute, mapping};
+        if (may_be_equal) list.push_back(equal);
+        if (auto other = by_speed(problem, equal, slowness[mapping])) {
+          list.push_back(*std::move(other));
+        }
       }
     }
   }
 }
 
 }  // namespace
+
+int Candidate::batch() const {
+  const int m = microbatches.empty() ? width * shape.num_microbatches
+                                     : std::accumulate(microbatches.begin(), microbatches.end(), 0);
+  return rows * m;
+}
+
+// In the end all replicas take about as long as with real numbers: (total + w more) / sum of
+// speeds.
+std::vector<int> microbatches_by_speed(const std::vector<double>& slowness, int least,
+                                       int multiple_of, int total, int more) {
+  const int first = ceil_div(least, multiple_of) * multiple_of;
+  double speeds = 0;
+  for (const double each : slowness) speeds += 1 / each;
+  const double seconds = (total + static_cast<double>(slowness.size()) * more) / speeds;
+  std::vector<int> numbers;
+  int sum = 0;
+  for (const double each : slowness) {
+    const auto m = static_cast<int>((seconds / each - more) / multiple_of) * multiple_of;
+    numbers.push_back(std::max(first, m));
+    sum += numbers.back();
+  }
+  const auto seconds_with = [&](std::size_t replica, int further) {
+    return slowness[replica] * (numbers[replica] + further + more);
+  };
+  std::vector<std::size_t> replicas(slowness.size());
+  std::iota(replicas.begin(), replicas.end(), 0);
+  // Replicas that must have the least may have left the others too many.
+  while (sum - multiple_of >= total) {
+    const auto takes = [&](std::size_t i) { return numbers[i] > first ? seconds_with(i, 0) : -1; };
+    const std::size_t slowest = *std::ranges::max_element(replicas, {}, takes);
+    if (numbers[slowest] == first) break;
+    numbers[slowest] -= multiple_of;
+    sum -= multiple_of;
+  }
+  while (sum < total) {
+    const auto takes = [&](std::size_t i) { return seconds_with(i, multiple_of); };
+    numbers[*std::ranges::min_element(replicas, {}, takes)] += multiple_of;
+    sum += multiple_of;
+  }
+  return numbers;
+}
 
 int most_stages(const ProfiledModel& model) {
   int stages = 1;
@@ -89,20 +180,26 @@ std::string to_string(const Candidate& candidate) {
   std::string text =
       detail::concat(shape.method->name, ", w = ", candidate.width, ", d = ", shape.depth());
   if (shape.stages_per_rank > 1) text += detail::concat(", v = ", shape.stages_per_rank);
-  return text + detail::concat(", b = ", candidate.rows, ", m = ", shape.num_microbatches,
+  const std::vector<int>& of_each = candidate.microbatches;
+  const int fewest = of_each.empty() ? shape.num_microbatches : std::ranges::min(of_each);
+  const std::string from =
+      fewest < shape.num_microbatches ? detail::concat(fewest, " to ") : std::string();
+  return text + detail::concat(", b = ", candidate.rows, ", m = ", from, shape.num_microbatches,
                                ", recompute ", to_string(candidate.recompute));
 }
 
 std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings) {
   std::vector<Candidate> list;
+  std::vector<std::vector<double>> slowness;
   const auto add = [&](const ScheduleMethod& method, int width, int ranks, int stages_per_rank) {
-    add_candidates(problem, mappings, method, width, ranks, stages_per_rank, list);
+    add_candidates(problem, mappings, method, width, ranks, stages_per_rank, slowness, list);
   };
   const int devices = problem.cluster.num_devices();
   const int most = most_stages(problem.model);
   for (int width = 1; width <= std::min(devices, problem.options.largest_batch); ++width) {
     if (problem.options.width != 0 && width != problem.options.width) continue;
     for (int ranks = 1; ranks <= std::min(devices / width, most); ++ranks) {
+      slowness = slowness_of_replicas(problem, mappings, width, ranks);
       bool has_flushed = false;
       bool has_other = false;
       for (const std::string& name : problem.options.schedules) {

@@ -16,9 +16,17 @@ struct Candidate {
   int rows = 1;  // of a microbatch
   Recompute recompute = Recompute::kNone;
   int mapping = 0;
+  // Of each replica, of which the shape has the most; empty: all have as many.
+  std::vector<int> microbatches{};
 
-  int batch() const { return width * rows * shape.num_microbatches; }
+  int batch() const;
 };
+
+// Numbers of microbatches for replicas whose devices take `slowness` for each: multiples of a
+// number, at least `least`, `total` together, or more where these rules leave no such numbers. The
+// replica that takes longest takes as little as may be, if one takes slowness (m + more).
+std::vector<int> microbatches_by_speed(const std::vector<double>& slowness, int least,
+                                       int multiple_of, int total, int more);
 
 // Whether two candidates differ in their device mapping alone: the planner offers the better one.
 bool same_but_mapping(const Candidate& a, const Candidate& b);
@@ -32,6 +40,10 @@ std::string to_string(const Candidate& candidate);
 // schedule allows with w b m >= batch; a candidate with w b m > largest_batch is none. With p = 1
 // (replicated and unpipelined) one drained schedule and one that is not are enough, as they are all
 // the same.
+//
+// Where a mapping gives replicas devices of different slowness there is, with unequal_replicas,
+// another candidate, in which they have microbatches by their speed: of the slowest of each's
+// devices. Not with two pipelines.
 std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings);
 
 // The most stages that the model can be cut into.

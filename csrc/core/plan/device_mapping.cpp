@@ -140,16 +140,24 @@ DeviceGrid DeviceMappings::grid(int mapping, int ranks, int width) const {
   return grid;
 }
 
-double DeviceMappings::speed(int mapping, int ranks, int width) const {
+double slowness_of_rank(const Cluster& cluster, const DeviceGrid& grid, int rank,
+                        std::span<const int> microbatches) {
+  const double most = microbatches.empty() ? 1 : *std::ranges::max_element(microbatches);
+  double slowest = 0;
+  for (int replica = 0; replica < grid.width(); ++replica) {
+    const double share = microbatches.empty() ? 1 : microbatches[replica] / most;
+    slowest = std::max(slowest, share * cluster.type(grid.at(rank, replica)).slowness);
+  }
+  return slowest;
+}
+
+double DeviceMappings::speed(int mapping, int ranks, int width,
+                             std::span<const int> microbatches) const {
   if (cluster_.types.size() == 1) return ranks / cluster_.types.front().slowness;
   const DeviceGrid devices = grid(mapping, ranks, width);
   double sum = 0;
   for (int rank = 0; rank < ranks; ++rank) {
-    double slowness = 0;
-    for (const int device : devices.of_rank(rank)) {
-      slowness = std::max(slowness, cluster_.type(device).slowness);
-    }
-    sum += 1 / slowness;
+    sum += 1 / slowness_of_rank(cluster_, devices, rank, microbatches);
   }
   return sum;
 }

@@ -5,6 +5,7 @@
 #include "core/plan/cluster.h"
 
 #include <functional>
+#include <span>
 #include <vector>
 
 namespace pd2 {
@@ -31,6 +32,11 @@ class DeviceGrid {
   std::vector<int> devices_;  // rank by rank
 };
 
+// The slowness of a rank's slowest device. `microbatches`: of each replica, if they have different
+// numbers; then a device that has fewer than others counts as if it were as much faster.
+double slowness_of_rank(const Cluster& cluster, const DeviceGrid& grid, int rank,
+                        std::span<const int> microbatches);
+
 // The device mappings that are tried, by number: which type of device comes first (every
 // order of up to 4 types, else by slowness, up and down), and what is adjacent: the ranks of a
 // replica, as torchrun numbers them, or the replicas of a rank. On a mesh into which it fits: ranks
@@ -44,8 +50,8 @@ class DeviceMappings {
   // Whether an earlier mapping is the same for these sizes.
   bool is_repeated(int mapping, int ranks, int width) const;
   DeviceGrid grid(int mapping, int ranks, int width) const;
-  // For a bound on time: sum over the ranks of 1 / slowness of the rank's slowest device.
-  double speed(int mapping, int ranks, int width) const;
+  // For a bound on time: sum over the ranks of 1 / slowness_of_rank().
+  double speed(int mapping, int ranks, int width, std::span<const int> microbatches) const;
 
  private:
   const Cluster& cluster_;

@@ -14,7 +14,7 @@ struct PlannedStage {
   int first = 0;  // layers
   int end = 0;
   std::vector<int> devices;  // by replica
-  StageCosts costs;          // on the slowest of them
+  StageCosts costs;          // with the holders' slowness
   // The slowest message that it sends: seconds, and the stage it goes to (the next one unless
   // values pass over that).
   double message = 0;
@@ -30,7 +30,7 @@ std::vector<int> first_layers(const std::vector<PlannedStage>& stages);
 
 // The devices of a candidate's ranks, as far as its stages depend on them.
 struct StageHolders {
-  std::vector<double> slowness;  // by stage: of the slowest one
+  std::vector<double> slowness;  // by stage: see slowness_of_rank()
   std::vector<double> limits;    // by rank: bytes of the smallest one
 };
 

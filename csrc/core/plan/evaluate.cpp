@@ -3,7 +3,9 @@
 #include "core/infinity.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
+#include <vector>
 
 namespace pd2 {
 namespace {
@@ -21,6 +23,44 @@ double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages
   // The split is exact up to rounding.
   return 0.999'999 * slowest * shape.num_microbatches *
          (shape.method->is_bidirectional() ? 0.5 : 1);
+}
+
+// Of replicas with different numbers of microbatches: each one's pipeline, of those that are alike
+// one. The plan's costs are with slowness_of_rank().
+std::vector<std::pair<PipelineShape, Costs>> replicas_of(const PlanProblem& problem,
+                                                         const Evaluation& plan) {
+  const std::vector<int>& microbatches = plan.candidate.microbatches;
+  const double action = problem.model.seconds_per_action;
+  const PipelineShape& shape = plan.candidate.shape;
+  std::vector<double> of_ranks;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    of_ranks.push_back(slowness_of_rank(problem.cluster, plan.devices, rank, microbatches));
+  }
+  std::set<std::pair<int, std::vector<double>>> known;
+  std::vector<std::pair<PipelineShape, Costs>> replicas;
+  for (int replica = 0; replica < plan.candidate.width; ++replica) {
+    std::vector<double> slowness;
+    for (int rank = 0; rank < shape.ranks; ++rank) {
+      slowness.push_back(problem.cluster.type(plan.devices.at(rank, replica)).slowness);
+    }
+    if (!known.emplace(microbatches[replica], slowness).second) continue;
+    auto& [own_shape, costs] = replicas.emplace_back(shape, plan.costs);
+    own_shape.num_microbatches = microbatches[replica];
+    for (int stage = 0; stage < shape.depth(); ++stage) {
+      const int rank = shape.rank_of(stage);
+      const double times = slowness[rank] / of_ranks[rank];
+      StageCosts& cost = costs.stages[stage];
+      const auto scale = [&](double& seconds, double fixed) {
+        seconds = fixed + times * (seconds - fixed);
+      };
+      scale(cost.forward, action);
+      scale(cost.input_grad, action);
+      scale(cost.weight_grad, shape.method->is_split ? action : 0);
+      scale(cost.recompute, 0);
+      scale(cost.update, 0);
+    }
+  }
+  return replicas;
 }
 
 }  // namespace
@@ -52,7 +92,7 @@ double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
 std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double worth) {
   const PipelineShape& shape = candidate.shape;
   const DeviceGrid devices = mappings_.grid(candidate.mapping, shape.ranks, candidate.width);
-  const StageHolders holders = holders_of(problem_.cluster, shape, devices);
+  const StageHolders holders = holders_of(problem_.cluster, candidate, devices);
   const bool is_timed = problem_.options.objective != Objective::kCost;
   const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
   const double seconds = is_timed ? worth * candidate.batch() : kInfinity;
@@ -89,7 +129,8 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
 // The least seconds of a batch with any links.
 double Evaluator::least_seconds(const Evaluation& plan) const {
   const PipelineShape& shape = plan.candidate.shape;
-  const double speed = mappings_.speed(plan.candidate.mapping, shape.ranks, plan.candidate.width);
+  const double speed = mappings_.speed(plan.candidate.mapping, shape.ranks, plan.candidate.width,
+                                       plan.candidate.microbatches);
   Costs without_links = plan.costs;
   for (StageCosts& stage : without_links.stages) stage.all_reduce = 0;
   return std::max(bounds_.seconds(plan.candidate, speed), busiest_rank(shape, without_links));
@@ -97,7 +138,13 @@ double Evaluator::least_seconds(const Evaluation& plan) const {
 
 void Evaluator::set_time(Evaluation& plan, double least) const {
   const PipelineShape& shape = plan.candidate.shape;
-  plan.time = step_time(shape, plan.costs);
+  if (plan.candidate.microbatches.empty()) {
+    plan.time = step_time(shape, plan.costs);
+  } else {
+    for (const auto& [of_replica, costs] : replicas_of(problem_, plan)) {
+      least = std::max(least, step_time(of_replica, costs).seconds);
+    }
+  }
   if (least > plan.time.seconds) {
     plan.time = {least, 1 - busiest_rank(shape, plan.costs) / least};
   }
@@ -107,7 +154,7 @@ void Evaluator::set_time(Evaluation& plan, double least) const {
 double Evaluator::least_memory(const Candidate& candidate) const {
   const PipelineShape& shape = candidate.shape;
   const DeviceGrid devices = mappings_.grid(candidate.mapping, shape.ranks, candidate.width);
-  return chooser_.least_memory(candidate, holders_of(problem_.cluster, shape, devices));
+  return chooser_.least_memory(candidate, holders_of(problem_.cluster, candidate, devices));
 }
 
 }  // namespace pd2

@@ -50,8 +50,9 @@ class Refiner {
 //            mapping's if that takes less time in the end
 //   again    other cuts, as Refiner says. Not if the time by formula is twice what it must be
 //            below, or more
-//   time     step_time(); of several replicas, each hop is as slow as the slowest one's. Never less
-//            than Bounds::seconds()
+//   time     step_time(); of several replicas, each hop is as slow as the slowest one's, and with
+//            different numbers of microbatches the one counts that takes longest. Never less than
+//            Bounds::seconds()
 class Evaluator {
  public:
   Evaluator(const PlanProblem& problem, const DeviceMappings& mappings);

@@ -96,8 +96,9 @@ double GridLinks::all_reduce(int stage, double bytes) {
   return all_reduce_seconds(cluster_, copies.count, copies.links, bytes);
 }
 
-StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
+StageHolders holders_of(const Cluster& cluster, const Candidate& candidate,
                         const DeviceGrid& devices) {
+  const PipelineShape& shape = candidate.shape;
   const std::vector<DeviceType>& types = cluster.types;
   StageHolders holders;
   if (types.size() == 1) {
@@ -105,13 +106,12 @@ StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
     holders.limits.assign(shape.ranks, types.front().memory_bytes);
     return holders;
   }
-  std::vector<double> slowness(shape.ranks, 0);
+  std::vector<double> slowness;
   holders.limits.assign(shape.ranks, kInfinity);
   for (int rank = 0; rank < shape.ranks; ++rank) {
+    slowness.push_back(slowness_of_rank(cluster, devices, rank, candidate.microbatches));
     for (const int device : devices.of_rank(rank)) {
-      const DeviceType& type = cluster.type(device);
-      slowness[rank] = std::max(slowness[rank], type.slowness);
-      holders.limits[rank] = std::min(holders.limits[rank], type.memory_bytes);
+      holders.limits[rank] = std::min(holders.limits[rank], cluster.type(device).memory_bytes);
     }
   }
   for (int stage = 0; stage < shape.depth(); ++stage) {

@@ -54,7 +54,7 @@ class GridLinks {
 };
 
 // Slowness and memory of the devices that hold a candidate's stages.
-StageHolders holders_of(const Cluster& cluster, const PipelineShape& shape,
+StageHolders holders_of(const Cluster& cluster, const Candidate& candidate,
                         const DeviceGrid& devices);
 
 // The candidate's stages on the devices of the links. Time and score are not set.

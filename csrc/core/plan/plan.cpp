@@ -59,7 +59,8 @@ class Queue {
     for (std::size_t i = 0; i < list_.size(); ++i) {
       const Candidate& candidate = list_[i];
       if (i == 0 || !has_same_grid(candidate, list_[i - 1])) {
-        speed = mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width);
+        speed = mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width,
+                               candidate.microbatches);
       }
       const double seconds = evaluator.bounds().seconds(candidate, speed);
       const double score =
@@ -92,7 +93,8 @@ class Queue {
 
  private:
   static bool has_same_grid(const Candidate& a, const Candidate& b) {
-    return a.mapping == b.mapping && a.shape.ranks == b.shape.ranks && a.width == b.width;
+    return a.mapping == b.mapping && a.shape.ranks == b.shape.ranks && a.width == b.width &&
+           a.microbatches == b.microbatches;
   }
 
   std::vector<Candidate> list_;

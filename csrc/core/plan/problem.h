@@ -61,6 +61,7 @@ struct PlanOptions {
   double state = 0;  // optimizer and masters
   // Optimizers step in the host's memory: their times are of a rank's host, not of its device.
   bool steps_on_host = false;
+  bool unequal_replicas = false;  // replicas may have different numbers of microbatches
   int num_alternatives = 5;
   double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors
 };

@@ -42,17 +42,17 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
     : fault_(std::move(fault)),
       group_(std::move(group)),
       shared_(std::move(shared)),
-      last_stage_(static_cast<int>(options.ranks.size()) / options.num_pipelines - 1),
+      last_stage_(static_cast<int>(options.ranks.size()) / options.num_parts - 1),
       options_(options),
-      published_(options.num_pipelines) {
+      published_(options.num_parts) {
   const std::vector<int>& ranks = options.ranks;
-  for (int pipeline = 0; pipeline < options.num_pipelines; ++pipeline) {
-    last_stages_.push_back(ranks[(pipeline + 1) * (last_stage_ + 1) - 1]);
+  for (int part = 0; part < options.num_parts; ++part) {
+    last_stages_.push_back(ranks[(part + 1) * (last_stage_ + 1) - 1]);
   }
   std::set<int> readers(ranks.begin(), ranks.end());
   readers.erase(last_stages_.back());
   readers_.assign(readers.begin(), readers.end());
-  thread_ = std::thread([this, sends = is_here(options.num_pipelines - 1)] {
+  thread_ = std::thread([this, sends = is_here(last_stages_.size() - 1)] {
     name_this_thread("pd2 losses");
     // Nobody waits for a loss as urgently as the next stage waits for this one's executor, which
     // may share its core. But a sender must not be kept waiting while it has the lock of a
@@ -60,7 +60,7 @@ LossBoard::LossBoard(const LossBoardOptions& options, std::shared_ptr<Fault> fau
     if (!sends) {
       lower_priority_of_this_thread();
     }
-    sends ? send_losses() : receive_losses();
+    bring_losses();
   });
 }
 
@@ -79,7 +79,7 @@ std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
 void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
   {
     const std::lock_guard lock(mutex_);
-    published_[pipeline].push_back({run, std::move(loss)});
+    published_[options_.first_part + pipeline].push_back({run, std::move(loss)});
   }
   changed_.notify_all();
 }
@@ -87,8 +87,8 @@ void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
 std::optional<LossBoard::Next> LossBoard::wait_for_next() {
   std::unique_lock lock(mutex_);
   const auto is_ready = [this] {
-    for (std::size_t pipeline = 0; pipeline < published_.size(); ++pipeline) {
-      if (is_here(static_cast<int>(pipeline)) && published_[pipeline].empty()) {
+    for (std::size_t part = 0; part < published_.size(); ++part) {
+      if (is_here(part) && published_[part].empty()) {
         return false;
       }
     }
@@ -111,28 +111,28 @@ std::optional<LossBoard::Next> LossBoard::wait_for_next() {
   return next;
 }
 
-void LossBoard::send_losses() {
+void LossBoard::bring_losses() {
+  const int sender = last_stages_.back();
+  const bool sends = is_here(last_stages_.size() - 1);
   while (std::optional<Next> next = wait_for_next()) {
     try {
-      at::Tensor sum;
-      for (std::size_t pipeline = 0; pipeline < next->parts.size(); ++pipeline) {
-        if (next->parts[pipeline]) {
-          sum = numbers_of(*next->parts[pipeline], options_.num_numbers, sum);
-          continue;
-        }
-        sum = at::empty({options_.num_numbers}, at::kDouble);
-        if (!receive(sum, last_stages_[pipeline])) {
-          return;
-        }
+      std::optional<at::Tensor> numbers = add_up(*next);
+      if (!sends) {
+        numbers = receive(sender);
       }
-      PD2_ASSERT(sum.numel() == options_.num_numbers, "a loss and ", sum.numel() - 1, " metrics");
+      if (!numbers) {
+        return;
+      }
       {
         const std::lock_guard lock(mutex_);
-        deliver(sum);
+        deliver(*numbers);
       }
-      send(sum, readers_);
+      if (sends) {
+        send(*numbers, readers_);
+      }
     } catch (...) {
-      fail(next->run, "sending it failed");
+      fail(next->run, sends ? "sending it failed"
+                            : "receiving it from rank " + std::to_string(sender) + " failed");
       return;
     }
     const std::lock_guard lock(mutex_);
@@ -141,28 +141,29 @@ void LossBoard::send_losses() {
   }
 }
 
-void LossBoard::receive_losses() {
-  while (std::optional<Next> next = wait_for_next()) {
-    const int sender = last_stages_.back();
-    const at::Tensor value = at::empty({options_.num_numbers}, at::kDouble);
-    try {
-      for (std::optional<RunLoss>& part : next->parts) {
-        if (part) {
-          send(numbers_of(*part, options_.num_numbers), {sender});
-        }
-      }
-      if (!receive(value, sender)) {
-        return;
-      }
-    } catch (...) {
-      fail(next->run, "receiving it from rank " + std::to_string(sender) + " failed");
-      return;
+std::optional<at::Tensor> LossBoard::add_up(Next& next) {
+  at::Tensor sum;
+  for (std::size_t part = 0; part < next.parts.size(); ++part) {
+    if (!next.parts[part]) {
+      continue;
     }
-    const std::lock_guard lock(mutex_);
-    deliver(value);
-    expected_.pop_front();
-    changed_.notify_all();
+    if (part > 0 && !is_here(part - 1)) {
+      const std::optional<at::Tensor> before = receive(last_stages_[part - 1]);
+      if (!before) {
+        return std::nullopt;
+      }
+      sum = *before;
+    }
+    sum = numbers_of(*next.parts[part], options_.num_numbers, sum);
+    PD2_ASSERT(sum.numel() == options_.num_numbers, "a loss and ", sum.numel() - 1, " metrics");
+    if (part + 1 == next.parts.size()) {
+      return sum;
+    }
+    if (!is_here(part + 1)) {
+      send(sum, {last_stages_[part + 1]});
+    }
   }
+  return std::nullopt;
 }
 
 void LossBoard::deliver(const at::Tensor& numbers) {
@@ -182,21 +183,22 @@ void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {
   transfer(ranks, [&](int rank) { return group_->send(tensors, rank, kTag); });
 }
 
-bool LossBoard::receive(const at::Tensor& numbers, int rank) {
+std::optional<at::Tensor> LossBoard::receive(int rank) {
+  const at::Tensor numbers = at::empty({options_.num_numbers}, at::kDouble);
   if (shared_) {
     for (std::int64_t i = 0; i < numbers.numel(); ++i) {
       const std::optional<double> number = shared_->receive(rank);
       if (!number) {
-        return false;
+        return std::nullopt;
       }
       numbers.mutable_data_ptr<double>()[i] = *number;
     }
-    return true;
+    return numbers;
   }
   std::vector<at::Tensor> tensors{numbers};
   transfer({rank}, [&](int sender) { return group_->recv(tensors, sender, kTag); });
   const std::lock_guard lock(mutex_);
-  return !closed_;
+  return closed_ ? std::nullopt : std::optional(numbers);
 }
 
 template <typename Post>

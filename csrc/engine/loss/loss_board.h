@@ -23,11 +23,12 @@
 namespace pd2 {
 
 struct LossBoardOptions {
-  // By stage of the replica, in the order of the pipelines: its rank within the board's group.
+  // By stage, in the order of the loss's parts: its rank within the board's group.
   std::vector<int> ranks;
   int replica = 0;
   int num_replicas = 1;
-  int num_pipelines = 1;
+  int num_parts = 1;    // of a loss: pipelines, of the replica or of all
+  int first_part = 0;   // that the replica's pipeline 0 publishes
   int num_numbers = 1;  // a loss and its metrics
 };
 
@@ -38,12 +39,13 @@ struct LossBoardOptions {
 // the executor never waits for a reader, and the last stage's executor, for which all others wait
 // in the end, does none of it.
 //
-// With two pipelines the last stage of each publishes its part of the run's loss. Pipeline 0's part
-// goes to pipeline 1's last stage, which adds its own (losses add up in microbatch order) and sends
-// the loss to all: a chain of two.
+// With two pipelines the last stage of each publishes its part of the run's loss, and so does that
+// of each replica where all train on parts of one batch. The sum of the parts before goes to the
+// next part's last stage, which adds its own (losses add up in microbatch order), and the last one
+// of this chain sends the loss to all.
 //
 // expect() is called once per run in order; publish() in the last stages' processes only, for each
-// pipeline in the order of the runs.
+// of the replica's pipelines in the order of the runs.
 class LossBoard {
  public:
   // Without a `group` everything happens in one process. `shared`: of the group's ranks, null if
@@ -71,23 +73,25 @@ class LossBoard {
     std::int64_t run;
     RunLoss loss;
   };
-  bool is_here(int pipeline) const {
-    return !group_ || group_->getRank() == last_stages_[pipeline];
+  bool is_here(std::size_t part) const {
+    return !group_ || group_->getRank() == last_stages_[part];
   }
   // The parts of the next run's loss that are published here; none if closed before.
   struct Next {
     std::int64_t run;
-    std::vector<std::optional<RunLoss>> parts;  // by pipeline
+    std::vector<std::optional<RunLoss>> parts;
   };
   std::optional<Next> wait_for_next();
   // Gives the next expected loss. Called under the lock.
   void deliver(const at::Tensor& numbers);
 
-  void send_losses();
-  void receive_losses();
+  void bring_losses();
+  // Adds the next loss's parts that are published here, and sends the sum on along the chain.
+  // Nothing if this process does not end the chain, or if the board was closed meanwhile.
+  std::optional<at::Tensor> add_up(Next& next);
   void send(const at::Tensor& numbers, const std::vector<int>& ranks);
-  // False if the board was closed meanwhile.
-  bool receive(const at::Tensor& numbers, int rank);
+  // None if the board was closed meanwhile.
+  std::optional<at::Tensor> receive(int rank);
   // Posts a transfer over the group with each of the ranks and waits for them; close() can end the
   // wait.
   template <typename Post>
@@ -98,16 +102,16 @@ class LossBoard {
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<SharedBoard> shared_;
-  std::vector<int> last_stages_;  // ranks, by pipeline; the last one sends the losses
+  std::vector<int> last_stages_;  // ranks, by part; the last one sends the losses
   const int last_stage_;          // of the model
   const LossBoardOptions options_;
-  std::vector<int> readers_;  // the replica's other ranks
+  std::vector<int> readers_;  // all other ranks
 
   std::mutex mutex_;
   std::condition_variable changed_;
   // By run: losses that are not yet here, or not yet everywhere if they are sent from here.
   std::deque<std::pair<std::int64_t, std::shared_ptr<AwaitedNumbers>>> expected_;
-  std::vector<std::deque<Part>> published_;  // by pipeline: not yet added
+  std::vector<std::deque<Part>> published_;  // by part: not yet added
   std::vector<Work> under_way_;              // transfers over the group that the thread waits for
   bool closed_ = false;
   std::thread thread_;

@@ -4,20 +4,12 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 
-#include <numeric>
 #include <utility>
 
 namespace pd2 {
 
-at::Tensor RunLoss::weighted(const at::Tensor& value, std::size_t microbatch) const {
-  if (rows.empty()) {
-    return value;
-  }
-  if (rows.front() == rows.back()) {  // only the last microbatches may be smaller
-    return value / static_cast<std::int64_t>(rows.size());
-  }
-  const auto all = std::accumulate(rows.begin(), rows.end(), 0.0);
-  return value * (static_cast<double>(rows.at(first + microbatch)) / all);
+at::Tensor LossWeights::weighted(const at::Tensor& value, std::size_t microbatch) const {
+  return factors.empty() ? value / divisor : value * factors.at(microbatch);
 }
 
 void RunLoss::take_to_host() {
@@ -41,7 +33,7 @@ void RunLoss::take_to_host() {
 at::Tensor RunLoss::sum(at::Tensor before) const {
   at::Tensor sum = std::move(before);
   for (std::size_t microbatch = 0; microbatch < losses.size(); ++microbatch) {
-    const at::Tensor loss = weighted(losses[microbatch], microbatch);
+    const at::Tensor loss = weights.weighted(losses[microbatch], first + microbatch);
     sum = sum.defined() ? sum.to(loss.options()).reshape(loss.sizes()) + loss : loss;
   }
   return sum;

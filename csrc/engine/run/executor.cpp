@@ -116,7 +116,8 @@ Executor::Ticket Executor::submit(std::function<void()> command) {
 Executor::Ticket Executor::submit_run(Run run) {
   const auto m = static_cast<std::size_t>(setup_.schedule.total_microbatches());
   PD2_ASSERT(run.layouts.size() == m, run.layouts.size(), " microbatches");
-  PD2_ASSERT(run.rows.empty() || run.rows.size() == m, run.rows.size(), " numbers of rows");
+  const std::size_t factors = run.loss_weights.factors.size();
+  PD2_ASSERT(factors == 0 || factors == m, factors, " factors");
   for (const auto& worker : workers_) {
     worker->expect_values(run, setup_.schedule.num_microbatches);
   }

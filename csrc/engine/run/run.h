@@ -28,13 +28,13 @@ struct Run {
   std::int64_t id = 0;
   int wiring = 0;
   std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
-  // By microbatch, the weights of the losses' means; empty if losses are sums.
-  std::vector<std::int64_t> rows;
+  LossWeights loss_weights{};
   std::int64_t batch = 0;  // updates before it; an evaluation's comes after all that have begun
   bool begins_batch = true;
   bool ends_batch = true;
-  int num_averaged = 1;  // runs of which the batch's gradient is the mean
-  int num_replicas = 1;  // of which it is the mean, added up; 1: also if a hook averages
+  int num_averaged = 1;               // runs of which the batch's gradient is the mean
+  double replica_weight = 1;          // of the losses in the gradients that replicas add up
+  std::int64_t first_microbatch = 0;  // how many microbatches the replicas before have
   // Of the random numbers that training draws, on all ranks the same; none: they are torch's own.
   std::optional<std::uint64_t> seed = std::nullopt;
 };

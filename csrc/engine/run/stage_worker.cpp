@@ -131,16 +131,15 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   const at::Tensor& loss = result.loss;
   if (microbatch == 0) {
     loss_ = {};  // of a discarded run
-    loss_.rows = run.rows;
+    loss_.weights = run.loss_weights;
     loss_.first = first_microbatch_;
   }
   if (loss.requires_grad()) {
-    // The mean over replicas: each adds its gradients with weight 1/w.
-    at::Tensor seed = at::full_like(loss, 1.0 / run.num_replicas);
+    at::Tensor seed = at::full_like(loss, run.replica_weight);
     if (run.num_averaged > 1) {
       seed = seed / static_cast<std::int64_t>(run.num_averaged);
     }
-    in_flight.loss_seed = loss_.weighted(seed, microbatch);
+    in_flight.loss_seed = loss_.weights.weighted(seed, loss_.first + microbatch);
     if (in_flight.loss_scale != 1) {
       in_flight.loss_seed = in_flight.loss_seed * in_flight.loss_scale;
     }
@@ -300,7 +299,7 @@ std::optional<std::uint64_t> StageWorker::random_key(const Run& run, int microba
     return std::nullopt;
   }
   // As one replica with the microbatches of all would count them.
-  const std::uint64_t before = setup_.replica * run.layouts.size() + first_microbatch_;
+  const std::uint64_t before = run.first_microbatch + first_microbatch_;
   return mix_seed(mix_seed(*run.seed, run.id), before + microbatch);
 }
 

@@ -18,7 +18,7 @@ import pipedream2bw as pd2
 
 def batches_of(count: int, length: int, batch: int, **options: Any) -> list[list[int]]:
     """The first batches, put together from all replicas' parts."""
-    width = options.pop("width", 1)
+    width = options.pop("width", len(options.get("num_microbatches", [1])))
     replicas = [
         pd2.ResumableSampler(length, batch, width=width, replica=replica, **options)
         for replica in range(width)
@@ -69,6 +69,21 @@ def test_a_run_goes_on_with_the_same_batches_on_any_number_of_replicas(
         stream = trained(sampler)
         parts.append([next(stream) for _ in range(10)])
     assert [joined(rows) for rows in zip(*parts, strict=True)] == wanted[stopped_after:]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 40))
+def test_replicas_get_parts_as_large_as_their_numbers_of_microbatches(
+    numbers: list[int], rows: int, more: int
+) -> None:
+    batch = rows * sum(numbers)
+    length = batch + more
+    wanted = batches_of(5, length, batch)
+    assert batches_of(5, length, batch, num_microbatches=numbers) == wanted
+    for replica, number in enumerate(numbers):
+        sampler = pd2.ResumableSampler(
+            length, batch, width=len(numbers), replica=replica, num_microbatches=numbers
+        )
+        assert {len(part) for part in sampler} == {rows * number}
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
@@ -147,6 +162,14 @@ def test_states_of_other_rows_are_refused() -> None:
         ({"length": 8.0}, TypeError, "length: 8.0 given, it must be an int"),
         ({"batch": 11}, ValueError, "batch: 11, it must be at most 10"),
         ({"width": 2, "batch": 5}, ValueError, "batch: 5, width: 2: the batch must be a multiple"),
+        (
+            {"width": 2, "num_microbatches": [1, 2]},
+            ValueError,
+            r"batch: 4, num_microbatches: \[1, 2\]: the batch must be a multiple of 3",
+        ),
+        ({"num_microbatches": [1, 2]}, ValueError, r"num_microbatches: \[1, 2\], width: 1"),
+        ({"num_microbatches": [0]}, ValueError, r"num_microbatches\[0\]: 0, it must be at least"),
+        ({"num_microbatches": [1.5]}, TypeError, r"num_microbatches\[0\]: 1.5 given"),
         ({"width": 2, "replica": 2}, ValueError, "replica: 2, it must be at most 1"),
         ({"seed": -1}, ValueError, "seed: -1, it must be at least 0"),
         ({"shuffle": 1}, TypeError, "shuffle: 1 given, it must be a bool"),

@@ -147,6 +147,7 @@ class Instances {
       options.start_within = below(2) * 1e-2;
     }
     options.state = below(3);
+    options.unequal_replicas = true;
     return problem;
   }
 

@@ -11,6 +11,8 @@
 
 #include <cstdlib>
 #include <ctime>
+#include <functional>
+#include <numeric>
 
 namespace pd2 {
 namespace {
@@ -103,8 +105,8 @@ TEST(Plan, BoundsAreBounds) {
     Evaluator evaluator(problem, mappings);
     const Bounds bounds(problem);
     for (const Candidate& candidate : candidates(problem, mappings)) {
-      const double speed =
-          mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width);
+      const double speed = mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width,
+                                          candidate.microbatches);
       const auto evaluation = evaluator.evaluate(candidate);
       if (!evaluation) continue;
       // The simulated time itself, not the one that the bound has raised.
@@ -118,6 +120,76 @@ TEST(Plan, BoundsAreBounds) {
   }
   EXPECT_GE(num_checked, rounds(3000));
   EXPECT_GT(closest, 0.999);  // they are not all far away
+}
+
+// Calls `visit` with all numbers >= `least`, multiples of `multiple_of`, that add up to `total`.
+void all_numbers(std::vector<int>& numbers, std::size_t replicas, int least, int multiple_of,
+                 int total, const std::function<void(const std::vector<int>&)>& visit) {
+  if (numbers.size() + 1 == replicas) {
+    if (total < least) return;
+    numbers.push_back(total);
+    visit(numbers);
+    numbers.pop_back();
+    return;
+  }
+  for (int m = least; m <= total; m += multiple_of) {
+    numbers.push_back(m);
+    all_numbers(numbers, replicas, least, multiple_of, total - m, visit);
+    numbers.pop_back();
+  }
+}
+
+TEST(Plan, MicrobatchesBySpeedTakeTheLeastTime) {
+  Instances instances(3);
+  int num_better = 0;
+  for (int round = 0; round < rounds(2000); ++round) {
+    std::vector<double> slowness;
+    for (int i = 0, w = 2 + instances.below(3); i < w; ++i) {
+      slowness.push_back(round % 3 == 0 ? 1 + instances.below(3) : instances.between(0.2, 3));
+    }
+    const int multiple_of = 1 + instances.below(3);
+    const int least = multiple_of * (1 + instances.below(3));
+    const int more = instances.below(2) * instances.below(5);
+    const int w = static_cast<int>(slowness.size());
+    const int total = 1 + instances.below(24);
+    // Of multiples the next number that there are.
+    const int needed = std::max(w * least, (total + multiple_of - 1) / multiple_of * multiple_of);
+    const auto seconds = [&](const std::vector<int>& numbers) {
+      double longest = 0;
+      for (int i = 0; i < w; ++i) longest = std::max(longest, slowness[i] * (numbers[i] + more));
+      return longest;
+    };
+    double best = kInfinity;
+    std::vector<int> none;
+    all_numbers(none, slowness.size(), least, multiple_of, needed,
+                [&](const std::vector<int>& numbers) { best = std::min(best, seconds(numbers)); });
+    const std::vector<int> found = microbatches_by_speed(slowness, least, multiple_of, total, more);
+    ASSERT_EQ(std::accumulate(found.begin(), found.end(), 0), needed) << "round " << round;
+    ASSERT_GE(*std::ranges::min_element(found), least);
+    ASSERT_LE(seconds(found), best * (1 + 1e-12)) << "round " << round;
+    num_better +=
+        needed % (w * multiple_of) == 0 && best < 0.9 * seconds(std::vector<int>(w, needed / w));
+  }
+  EXPECT_GE(num_better, rounds(50));
+}
+
+// Two devices of half the speed: of 12 microbatches one replica takes 8, the other one 4.
+TEST(Plan, AReplicaOfSlowDevicesHasFewerMicrobatches) {
+  PlanProblem problem = uniform(8, 4, kInfinity);
+  DeviceType slow;
+  slow.slowness = 2;
+  problem.cluster.types.push_back(slow);
+  problem.cluster.type_of = {0, 0, 1, 1};
+  problem.options.batch = problem.options.largest_batch = 12;
+  problem.options.schedules = {"2bw"};
+  problem.options.width = problem.options.num_stages = 2;
+  problem.cluster.topology = Servers{4, {}, {}};
+  const Evaluation equal = best_plans(problem).front();
+  problem.options.unequal_replicas = true;
+  const Evaluation unequal = best_plans(problem).front();
+  EXPECT_EQ(unequal.candidate.microbatches, (std::vector<int>{8, 4}));
+  EXPECT_NEAR(unequal.time.seconds, 8 * 4 * 3e-3, 1e-12);  // of 4 layers each
+  EXPECT_LT(unequal.time.seconds, 0.95 * equal.time.seconds);
 }
 
 // Bytes counted from the layers, as the engine would hold them.

@@ -14,30 +14,34 @@ namespace {
 
 using std::chrono::milliseconds;
 
+const LossWeights kHalf{.divisor = 2, .factors = {}};
+
 at::Tensor number(double value) { return at::full({}, value, at::kDouble); }
 
-TEST(RunLoss, MeansOfEqualMicrobatchesAreAveraged) {
-  EXPECT_EQ((RunLoss{{4, 4}, {number(1), number(4)}}.sum().item<double>()), 2.5);
+TEST(RunLoss, MeansOverAsManyRowsAreAveraged) {
+  EXPECT_EQ((RunLoss{{.divisor = 2, .factors = {}}, {number(1), number(4)}}.sum().item<double>()),
+            2.5);
 }
 
-TEST(RunLoss, MeansAreWeightedByTheirRows) {
-  EXPECT_EQ((RunLoss{{3, 1}, {number(1), number(5)}}.sum().item<double>()), 2.0);
+TEST(RunLoss, MeansOverDifferentRowsHaveFactors) {
+  const LossWeights weights{.factors = {0.75, 0.25}};
+  EXPECT_EQ((RunLoss{weights, {number(1), number(5)}}.sum().item<double>()), 2.0);
 }
 
 TEST(RunLoss, SumsAreAdded) {
   EXPECT_EQ((RunLoss{{}, {number(1), number(4), number(2)}}.sum().item<double>()), 7.0);
 }
 
-TEST(RunLoss, TheSeedHasTheWeightOfItsMicrobatch) {
-  const RunLoss loss{{3, 1}, {}};
-  EXPECT_EQ(loss.weighted(number(1), 0).item<double>(), 0.75);
-  EXPECT_EQ(loss.weighted(number(1), 1).item<double>(), 0.25);
+TEST(LossWeights, TheSeedHasTheWeightOfItsMicrobatch) {
+  const LossWeights weights{.factors = {0.75, 0.25}};
+  EXPECT_EQ(weights.weighted(number(1), 0).item<double>(), 0.75);
+  EXPECT_EQ(weights.weighted(number(1), 1).item<double>(), 0.25);
 }
 
 TEST(RunLoss, TheSecondPipelinesPartGoesOnWhereTheFirstOnesEnds) {
-  const RunLoss first{{3, 2, 2, 1}, {number(8), number(16)}};
-  const RunLoss second{{3, 2, 2, 1}, {number(4), number(8)}, 2};
-  EXPECT_EQ(second.weighted(number(8), 1).item<double>(), 1);
+  const LossWeights weights{.factors = {0.375, 0.25, 0.25, 0.125}};
+  const RunLoss first{weights, {number(8), number(16)}};
+  const RunLoss second{weights, {number(4), number(8)}, 2};
   EXPECT_EQ(second.sum(first.sum()).item<double>(), 3 + 4 + 1 + 1);
 }
 
@@ -55,7 +59,7 @@ struct LossBoardTest : testing::Test {
   LossBoard board{{.ranks = {0, 0}}, fault, nullptr, nullptr};
 
   void publish(std::int64_t batch, double value) {
-    board.publish(batch, RunLoss{{1, 1}, {number(value), number(value)}});
+    board.publish(batch, RunLoss{kHalf, {number(value), number(value)}});
   }
 };
 
@@ -75,11 +79,11 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
 
 TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board({.ranks = {0, 0, 0, 0}, .num_pipelines = 2}, fault, nullptr, nullptr);
+  LossBoard board({.ranks = {0, 0, 0, 0}, .num_parts = 2}, fault, nullptr, nullptr);
   const auto first = board.expect(0), second = board.expect(1);
   const auto publish = [&](std::int64_t batch, double value, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);
-    board.publish(batch, RunLoss{{1, 1}, {number(value)}, from}, pipeline);
+    board.publish(batch, RunLoss{kHalf, {number(value)}, from}, pipeline);
   };
   publish(0, 1, 1);
   publish(1, 10, 1);  // a batch ahead of the other
@@ -96,17 +100,33 @@ TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
 
 TEST(LossBoardOfTwoPipelines, MetricsComeAfterTheLossAndAreAdded) {
   const auto fault = std::make_shared<Fault>();
-  LossBoard board({.ranks = {0, 0, 0, 0}, .num_pipelines = 2, .num_numbers = 3}, fault, nullptr,
+  LossBoard board({.ranks = {0, 0, 0, 0}, .num_parts = 2, .num_numbers = 3}, fault, nullptr,
                   nullptr);
   const auto slot = board.expect(0);
   const auto publish = [&](double value, std::vector<double> metrics, int pipeline) {
     const auto from = static_cast<std::size_t>(pipeline);
-    board.publish(0, RunLoss{{1, 1}, {number(value)}, from, at::tensor(metrics)}, pipeline);
+    board.publish(0, RunLoss{kHalf, {number(value)}, from, at::tensor(metrics)}, pipeline);
   };
   publish(1, {10, 20}, 0);
   publish(2, {1, 2}, 1);
   ASSERT_TRUE(slot->wait_for(milliseconds(10000)));
   EXPECT_EQ(slot->get(), (std::vector<double>{1.5, 11, 22}));
+}
+
+// Of three replicas in one process, and the parts come in another order than they are added up in.
+TEST(LossBoardOfReplicas, PartsAreAddedInTheirOrder) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board({.ranks = {0, 0, 0}, .num_parts = 3}, fault, nullptr, nullptr);
+  const auto slot = board.expect(0);
+  const auto publish = [&](float value, int part) {
+    board.publish(0, RunLoss{{}, {at::full({}, value, at::kFloat)}}, part);
+  };
+  publish(1, 2);
+  publish(-1e8F, 1);
+  EXPECT_FALSE(slot->wait_for(milliseconds(20)));
+  publish(1e8F, 0);
+  ASSERT_TRUE(slot->wait_for(milliseconds(10000)));
+  EXPECT_EQ(slot->get().at(0), 1);
 }
 
 TEST_F(LossBoardTest, AFailureEndsTheWait) {
@@ -118,7 +138,7 @@ TEST_F(LossBoardTest, AFailureEndsTheWait) {
 
 TEST_F(LossBoardTest, AnUndefinedLossNamesStageAndBatch) {
   const auto slot = board.expect(5);
-  board.publish(5, RunLoss{{1}, {at::Tensor()}});
+  board.publish(5, RunLoss{{}, {at::Tensor()}});
   while (!fault->raised()) {
     std::this_thread::yield();
   }

@@ -96,7 +96,6 @@ class ScalarPipeline {
     for (auto& executor : executors) {
       tickets_.back().push_back(executor->submit_run({.id = run,
                                                       .layouts = layouts,
-                                                      .rows = {},
                                                       .batch = run / runs_per_batch_,
                                                       .begins_batch = run % runs_per_batch_ == 0,
                                                       .ends_batch = ends_batch(run),
