@@ -10,20 +10,24 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .own_step import StageStepper, update_with
+from .replica_sync import ReplicaSync
 from .staleness import Remedies, StepCorrection
 
 
 class AfterStep:
-    """The remedies for the delay at work on this process's stages.
+    """The remedies for the delay, and exchanges between sites, on this process's stages.
 
     Attributes:
         corrections: of steps, by stage.
         delayed_batches: steps since the warm-up.
     """
 
-    def __init__(self, session: Session, remedies: Remedies) -> None:
+    def __init__(
+        self, session: Session, remedies: Remedies, replica_sync: ReplicaSync | None
+    ) -> None:
         self._session = session
         self._remedies = remedies
+        self._sync = replica_sync
         self.corrections: dict[int, StepCorrection] = {}
         self.delayed_batches = 0
 
@@ -34,6 +38,16 @@ class AfterStep:
         if rule is not None:
             correction = self.corrections[weights.index] = StepCorrection(rule, weights)
             weights.correction_bytes = correction.nbytes
+
+    def join_sites(self) -> None:
+        """Waits for the other sites, if there are any. Drained; every rank calls it."""
+        if self._sync is not None:
+            self._sync.join(self._session)
+
+    def begin(self, batch: int) -> None:
+        """Before the batch's update is submitted; raises ValueError if sites do not agree."""
+        if self._sync is not None:
+            self._sync.before_step(batch)
 
     def divisor(self, stage: int, batch: int) -> float:
         """The divisor of a stage's learning rates in a batch's update."""
@@ -47,10 +61,11 @@ class AfterStep:
     ) -> Callable[[int], None] | None:
         """Makes what a stage does in a batch's update beside the fused pass; None: nothing."""
         correction = self.corrections.get(stage.index)
-        if correction is None:
-            return update_with(steppers, batch, divisor) if steppers else None
+        exchange = None if self._sync is None else self._sync.exchange_of(stage.weights, batch)
+        if correction is None and exchange is None and not steppers:
+            return None
         stale = stage.executor.version_of_batch(stage.index, batch) < batch
-        return update_with(steppers, batch, divisor, correction, stale=stale)
+        return update_with(steppers, batch, divisor, correction, stale=stale, exchange=exchange)
 
     def count(self, batch: int) -> None:
         """The batch's update has been submitted."""
@@ -66,21 +81,25 @@ class AfterStep:
 
     def state(self) -> dict[str, Any]:
         """The entries of the optimizer's ``state_dict``. Drained."""
-        if not self._remedies:
-            return {}
-        kept = [correction.state() for correction in self.corrections.values()]
-        return {
-            "staleness": {
+        state = {} if self._sync is None else self._sync.state()
+        if self._remedies:
+            kept = [correction.state() for correction in self.corrections.values()]
+            state["staleness"] = {
                 "delayed_batches": self.delayed_batches,
                 "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
             }
-        }
+        return state
 
     def check_room(self) -> None:
         """Raises ValueError if its state cannot be known before it is loaded."""
         if self._remedies.correction is not None:
             rule = type(self._remedies.correction).__name__
             raise ValueError(f"init_state: staleness: {rule}; pipedream2bw.load() can, with it")
+        if self._sync is not None:
+            raise ValueError(
+                f"init_state: replica_sync: every: {self._sync.every}; pipedream2bw.load() can, "
+                "with it"
+            )
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what :meth:`state` gave; what was saved without remedies lets them begin again."""
@@ -88,3 +107,5 @@ class AfterStep:
         self.delayed_batches = int(staleness["delayed_batches"])
         for correction in self.corrections.values():
             correction.load(staleness["kept"])
+        if self._sync is not None and "replica_sync" in state_dict:
+            self._sync.load(state_dict["replica_sync"])

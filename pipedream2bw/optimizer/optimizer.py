@@ -37,6 +37,7 @@ from .own_step import (
     options_of,
     take_over_counters,
 )
+from .replica_sync import ReplicaSync
 from .shares import forget_others, whole_states
 from .staleness import Remedies, Remedy
 from .verdicts import let_updates_wait
@@ -77,6 +78,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
             of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
+        replica_sync: lets pipelines on several sites train apart and average their weights seldom.
         shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
             parameters only, steps these and gives the others their new weights; to the same bits.
             Shares are of whole parameters, as equal as these allow. With one replica it is the
@@ -98,6 +100,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         clip_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
+        replica_sync: ReplicaSync | None = None,
         shard_state: bool = False,
     ) -> None:
         clipping = Clipping(
@@ -107,9 +110,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             loss_scale=loss_scale,
         )
         remedies = Remedies(staleness)
-        session = agreed_session_of(optimizers, clipping, remedies, shard_state)
+        session = agreed_session_of(optimizers, clipping, remedies, replica_sync, shard_state)
         self._session, self._shard_state = session, shard_state
-        self._after_step = AfterStep(session, remedies)
+        self._after_step = AfterStep(session, remedies, replica_sync)
         self._staleness = str(remedies)
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
@@ -139,6 +142,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         session.discarding.listen(self._take_back)
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
+        self._after_step.join_sites()
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
@@ -230,6 +234,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
         batch = self._session.accumulation.num_updates
+        self._after_step.begin(batch)
         with self._session.update() as train_step:
             if self._norm is not None:
                 self._grad_norm = GradNorm(self._session, self._norm)
@@ -312,7 +317,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
         Parameters have their names in the model in place of numbers; stock optimizers load it. Of
         several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has an
-        entry ``"loss_scale"``; with remedies for the delay ``"staleness"``. Every rank calls it.
+        entry ``"loss_scale"``; with remedies for the delay ``"staleness"``, between sites
+        ``"replica_sync"``. Every rank calls it.
         """
         self._check_in_charge()
         self._session.flush_to_read(Operation.optimizer_state_dict)
