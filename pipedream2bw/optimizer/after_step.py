@@ -11,6 +11,7 @@ from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .own_step import StageStepper, update_with
 from .replica_sync import ReplicaSync
+from .stage_sync import StageSync
 from .staleness import Remedies, StepCorrection
 
 
@@ -34,15 +35,17 @@ class AfterStep:
     def take_over(self, weights: StageWeights) -> None:
         """From now on the stage's steps are changed as is said here. Drained."""
         rule = self._remedies.correction
-        weights.correction_bytes = lambda: 0
+        weights.correction_bytes = weights.anchor_bytes = lambda: 0
         if rule is not None:
             correction = self.corrections[weights.index] = StepCorrection(rule, weights)
             weights.correction_bytes = correction.nbytes
 
     def join_sites(self) -> None:
         """Waits for the other sites, if there are any. Drained; every rank calls it."""
+        self._session.local_model.after_load = lambda: None
         if self._sync is not None:
             self._sync.join(self._session)
+            self._session.local_model.after_load = self._sync.weights_loaded
 
     def begin(self, batch: int) -> None:
         """Before the batch's update is submitted; raises ValueError if sites do not agree."""
@@ -89,6 +92,15 @@ class AfterStep:
                 "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
             }
         return state
+
+    @property
+    def syncs(self) -> Mapping[int, StageSync]:
+        """With other sites, by stage."""
+        return {} if self._sync is None else self._sync.stages
+
+    def sync_state(self) -> dict[str, Any] | None:
+        """What is saved of exchanges beside the stages' parts."""
+        return None if self._sync is None else self._sync.shared()
 
     def check_room(self) -> None:
         """Raises ValueError if its state cannot be known before it is loaded."""

@@ -112,6 +112,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         remedies = Remedies(staleness)
         session = agreed_session_of(optimizers, clipping, remedies, replica_sync, shard_state)
         self._session, self._shard_state = session, shard_state
+        self.replica_sync = replica_sync
         self._after_step = AfterStep(session, remedies, replica_sync)
         self._staleness = str(remedies)
         with session.ending.failing_closes():
@@ -391,6 +392,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             seen=self._options,
             steppers=self._steppers,
             corrections=self._after_step.corrections,
+            syncs=self._after_step.syncs,
+            replica_sync=self._after_step.sync_state(),
             scale=self._scale,
             delayed_batches=self._after_step.delayed_batches,
             staleness=self._staleness,

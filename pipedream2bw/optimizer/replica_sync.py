@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..ranks.sites import SiteLink
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .clipping import Clipping
+from .model_traveling import measured_loss, newest_of, replaced
 from .skew_scout import Costs, SkewScout
 from .stage_sync import Outer, StageSync
 from .staleness import Remedies
@@ -58,6 +59,7 @@ class ReplicaSync:
 
     Attributes:
         every: H at present.
+        stages: those of this process; tools read them.
 
     Raises:
         ValueError, TypeError: naming the rule and the values; from ``PipelineOptimizer``, on every
@@ -82,7 +84,7 @@ class ReplicaSync:
         self._outer, self._staggered = outer, staggered
         self._session: Callable[[], Session | None] = lambda: None
         self._link: SiteLink | None = None  # of rank 0
-        self._stages: dict[int, StageSync] = {}
+        self.stages: dict[int, StageSync] = {}
         self._is_loaded = False  # its state, since the last step
         self._must_meet = False
 
@@ -151,7 +153,6 @@ class ReplicaSync:
 
     def join(self, session: Session) -> None:
         """Waits for the other sites and takes site 0's weights. Drained; every rank calls it."""
-        self._session = weakref.ref(session)
         stages = weakref.ref(session.stages)
         control = session.control
 
@@ -186,12 +187,12 @@ class ReplicaSync:
                 to_others.take_first(weights.held_tensors())
                 weights.engine.restart_delay()
                 weights.show_newest()
-                self._stages[stage.index] = StageSync(weights, to_others, self._outer)
-                weights.anchor_bytes = self._stages[stage.index].nbytes
+                self.stages[stage.index] = StageSync(weights, to_others, self._outer)
+                weights.anchor_bytes = self.stages[stage.index].nbytes
 
         control.from_first(meet)
         control.together(join_stages)
-        session.local_model.after_load = self._weights_loaded
+        self._session = weakref.ref(session)
 
     def before_step(self, batch: int) -> None:
         """Before a batch's update: after a load sites meet again. Every rank calls it.
@@ -208,7 +209,7 @@ class ReplicaSync:
         self._must_meet = self._is_loaded = False
 
     def _compare_anchors(self) -> None:
-        for index, stage in self._stages.items():
+        for index, stage in self.stages.items():
             stage.link.agree(
                 f"replica_sync: anchors of stage {index} (their CRC-32)", stage.checksum()
             )
@@ -223,7 +224,7 @@ class ReplicaSync:
         ]
         if not positions:
             return None
-        return functools.partial(self._stages[weights.index].exchange, positions=positions)
+        return functools.partial(self.stages[weights.index].exchange, positions=positions)
 
     def _is_due(self, stage: int, batch: int) -> bool:
         depth = self._open_session().schedule.depth
@@ -233,7 +234,7 @@ class ReplicaSync:
     def state(self) -> dict[str, Any]:
         """The entries of the optimizer's ``state_dict``. Drained."""
         kept: dict[str, dict[str, Any]] = {}
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             for name, of_one in stage.state().items():
                 kept[name] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -244,26 +245,23 @@ class ReplicaSync:
     def shared(self) -> dict[str, Any]:
         """What is saved beside the anchors."""
         costs = [[interval, *cost] for interval, cost in self._costs.items()]
-        return {"every": self.every, "since": self._since, "costs": costs}
-
-    def stages(self) -> Mapping[int, StageSync]:
-        """By stage."""
-        return self._stages
+        outer = type(self._outer([torch.zeros(1)])).__name__
+        return {"outer": outer, "every": self.every, "since": self._since, "costs": costs}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`state` gave. Drained."""
         self._is_loaded = self._must_meet = True
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.load(state["kept"])
         if self._scout is not None and state["every"] in self._scout.intervals:
             self.every, self._since = state["every"], state["since"]
             self._costs = {interval: (cost, age) for interval, cost, age in state["costs"]}
 
-    def _weights_loaded(self) -> None:
+    def weights_loaded(self) -> None:
         """Drained, after weights were loaded: anchors that were loaded with them stay."""
         self._must_meet = True
         if not self._is_loaded:
-            for stage in self._stages.values():
+            for stage in self.stages.values():
                 stage.restart()
 
     def known_everywhere(self, steps: Iterable[int]) -> list[int]:
@@ -282,7 +280,7 @@ class ReplicaSync:
         self._open_session().flush_to_read(Operation.optimizer_state_dict)
         return {
             name: anchor.clone()
-            for stage in self._stages.values()
+            for stage in self.stages.values()
             for name, anchor in stage.anchors().items()
         }
 
@@ -294,9 +292,9 @@ class ReplicaSync:
         """
         self._open_session().flush_for(Operation.optimizer_state_dict)
         with contextlib.ExitStack() as shown:
-            for stage in self._stages.values():
+            for stage in self.stages.values():
                 values = list(stage.anchors().values())
-                shown.enter_context(_replaced(_weights_of(stage.weights), values))
+                shown.enter_context(replaced(newest_of(stage.weights), values))
             yield
 
     def measure(self, evaluate: Callable[[], float | None]) -> float:
@@ -332,33 +330,11 @@ class ReplicaSync:
 
         session.flush_for(Operation.measure_skew, check)
         assert scout is not None
-        control, batch = session.control, session.accumulation.num_updates
         with session.ending.failing_closes():
-            control.from_first(lambda: self._first_link.agree("measure: batch", batch))
-            with control.errors_told():
-                at_home = evaluate()
-                with contextlib.ExitStack() as shown:
-                    for stage in self._stages.values():
-                        mine = [*_weights_of(stage.weights), *stage.weights.buffers]
-                        theirs = stage.link.take_previous(mine)
-                        shown.enter_context(_replaced(mine, theirs))
-                    traveled = evaluate()
-            told = control.gather([at_home, traveled] if session.gives_output else None)
-            loss = control.from_first(lambda: self._accuracy_loss(told))
+            loss = measured_loss(session, self.stages, self._link, evaluate)
         self.every, self._costs = scout.choose(self.every, loss, self._costs)
-        self._since = batch
+        self._since = session.accumulation.num_updates
         return loss
-
-    def _accuracy_loss(self, told: Sequence[Any]) -> float:
-        """On rank 0, from what each rank's evaluations gave; None where they give nothing."""
-        mine = next(each for each in told if each is not None)
-        numbers = [[value if isinstance(value, float) else repr(value) for value in mine]]
-        everyone = self._first_link.gather(numbers[0])
-        for site, of_site in enumerate(everyone):
-            for value in of_site:
-                if not isinstance(value, float):
-                    raise TypeError(f"measure: evaluate gave {value} on site {site}: not a float")
-        return sum(home - abroad for home, abroad in everyone) / self._num_sites
 
     def _open_session(self) -> Session:
         session = self._session()
@@ -392,24 +368,3 @@ def _fingerprint(weights: StageWeights) -> str:
     ]
     described += [(n, tuple(b.shape), str(b.dtype)) for n, b in weights.named_buffers().items()]
     return hashlib.sha256(repr(described).encode()).hexdigest()
-
-
-def _weights_of(weights: StageWeights) -> list[torch.Tensor]:
-    """The newest version, which evaluations read. Drained."""
-    engine = weights.engine
-    return [engine.weight(engine.newest_slot, i) for i in range(len(weights.handles))]
-
-
-@contextlib.contextmanager
-def _replaced(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Meanwhile tensors have other values."""
-    before = [tensor.clone() for tensor in tensors]
-    try:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)

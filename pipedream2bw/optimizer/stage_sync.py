@@ -111,10 +111,10 @@ class StageSync:
             ValueError: an anchor has another shape than its parameter.
         """
         for name, anchor in self.anchors().items():
-            if name not in state:
+            kept = dict(state.get(name, {}))
+            saved = kept.pop(ANCHOR, None)
+            if saved is None:
                 continue
-            kept = dict(state[name])
-            saved = kept.pop(ANCHOR)
             if saved.shape != anchor.shape:
                 raise ValueError(
                     f"replica_sync: anchor of {name}: shape {list(saved.shape)}, the parameter has "

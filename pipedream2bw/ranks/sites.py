@@ -64,7 +64,7 @@ class SiteLink:
                 PrefixStore(f"pipedream2bw/sites/{name}", store),
                 site,
                 num_sites,
-                deadline.seconds,
+                0.9 * deadline.seconds,  # before this site's other ranks give up
                 called="site",
             )
         )
