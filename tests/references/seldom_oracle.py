@@ -21,10 +21,13 @@ from torch import nn
 class Trained(Protocol):
     """One site's: versions are the weights, oldest first; the model has the last ones."""
 
-    model: nn.Module
-    versions: list[list[torch.Tensor]]
+    @property
+    def model(self) -> nn.Module: ...
 
-    def train_step(self, batch: Any) -> float: ...
+    @property
+    def versions(self) -> list[list[torch.Tensor]]: ...
+
+    def train_step(self, batch: Any) -> Any: ...
 
 
 class SeldomOracle:
@@ -51,7 +54,7 @@ class SeldomOracle:
         self.anchors = [weight.clone() for weight in sites[0].versions[-1]]
         self.buffers: list[torch.Tensor | None] = [None for _ in self.anchors]
 
-    def train_step(self, batches: Sequence[Any]) -> list[float]:
+    def train_step(self, batches: Sequence[Any]) -> list[Any]:
         """One batch of each site; their losses."""
         losses = [site.train_step(batch) for site, batch in zip(self.sites, batches, strict=True)]
         self.num_batches += 1
