@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
+import pipedream2bw as pd2
+from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
 from tests.runs.launch import run_ranks
-from tests.runs.sites import Setting, assert_expected, expected, train_site
+from tests.runs.sites import (
+    Setting,
+    assert_expected,
+    expected,
+    join_site,
+    sync_of,
+    train_site,
+)
 
 THREADS = [
     Setting(num_stages=1),
@@ -30,7 +44,9 @@ REPLICAS = [Setting(in_processes=True, num_stages=1, width=2)]
 
 
 @pytest.mark.parametrize(
-    "settings", [THREADS, FOUR_SITES, PROCESSES, REPLICAS], ids=lambda s: f"{s[0]}"
+    "settings",
+    [THREADS, FOUR_SITES, PROCESSES, REPLICAS],
+    ids=["threads", "four sites", "processes", "replicas"],
 )
 def test_sites_train_as_the_definition_says(settings: list[Setting], tmp_path: Path) -> None:
     ranks = settings[0].num_sites * settings[0].ranks
@@ -41,3 +57,78 @@ def test_sites_train_as_the_definition_says(settings: list[Setting], tmp_path: P
         want = expected(setting, results[0].value[number].stages)
         for result in results:
             assert_expected(setting, result.value[number], want)
+
+
+def exchanged(rank: int, world: int, folder: str, every: int) -> tuple[int, int]:
+    """Bytes that a process sends in ``2 * COUNT`` batches, and those of its anchors."""
+    setting = Setting(every=every, num_sites=world)
+    site, store = join_site(folder, f"every{every}", rank, 1)
+    x = torch.ones(2, 8)
+    with pd2.PipelineModule(
+        [Scaled()], mse_loss, num_microbatches=2, example_args=(x,), timeout=60
+    ) as pipe:
+        sync = sync_of(setting, store, site)
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), replica_sync=sync)
+        sent = bytes_sent(pipe, opt, x, 2 * COUNT)
+        return sent, pipe.memory_report()[0].anchors
+
+
+@pytest.mark.parametrize("num_sites", [2, 4])
+def test_a_round_sends_what_one_dense_exchange_does(num_sites: int, tmp_path: Path) -> None:
+    dense = 2 * COUNT * 2 * (num_sites - 1) / num_sites * 4 * NUMEL
+    for every, rounds in ((1, 2 * COUNT), (COUNT, 2)):
+        args = (str(tmp_path), every)
+        for result in run_ranks(exchanged, num_sites, args=args, rendezvous="none", timeout=100):
+            sent, anchors = result.value
+            assert sent == pytest.approx(dense * rounds / (2 * COUNT), rel=0.01)
+            assert anchors == 2 * 4 * NUMEL  # and momentum
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x
+
+
+def train_apart(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Site 1 takes longer for a forward; all learn the same linear map, of other inputs."""
+    site, store = join_site(folder, "slow", rank, 2)
+    torch.manual_seed(site)
+    truth = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+    model = [
+        nn.Sequential(nn.Linear(6, 16), Slow(0.01 * site), nn.Tanh()),
+        nn.Sequential(nn.Linear(16, 6)),
+    ]
+    losses = []
+    with pd2.PipelineModule(
+        model, mse_loss, num_microbatches=4, example_args=(torch.zeros(4, 6),), timeout=60
+    ) as pipe:
+        sync = pd2.ReplicaSync(every=4, store=store, site=site, num_sites=2)
+        inner = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        opt = pd2.PipelineOptimizer(inner, replica_sync=sync)
+        for _ in range(40):
+            x = torch.randn(32, 6)
+            losses.append(pipe.train_step(x, target=x @ truth))
+            opt.step()
+        anchors = sync.anchors()
+        found = [float(loss) for loss in losses]
+    return {"losses": found, "anchors": anchors}
+
+
+def test_two_sites_of_two_processes_learn_though_one_is_slow(tmp_path: Path) -> None:
+    results = [
+        result.value
+        for result in run_ranks(
+            train_apart, 4, args=(str(tmp_path),), rendezvous="none", timeout=120
+        )
+    ]
+    for result in results:
+        first, last = result["losses"][:4], result["losses"][-4:]
+        assert sum(last) < 0.5 * sum(first)
+    for stage in (0, 1):  # on both sites
+        for name, anchor in results[stage]["anchors"].items():
+            assert torch.equal(anchor, results[2 + stage]["anchors"][name])

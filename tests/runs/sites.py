@@ -39,6 +39,7 @@ class Setting:
     schedule: str = "2bw"
     every: int = 4
     staggered: bool = True
+    num_microbatches: int | None = None  # None: twice the stages
     precision: str | None = None
     momentum: float = 0.5
     batches: int = 10
@@ -50,7 +51,7 @@ class Setting:
 
     @property
     def microbatches(self) -> int:
-        return 2 * self.num_stages
+        return self.num_microbatches or 2 * self.num_stages
 
     def make_task(self) -> Task:
         task = TASKS.get(self.task) or TIED[self.task]
