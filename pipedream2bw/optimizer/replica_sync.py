@@ -156,7 +156,7 @@ class ReplicaSync:
         stages = weakref.ref(session.stages)
         control = session.control
 
-        def link(name: str, *, tells_failures: bool = False) -> SiteLink:
+        def link(name: str) -> SiteLink:
             made = SiteLink(
                 self._store,
                 name,
@@ -164,13 +164,12 @@ class ReplicaSync:
                 num_sites=self._num_sites,
                 deadline=control.deadline,
                 is_needed=lambda: stages() is not None,
-                tells_failures=tells_failures,
             )
             control.close_too(made.close)
             return made
 
         def meet() -> None:
-            self._link = link("first ranks", tells_failures=True)
+            self._link = link("first ranks")
             given = {**self._common_settings(), **_settings_of(session)}
             for name, value in given.items():
                 self._link.agree(f"replica_sync: {name}", value)

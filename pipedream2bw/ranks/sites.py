@@ -34,14 +34,13 @@ class SiteLink:
 
     The calls of the main thread and those of an update have a group each, so that neither waits for
     the other. What lies between sites is slow and no device's own link: all goes over the hosts.
+    The first failure of a site's pipeline becomes that of all.
 
     Args:
         store: that all sites reach.
         name: of the link, the same on all sites.
         site: this one's number.
         deadline: of this site's pipeline; ends waiting.
-        tells_failures: whether a failure of one site's pipeline becomes that of all. One link of a
-            site is enough.
         is_needed: says whether the pipeline is still there; False ends waiting.
     """
 
@@ -54,7 +53,6 @@ class SiteLink:
         num_sites: int,
         deadline: Deadline,
         is_needed: Callable[[], bool],
-        tells_failures: bool = False,
     ) -> None:
         self.site, self.num_sites = site, num_sites
         self._deadline = deadline
@@ -75,7 +73,7 @@ class SiteLink:
             self._groups[use] = self._wait(
                 functools.partial(ProcessGroupGloo, part, site, num_sites, timeout)
             )
-        self._failures = FirstFailure(own, "sites", deadline.fault) if tells_failures else None
+        self._failures = FirstFailure(own, "sites", deadline.fault)
 
     def _wait(self, call: Callable[[], _Result]) -> _Result:
         return self._deadline.wait("waiting for other sites", call)
@@ -181,12 +179,11 @@ class SiteLink:
             # gloo tells a timeout from a broken connection by its text alone.
             kind = PeerTimeout if time.monotonic() - start > 0.9 * seconds else PeerLost
             text = f"another site was lost: {error}"
-            raise kind(text, cause=text) from error
+            raise self._failures.report(kind(text, cause=text)) from error  # it may have told why
 
     def close(self) -> None:
-        """Leaves; sites that wait for this one get an error."""
-        if self._failures is not None:
-            self._failures.close()
+        """Leaves; sites that wait for this one get an error, which it has told them before."""
+        self._failures.close()
         # A group waits for what is under way to end, which it does when other sites leave, too.
         groups, self._groups = self._groups, {}
         threading.Thread(target=groups.clear, name="pd2 leaves other sites", daemon=True).start()
