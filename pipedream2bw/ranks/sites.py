@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ..errors import PeerLost, PeerTimeout
+from ..errors import PeerLost, PeerTimeout, StageError
 from .deadline import Deadline
 from .first_failure import FirstFailure
 from .joining import store_of_this_life
@@ -57,7 +57,8 @@ class SiteLink:
         self.site, self.num_sites = site, num_sites
         self._deadline = deadline
         self._is_needed = is_needed
-        own = self._wait(
+        join = functools.partial(deadline.wait, "waiting for other sites")
+        own = join(
             lambda: store_of_this_life(
                 PrefixStore(f"pipedream2bw/sites/{name}", store),
                 site,
@@ -70,13 +71,33 @@ class SiteLink:
         self._groups: dict[str, Any] = {}  # whose methods torch's stubs do not know
         for use in ("calls", "updates"):
             part = PrefixStore(use, own)
-            self._groups[use] = self._wait(
+            self._groups[use] = join(
                 functools.partial(ProcessGroupGloo, part, site, num_sites, timeout)
             )
         self._failures = FirstFailure(own, "sites", deadline.fault)
 
+    def _lost(self, error: RuntimeError, start: float) -> StageError:
+        """What to raise as waiting since ``start`` has failed: the first failure of any site."""
+        # gloo tells a timeout from a broken connection by its text alone.
+        is_late = time.monotonic() - start > 0.9 * self._deadline.seconds
+        text = f"another site was lost: {error}"
+        return self._failures.report((PeerTimeout if is_late else PeerLost)(text, cause=text))
+
     def _wait(self, call: Callable[[], _Result]) -> _Result:
-        return self._deadline.wait("waiting for other sites", call)
+        """Waits in the main thread."""
+        start = time.monotonic()
+
+        def run() -> _Result:
+            try:
+                return call()
+            except RuntimeError as error:
+                raise self._lost(error, start) from error
+
+        try:
+            return self._deadline.wait("waiting for other sites", run)
+        except StageError as failure:
+            self._deadline.fault.raise_(failure)
+            raise
 
     # ------------------------------------------------------------------ of the main thread
 
@@ -163,7 +184,7 @@ class SiteLink:
 
     def _finish(self, collective: str, *arguments: Any) -> None:
         """Waits for a collective; no frame of an error's traceback refers to its group."""
-        start, seconds = time.monotonic(), self._deadline.seconds
+        start = time.monotonic()
         try:
             work = getattr(self._groups["updates"], collective)(*arguments)
             while not finish(work):
@@ -176,10 +197,7 @@ class SiteLink:
             failure = self._deadline.fault.error
             if failure is not None:
                 raise failure from error
-            # gloo tells a timeout from a broken connection by its text alone.
-            kind = PeerTimeout if time.monotonic() - start > 0.9 * seconds else PeerLost
-            text = f"another site was lost: {error}"
-            raise self._failures.report(kind(text, cause=text)) from error  # it may have told why
+            raise self._lost(error, start) from error
 
     def close(self) -> None:
         """Leaves; sites that wait for this one get an error, which it has told them before."""
