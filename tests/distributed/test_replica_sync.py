@@ -40,7 +40,10 @@ PROCESSES = [
     Setting(in_processes=True),
     Setting(in_processes=True, schedule="1f1b", precision="bf16"),
 ]
-REPLICAS = [Setting(in_processes=True, num_stages=1, width=2)]
+REPLICAS = [
+    Setting(in_processes=True, num_stages=1, width=2),
+    Setting(in_processes=True, num_stages=1, width=2, hook=True),
+]
 
 
 @pytest.mark.parametrize(

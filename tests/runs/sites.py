@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import SGD
 
 import pipedream2bw as pd2
+from tests.device.on_device import batch_on, on
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Oracle
 from tests.references.seldom_oracle import SeldomOracle
@@ -29,12 +31,16 @@ class Setting:
     Attributes:
         in_processes: whether each stage of a site is a process; else it is a thread.
         width: replicas of each site.
+        hook: whether a gradient hook averages over these.
+        device: where the stages are; None: the CPU.
     """
 
     num_sites: int = 2
     num_stages: int = 2
     in_processes: bool = False
     width: int = 1
+    hook: bool = False
+    device: str | None = None
     task: str = "skips"
     schedule: str = "2bw"
     every: int = 4
@@ -55,19 +61,21 @@ class Setting:
 
     def make_task(self) -> Task:
         task = TASKS.get(self.task) or TIED[self.task]
-        if self.precision is None:
-            return task
-        return dataclasses.replace(task, loss_fn=float_loss)
+        if self.precision is not None:
+            task = dataclasses.replace(task, loss_fn=float_loss)
+        return task if self.device is None else on(task, self.device)
 
     def data(self) -> list[list[list[Any]]]:
         """Batches by site, replica and number."""
         rows = [2 * self.microbatches] * self.batches
         task = self.make_task()
-        return [
-            [task.batches(rows, seed=10 + site * self.width + replica)
-             for replica in range(self.width)]
-            for site in range(self.num_sites)
-        ]  # fmt: skip
+
+        def of_replica(number: int) -> list[Any]:
+            batches = task.batches(rows, seed=10 + number)
+            return batches if self.device is None else [batch_on(b, self.device) for b in batches]
+
+        first = range(0, self.num_sites * self.width, self.width)
+        return [[of_replica(site + i) for i in range(self.width)] for site in first]
 
     def sgd(self, parameters: Any) -> torch.optim.Optimizer:
         return SGD(parameters, lr=0.05, momentum=self.momentum)
@@ -113,7 +121,7 @@ def pipe_of(setting: Setting, site: int, **options: Any) -> pd2.PipelineModule:
         task,
         setting.num_stages,
         setting.microbatches,
-        task.batches([2])[0],
+        setting.data()[0][0][0],
         model=task.model(seed=1 + site),
         width=setting.width,
         **{**given, **options},
@@ -148,13 +156,15 @@ def train_site(rank: int, world: int, folder: str, settings: list[Setting]) -> l
     for number, setting in enumerate(settings):
         site, store = join_site(folder, f"setting{number}", rank, setting.ranks)
         with pipe_of(setting, site) as pipe:
+            if setting.hook:
+                pipe.register_comm_hook(None, allreduce_hook)
             sync = sync_of(setting, store, site)
             opt = pd2.PipelineOptimizer(setting.sgd(pipe.parameters()), replica_sync=sync)
             losses = []
             for batch in setting.data()[site][pipe.replica]:
                 losses.append(pipe.train_step(*batch.args, target=batch.target))
                 opt.step()
-            state = copy_of(pipe.state_dict())
+            state = {name: value.cpu() for name, value in copy_of(pipe.state_dict()).items()}
             results.append(
                 SiteResult(
                     site,
@@ -189,6 +199,7 @@ def expected(
     setting: Setting, stages: dict[str, int]
 ) -> tuple[list[list[list[float]]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Losses by batch, site and replica, each site's weights, and the anchors."""
+    setting = dataclasses.replace(setting, device=None)
     task = setting.make_task()
     delay = int("2bw" in setting.schedule)
     sites: list[_Replicas] = []
