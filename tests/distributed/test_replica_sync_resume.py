@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import name_of
+from tests.references.seldom_oracle import SeldomOracle
 from tests.runs.launch import run_ranks
 from tests.runs.sites import (
     Setting,
@@ -20,7 +21,7 @@ from tests.runs.sites import (
     expected,
     join_site,
     pipe_of,
-    stages_of,
+    result_of,
     sync_of,
 )
 from tests.runs.trajectory import copy_of
@@ -54,15 +55,11 @@ def lives(rank: int, world: int, folder: str, setting: Setting, then: Setting) -
                 ckpt.step()
             pipe.flush()
         losses = [*losses[:start], *map(float, made)]
-        state, anchors = copy_of(pipe.state_dict()), sync.anchors()
-        stages = stages_of(pipe)
+        result = result_of(site, pipe, losses, sync)
         pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-    return {
-        "starts": starts,
-        "result": SiteResult(site, 0, losses, state, anchors, stages),
-    }
+    return {"starts": starts, "result": result}
 
 
 @pytest.mark.parametrize(
@@ -88,3 +85,48 @@ def test_sites_go_on_from_the_newest_checkpoint_that_all_have(
     for result in results:
         assert result.value["starts"] == [0, 3]
         assert_expected(setting, result.value["result"], want)
+
+
+def loading(rank: int, world: int, folder: str, what: tuple[str, ...]) -> SiteResult:
+    """After batch 5 a site loads what it has itself, or weights that all sites load."""
+    site, store = join_site(folder, "loading", rank, 1)
+    setting = Setting()
+    with pipe_of(setting, site) as pipe:
+        sync = sync_of(setting, store, site)
+        opt = pd2.PipelineOptimizer(setting.sgd(pipe.parameters()), replica_sync=sync)
+        losses = []
+        for number, batch in enumerate(setting.data()[site][0]):
+            if number == 6:
+                weights, state = copy_of(pipe.state_dict()), opt.state_dict()
+                others = {name: 0.5 * anchor for name, anchor in sync.anchors().items()}
+                for each in what:
+                    if each == "optimizer":
+                        opt.load_state_dict(state)
+                    else:
+                        pipe.load_state_dict(weights if each == "weights" else others)
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        with pytest.raises(ValueError, match="init_state: replica_sync: every: 4"):
+            opt.init_state()
+        return result_of(site, pipe, losses, sync)
+
+
+@pytest.mark.parametrize("what", [("weights", "optimizer"), ("optimizer", "weights"), ("others",)])
+def test_loaded_weights_are_anchors_unless_anchors_are_loaded(
+    what: tuple[str, ...], tmp_path: Path
+) -> None:
+    results = run_ranks(loading, 2, args=(str(tmp_path), what), rendezvous="none", timeout=60)
+
+    def load(oracle: SeldomOracle) -> None:
+        if what == ("others",):
+            oracle.anchors = [0.5 * anchor for anchor in oracle.anchors]
+        for site in oracle.sites:
+            if what == ("others",):
+                with torch.no_grad():
+                    for p, anchor in zip(site.model.parameters(), oracle.anchors, strict=True):
+                        p.copy_(anchor)
+            site.oracle.restart_delay()
+
+    want = expected(Setting(), results[0].value.stages, before={6: load})
+    for result in results:
+        assert_expected(Setting(), result.value, want)

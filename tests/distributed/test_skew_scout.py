@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import pipedream2bw as pd2
-from tests.references.oracle import Oracle
 from tests.references.seldom_oracle import SeldomOracle
 from tests.runs.launch import run_ranks
-from tests.runs.sites import OUTER, Setting, join_site, pipe_of, stages_of, sync_of
+from tests.runs.sites import (
+    Setting,
+    SiteResult,
+    assert_expected,
+    expected,
+    join_site,
+    pipe_of,
+    result_of,
+    sync_of,
+)
 from tests.runs.trajectory import copy_of
-from tests.samples.models import whole
 
 SITES, CLASSES = 3, 6
 
@@ -124,7 +132,7 @@ def test_the_accuracy_loss_is_that_of_the_unsplit_models(ranks: int, tmp_path: P
 SETTING = Setting(batches=12)
 
 
-def measured(rank: int, world: int, folder: str) -> Any:
+def measured(rank: int, world: int, folder: str) -> SiteResult:
     """Trains, and measures what seems to be no loss after batch 5."""
     site, store = join_site(folder, "measured", rank, 1)
     with pipe_of(SETTING, site) as pipe:
@@ -143,30 +151,20 @@ def measured(rank: int, world: int, folder: str) -> Any:
                 assert sync.every == 4
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             opt.step()
-        return [float(loss) for loss in losses], copy_of(pipe.state_dict()), stages_of(pipe)
+        return result_of(site, pipe, losses, sync)
 
 
 def test_a_run_that_is_measured_changes_its_interval_and_nothing_else(tmp_path: Path) -> None:
     results = run_ranks(measured, 2, args=(str(tmp_path),), rendezvous="none", timeout=60)
-    task, m, data = SETTING.make_task(), SETTING.microbatches, SETTING.data()
-    models = [whole(task.model()) for _ in range(2)]
-    sites = [Oracle(model, SETTING.sgd(model.parameters()), m, task.loss_fn, 1) for model in models]
-    stages = results[0].value[2]
+    three = dataclasses.replace(SETTING, every=3)
 
-    def offsets(every: int) -> list[int]:
-        return [stages[name] * every // 2 for name, _ in models[0].named_parameters()]
+    def change(oracle: SeldomOracle) -> None:
+        oracle.every, oracle.since = 4, 5
+        oracle.offsets = [2 * offset for offset in oracle.offsets]  # of two stages: 0, 1; 0, 2
 
-    oracle = SeldomOracle(sites, 3, offsets(3), **OUTER)
-    want = []
-    for number in range(SETTING.batches):
-        if number == 5:
-            oracle.every, oracle.since, oracle.offsets = 4, 5, offsets(4)
-        want.append(oracle.train_step([of_site[0][number] for of_site in data]))
-    for site, result in enumerate(results):
-        losses, state, _ = result.value
-        assert losses == [of_batch[site] for of_batch in want]
-        for name, tensor in models[site].state_dict().items():
-            assert torch.equal(state[name], tensor)
+    want = expected(three, results[0].value.stages, before={5: change})
+    for result in results:
+        assert_expected(three, result.value, want)
 
 
 def wrong(rank: int, world: int, folder: str) -> None:

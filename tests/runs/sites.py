@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,6 +151,15 @@ class SiteResult:
     stages: dict[str, int]
 
 
+def result_of(
+    site: int, pipe: pd2.PipelineModule, losses: Sequence[Any], sync: pd2.ReplicaSync
+) -> SiteResult:
+    """Drains."""
+    state = {name: value.cpu() for name, value in copy_of(pipe.state_dict()).items()}
+    found = [float(loss) for loss in losses]
+    return SiteResult(site, pipe.replica, found, state, sync.anchors(), stages_of(pipe))
+
+
 def train_site(rank: int, world: int, folder: str, settings: list[Setting]) -> list[SiteResult]:
     """Trains as each setting says; all have as many processes for a site."""
     results = []
@@ -164,17 +174,7 @@ def train_site(rank: int, world: int, folder: str, settings: list[Setting]) -> l
             for batch in setting.data()[site][pipe.replica]:
                 losses.append(pipe.train_step(*batch.args, target=batch.target))
                 opt.step()
-            state = {name: value.cpu() for name, value in copy_of(pipe.state_dict()).items()}
-            results.append(
-                SiteResult(
-                    site,
-                    pipe.replica,
-                    [float(loss) for loss in losses],
-                    state,
-                    sync.anchors(),
-                    stages_of(pipe),
-                )
-            )
+            results.append(result_of(site, pipe, losses, sync))
         if dist.is_initialized():
             dist.destroy_process_group()
     return results
@@ -196,9 +196,15 @@ class _Replicas:
 
 
 def expected(
-    setting: Setting, stages: dict[str, int]
+    setting: Setting,
+    stages: dict[str, int],
+    before: Mapping[int, Callable[[SeldomOracle], None]] = {},
 ) -> tuple[list[list[list[float]]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Losses by batch, site and replica, each site's weights, and the anchors."""
+    """Losses by batch, site and replica, each site's weights, and the anchors.
+
+    Args:
+        before: by batch: what happens before it.
+    """
     setting = dataclasses.replace(setting, device=None)
     task = setting.make_task()
     delay = int("2bw" in setting.schedule)
@@ -230,10 +236,10 @@ def expected(
     ]
     oracle = SeldomOracle(sites, setting.every, offsets, **OUTER)
     data = setting.data()
-    losses = [
-        oracle.train_step([[batches[t] for batches in of_site] for of_site in data])
-        for t in range(setting.batches)
-    ]
+    losses = []
+    for t in range(setting.batches):
+        before.get(t, lambda _: None)(oracle)
+        losses.append(oracle.train_step([[each[t] for each in of_site] for of_site in data]))
     anchors = dict(zip(first, oracle.anchors, strict=True))
     return losses, [copy_of(site.model.state_dict()) for site in sites], anchors
 
