@@ -16,9 +16,12 @@ from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
 from tests.runs.launch import run_ranks
 from tests.runs.sites import (
     Setting,
+    SiteResult,
     assert_expected,
     expected,
     join_site,
+    pipe_of,
+    result_of,
     sync_of,
     train_site,
 )
@@ -60,6 +63,34 @@ def test_sites_train_as_the_definition_says(settings: list[Setting], tmp_path: P
         want = expected(setting, results[0].value[number].stages)
         for result in results:
             assert_expected(setting, result.value[number], want)
+
+
+def discard(rank: int, world: int, folder: str) -> SiteResult:
+    """Site 1 meets a bad batch, just before an exchange and in it."""
+    site, store = join_site(folder, "discard", rank, 1)
+    setting = Setting()
+    with pipe_of(setting, site) as pipe:
+        sync = sync_of(setting, store, site)
+        opt = pd2.PipelineOptimizer(setting.sgd(pipe.parameters()), replica_sync=sync)
+        losses = []
+        for number, batch in enumerate(setting.data()[site][0]):
+            if site == 1 and number in (3, 6):
+                with pytest.raises(pd2.errors.StageError) as raised:
+                    pipe.train_step(*batch.args, target=torch.zeros(8, 3))
+                    opt.step()
+                    pipe.flush()
+                assert raised.value.discarded == (number,)
+                assert not raised.value.restarts_delay
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        return result_of(site, pipe, losses, sync)
+
+
+def test_a_batch_that_one_site_discards_is_none_of_the_others_business(tmp_path: Path) -> None:
+    results = run_ranks(discard, 2, args=(str(tmp_path),), rendezvous="none", timeout=60)
+    want = expected(Setting(), results[0].value.stages)
+    for result in results:
+        assert_expected(Setting(), result.value, want)
 
 
 def exchanged(rank: int, world: int, folder: str, every: int) -> tuple[int, int]:
