@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.ranks.sites import SiteLink
 from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
 from tests.runs.launch import run_ranks
 from tests.runs.sites import (
@@ -91,6 +93,43 @@ def test_a_batch_that_one_site_discards_is_none_of_the_others_business(tmp_path:
     want = expected(Setting(), results[0].value.stages)
     for result in results:
         assert_expected(Setting(), result.value, want)
+
+
+def exchange_slowly(rank: int, world: int, folder: str) -> list[pd2.Event]:
+    """Over a link that takes 0.3 s."""
+    site, store = join_site(folder, "slow link", rank, 1)
+    setting = Setting(schedule="2bw")
+    average = SiteLink.average
+
+    def slow(link: SiteLink, flat: torch.Tensor) -> None:
+        time.sleep(0.3)
+        average(link, flat)
+
+    with mock.patch.object(SiteLink, "average", slow), pipe_of(setting, site) as pipe:
+        opt = pd2.PipelineOptimizer(
+            setting.sgd(pipe.parameters()), replica_sync=sync_of(setting, store, site)
+        )
+        with pipe.timeline() as timeline:
+            for batch in setting.data()[site][0]:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+    return timeline.rows
+
+
+def test_an_exchange_is_beside_the_next_batch(tmp_path: Path) -> None:
+    results = run_ranks(exchange_slowly, 2, args=(str(tmp_path),), rendezvous="none", timeout=60)
+    for result in results:
+        for stage, exchanges in ((0, [3, 7]), (1, [1, 5, 9])):
+            mine = [event for event in result.value if event.stage == stage]
+            updates = {event.batch: event for event in mine if event.kind == "U"}
+            assert exchanges == [t for t, u in updates.items() if u.end - u.start > 0.25]
+            for batch in exchanges[:2]:  # no batch follows the last
+                update = updates[batch]
+                beside = [e for e in mine if update.start < e.start and e.end < update.end]
+                assert {e.batch for e in beside} == {batch + 1}
+                assert any(e.kind == "F" and e.version == batch for e in beside)
+                readers = [e for e in mine if e.kind == "F" and e.version == batch + 1]
+                assert all(reader.start >= update.end for reader in readers)
 
 
 def exchanged(rank: int, world: int, folder: str, every: int) -> tuple[int, int]:
