@@ -135,7 +135,7 @@ class Checkpointer:
 
         That is 0 if there is none. Those that are damaged or cannot be read are named, renamed
         (``....corrupt``) once an older one is found that is whole, and that one is taken, the same
-        on all ranks.
+        on all ranks. With ``replica_sync`` it is one that all sites have.
 
         Args:
             step: a certain checkpoint, to go back to. Newer ones are renamed (``....abandoned``).

@@ -44,7 +44,8 @@ class AfterStep:
         """Waits for the other sites, if there are any. Drained; every rank calls it."""
         self._session.local_model.after_load = lambda: None
         if self._sync is not None:
-            self._sync.join(self._session)
+            with self._session.ending.failing_closes():
+                self._sync.join(self._session)
             self._session.local_model.after_load = self._sync.weights_loaded
 
     def begin(self, batch: int) -> None:

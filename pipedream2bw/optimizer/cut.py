@@ -12,7 +12,7 @@ from .. import _C
 from ..runtime.stage_weights import StageWeights
 from .fused import read_state
 from .own_step import StageStepper, changed_by
-from .stage_sync import StageSync
+from .stage_sync import StageSync, check_outer
 from .staleness import StepCorrection
 
 STALENESS = "staleness"
@@ -185,9 +185,7 @@ class OptimizerCut:
         if self.staleness != saved.staleness:
             raise ValueError(f"staleness: {self.staleness}, the checkpoint has {saved.staleness}")
         if self.replica_sync and saved.replica_sync:
-            ours, there = self.replica_sync["outer"], saved.replica_sync["outer"]
-            if ours != there:
-                raise ValueError(f"replica_sync: outer: {ours}, the checkpoint has {there}")
+            check_outer(self.replica_sync["outer"], saved.replica_sync["outer"])
         has_scale = self.scale is not None
         if has_scale != bool(saved.loss_scales):
             raise ValueError(

@@ -20,7 +20,7 @@ from ..runtime.stage_weights import StageWeights
 from .clipping import Clipping
 from .model_traveling import measured_loss, newest_of, replaced
 from .skew_scout import Costs, SkewScout
-from .stage_sync import Outer, StageSync
+from .stage_sync import Outer, StageSync, check_outer
 from .staleness import Remedies
 
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -31,10 +31,11 @@ class ReplicaSync:
     """Lets pipelines on several sites train apart: DiLoCo (arXiv 2311.08105), by stages.
 
     A site is a pipeline with processes, data and an optimizer of its own, such as one ``torchrun``.
-    After every H batches each stage averages over the sites how far it has come from its anchor A,
-    steps A by the outer optimizer and goes on from there (``sites`` = n, in their order):
+    Every H batches each stage averages over the n sites how far it has come from its anchor A,
+    steps A by the outer optimizer and goes on from there:
 
-        D = (1/n) * sum over sites of (A - W(t+1)),   A := outer(A, D),   W(t+1) := A,
+        D = (1/n) * sum over the sites, in their order, of (A - W(t+1))
+        A := outer(A, D),   W(t+1) := A,
 
     where W(t+1) is what the site's own optimizer has made of batch t. The exchange belongs to the
     update: under ``"2bw"`` it runs beside batch t+1, which still reads the site's own W(t), and
@@ -47,6 +48,7 @@ class ReplicaSync:
     Give it to ``PipelineOptimizer(..., replica_sync=)``, which waits for the other sites; weights
     begin as those of site 0. ``pipe.state_dict()``, ``unsplit()``, evaluation and checkpoints are
     the site's own; :meth:`anchors` is what all have in common. A failure of one site ends all.
+    docs/replica_sync.md has an example.
 
     Args:
         every: H, the same on all sites; or a :class:`SkewScout`, which chooses it.
@@ -248,7 +250,12 @@ class ReplicaSync:
         return {"outer": outer, "every": self.every, "since": self._since, "costs": costs}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state` gave. Drained."""
+        """Takes what :meth:`state` gave. Drained.
+
+        Raises:
+            ValueError: it is another outer optimizer's, or of other shapes.
+        """
+        check_outer(self.shared()["outer"], state["outer"])
         self._is_loaded = self._must_meet = True
         for stage in self.stages.values():
             stage.load(state["kept"])

@@ -18,6 +18,12 @@ ANCHOR = "anchor"
 """The name of a parameter's anchor beside what the outer optimizer keeps of it."""
 
 
+def check_outer(ours: str, saved: str) -> None:
+    """Raises ValueError if what one outer optimizer keeps is no other's; they are given by kind."""
+    if ours != saved:
+        raise ValueError(f"replica_sync: outer: {ours}, what was saved has {saved}'s state")
+
+
 class StageSync:
     """The anchors of one stage's parameters, in the host's memory, and their outer optimizer.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +19,7 @@ import pipedream2bw as pd2
 from pipedream2bw.ranks.sites import SiteLink
 from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
 from tests.runs.launch import run_ranks
+from tests.runs.rank_process import ROOT
 from tests.runs.sites import (
     Setting,
     SiteResult,
@@ -168,7 +172,7 @@ class Slow(nn.Module):
 
 
 def train_apart(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Site 1 takes longer for a forward; all learn the same linear map, of other inputs."""
+    """Site 1 takes longer and less at once; all learn the same linear map, of other inputs."""
     site, store = join_site(folder, "slow", rank, 2)
     torch.manual_seed(site)
     truth = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
@@ -178,13 +182,13 @@ def train_apart(rank: int, world: int, folder: str) -> dict[str, Any]:
     ]
     losses = []
     with pd2.PipelineModule(
-        model, mse_loss, num_microbatches=4, example_args=(torch.zeros(4, 6),), timeout=60
+        model, mse_loss, num_microbatches=4 - site, example_args=(torch.zeros(4, 6),), timeout=60
     ) as pipe:
         sync = pd2.ReplicaSync(every=4, store=store, site=site, num_sites=2)
         inner = torch.optim.AdamW(pipe.parameters(), lr=0.01)
         opt = pd2.PipelineOptimizer(inner, replica_sync=sync)
         for _ in range(40):
-            x = torch.randn(32, 6)
+            x = torch.randn(32 - 14 * site, 6)
             losses.append(pipe.train_step(x, target=x @ truth))
             opt.step()
         anchors = sync.anchors()
@@ -205,3 +209,45 @@ def test_two_sites_of_two_processes_learn_though_one_is_slow(tmp_path: Path) -> 
     for stage in (0, 1):  # on both sites
         for name, anchor in results[stage]["anchors"].items():
             assert torch.equal(anchor, results[2 + stage]["anchors"][name])
+
+
+def follow_the_document(rank: int, world: int, folder: str, port: int) -> dict[str, Any]:
+    """Runs the document's example."""
+    site, _ = join_site(folder, "document", rank, 2)
+    os.environ |= {"SITE": str(site), "SITES_STORE": f"127.0.0.1:{port}", "RANK": str(rank % 2)}
+    text = (ROOT / "docs/replica_sync.md").read_text("utf-8")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    torch.manual_seed(site)
+    truth = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+    inputs = [torch.randn(16, 6) for _ in range(40)]
+    losses: list[Any] = []
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for x in inputs:
+            yield x, x @ truth
+            losses.append(names["loss"])
+
+    names: dict[str, Any] = {
+        "model": [nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Linear(16, 6)],
+        "loss_fn": mse_loss,
+        "x": inputs[0],
+        "batches": batches(),
+    }
+    exec(example, names)
+    found = [float(loss) for loss in losses]
+    anchors = names["anchors"]
+    names["pipe"].close()
+    return {"losses": found, "anchors": anchors}
+
+
+def test_the_documents_example_learns(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    args = (str(tmp_path), port)
+    results = run_ranks(follow_the_document, 4, args=args, rendezvous="none", timeout=100)
+    for rank, result in enumerate(results):
+        losses, anchors = result.value["losses"], result.value["anchors"]
+        assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
+        for name, anchor in results[rank % 2].value["anchors"].items():
+            assert torch.equal(anchor, anchors[name])
