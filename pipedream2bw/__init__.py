@@ -25,6 +25,8 @@ from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
 from .optimizer.ok_topk import OkTopkState, ok_topk_hook
 from .optimizer.optimizer import PipelineOptimizer
+from .optimizer.replica_sync import ReplicaSync
+from .optimizer.skew_scout import SkewScout
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .pictures.canvas import Picture
 from .pictures.plan import draw_plan
@@ -72,10 +74,12 @@ __all__ = [
     "Plan",
     "Preempted",
     "Profile",
+    "ReplicaSync",
     "ResumableSampler",
     "Saving",
     "Schedule",
     "Simulation",
+    "SkewScout",
     "StageMemory",
     "StagePlan",
     "Timeline",

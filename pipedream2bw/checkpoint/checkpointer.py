@@ -135,7 +135,7 @@ class Checkpointer:
 
         That is 0 if there is none. Those that are damaged or cannot be read are named, renamed
         (``....corrupt``) once an older one is found that is whole, and that one is taken, the same
-        on all ranks.
+        on all ranks. With ``replica_sync`` it is one that all sites have.
 
         Args:
             step: a certain checkpoint, to go back to. Newer ones are renamed (``....abandoned``).
@@ -147,7 +147,7 @@ class Checkpointer:
                 values.
             TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
-        session, folder = self._session, self._saver.folder
+        session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
         for each in list(self._under_way):
             self._wait_for(each)
@@ -157,6 +157,7 @@ class Checkpointer:
             folder,
             step,
             lambda source: load_from(source, session, self._opt, self._beside, generators=True),
+            known_everywhere=list if sync is None else sync.known_everywhere,
         )
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import torch
 
-from ..optimizer.cut import STALENESS
+from ..optimizer.cut import is_beside
 from .cut import MODEL, OPTIMIZER
 from .folder import Folder
 from .manifest import INDEX, SavedFile, weights_index
@@ -80,11 +80,12 @@ def _optimizer_state(source: Source) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     for name, value in source.read(places).items():
         parameter, _, key = name.rpartition("/")
-        if key != STALENESS:
+        if not is_beside(key):
             state.setdefault(parameter, {})[key] = value
     shared, numbers = source.values(manifest.optimizer, manifest.numbers)
     for parameter, values in numbers.items():
-        state.setdefault(parameter, {}).update(values)
+        own = {key: value for key, value in values.items() if not is_beside(key)}
+        state.setdefault(parameter, {}).update(own)
     groups = {
         name: dict(options)
         for optimizer in shared["optimizers"]

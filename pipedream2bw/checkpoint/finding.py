@@ -28,7 +28,12 @@ _READS = 3
 
 
 def load_whole(
-    session: Session, folder: Folder, step: int | None, load: Callable[[Source], _Loaded]
+    session: Session,
+    folder: Folder,
+    step: int | None,
+    load: Callable[[Source], _Loaded],
+    *,
+    known_everywhere: Callable[[list[int]], list[int]] = list,
 ) -> _Loaded | None:
     """Loads the newest checkpoint that is whole; None if there are no checkpoints.
 
@@ -39,6 +44,7 @@ def load_whole(
         step: the only one that may be taken; None: any.
         load: raises DamagedCheckpoint on every rank, and has changed nothing then, where a sum is
             wrong that only who reads all of a file's tensors compares.
+        known_everywhere: of checkpoints those that other sites have, too. Rank 0 calls it.
 
     Raises:
         DamagedCheckpoint: there are checkpoints, and none is whole.
@@ -52,7 +58,9 @@ def load_whole(
         return lambda: in_time(folder, control.timeout, action, call)
 
     looking = "looking for checkpoints"
-    steps: list[int] = control.from_first(within(looking, lambda: _candidates(folder, step)))
+    steps: list[int] = control.from_first(
+        lambda: _candidates(folder, known_everywhere(within(looking, folder.steps)()), step)
+    )
     damage: dict[int, str] = {}
     for candidate in steps:
         look = _Look(session, folder, candidate)
@@ -81,8 +89,7 @@ def load_whole(
     return None
 
 
-def _candidates(folder: Folder, step: int | None) -> list[int]:
-    steps = folder.steps()
+def _candidates(folder: Folder, steps: list[int], step: int | None) -> list[int]:
     if step is not None and step not in steps:
         raise ValueError(f"step: {step}, {folder.path} has {steps or 'none'}")
     return steps if step is None else [step]

@@ -323,6 +323,7 @@ class _Prepared:
             updates=manifest.batch,
             random_seed=manifest.random_seed,
         )
+        session.local_model.after_load()
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
         beside = self._beside

@@ -14,6 +14,7 @@ from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind, parameters_of
+from .replica_sync import ReplicaSync
 from .shares import check_shares
 from .staleness import Remedies
 
@@ -22,6 +23,7 @@ def agreed_session_of(
     optimizers: Sequence[torch.optim.Optimizer],
     clipping: Clipping,
     remedies: Remedies,
+    replica_sync: ReplicaSync | None,
     shard_state: bool,
 ) -> Session:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
@@ -41,6 +43,12 @@ def agreed_session_of(
             )
         if shard_state:
             check_shares(session, optimizers, remedies)
+        if replica_sync is not None:
+            if not isinstance(replica_sync, ReplicaSync):
+                raise TypeError(
+                    f"replica_sync: {type(replica_sync).__name__} given, it must be a ReplicaSync"
+                )
+            replica_sync.check(session, clipping, remedies, shard_state=shard_state)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_sessions() if session is None else [session]
@@ -58,6 +66,9 @@ def agreed_session_of(
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
         settings["shard_state"] = shard_state
+        settings |= (
+            replica_sync.settings() if replica_sync is not None else {"replica_sync": "None"}
+        )
         session.control.agree_on_objects(None, settings)
     return session
 

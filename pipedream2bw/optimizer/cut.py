@@ -12,10 +12,14 @@ from .. import _C
 from ..runtime.stage_weights import StageWeights
 from .fused import read_state
 from .own_step import StageStepper, changed_by
+from .stage_sync import StageSync, check_outer
 from .staleness import StepCorrection
 
 STALENESS = "staleness"
 """The name of what a remedy keeps of a parameter, beside its optimizer's own names."""
+
+SYNC = "replica_sync."
+"""Begins the names of a parameter's anchor and of what the outer optimizer keeps of it."""
 
 StateByName = dict[str, dict[str, Any]]
 """By the parameters' names: what the stock optimizer would have; tensors are the live ones."""
@@ -48,6 +52,7 @@ class SavedOptimizers:
         loss_scales: of each version that is read again; empty without loss scaling.
         growth_tracker: updates without overflow since the scale last changed.
         staleness: the remedies for the delay, in words.
+        replica_sync: what is saved of one beside the parameters' states; None: there was none.
     """
 
     optimizers: Sequence[SavedOptimizer]
@@ -55,6 +60,7 @@ class SavedOptimizers:
     delayed_batches: int
     loss_scales: Mapping[int, float]
     growth_tracker: int
+    replica_sync: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class OptimizerCut:
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
         corrections: a remedy's, by stage.
+        syncs: with other sites, by stage; with what is saved beside them.
         names: of this process's parameters, by their id.
     """
 
@@ -79,6 +86,8 @@ class OptimizerCut:
     seen: Mapping[int, list[dict[str, Any]]]
     steppers: Mapping[tuple[int, int], StageStepper]
     corrections: Mapping[int, StepCorrection]
+    syncs: Mapping[int, StageSync]
+    replica_sync: Any
     scale: _C.LossScale | None
     delayed_batches: int
     staleness: str
@@ -105,6 +114,10 @@ class OptimizerCut:
             for name, kept in self.corrections[weights.index].state().items():
                 if name in found:
                     found[name][STALENESS] = kept
+        if weights.index in self.syncs:
+            for name, of_one in self.syncs[weights.index].state().items():
+                if name in found:
+                    found[name].update({f"{SYNC}{key}": value for key, value in of_one.items()})
         return found
 
     def shared(self, stages: Sequence[StageWeights], versions: Sequence[int]) -> SavedOptimizers:
@@ -132,6 +145,7 @@ class OptimizerCut:
             optimizers=optimizers,
             delayed_batches=self.delayed_batches,
             staleness=self.staleness,
+            replica_sync=self.replica_sync,
             loss_scales={v: self.scale.of_version(v) for v in versions} if self.scale else {},
             growth_tracker=self.scale.growth_tracker if self.scale else 0,
         )
@@ -170,6 +184,8 @@ class OptimizerCut:
                 )
         if self.staleness != saved.staleness:
             raise ValueError(f"staleness: {self.staleness}, the checkpoint has {saved.staleness}")
+        if self.replica_sync and saved.replica_sync:
+            check_outer(self.replica_sync["outer"], saved.replica_sync["outer"])
         has_scale = self.scale is not None
         if has_scale != bool(saved.loss_scales):
             raise ValueError(
@@ -200,8 +216,20 @@ def as_state_dict(
         for each in saved.optimizers
     ]
     kept = {name: state[STALENESS] for name, state in states.items() if STALENESS in state}
-    whole = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
-    return {**whole, "staleness": {"delayed_batches": saved.delayed_batches, "kept": kept}}
+    whole: dict[str, Any] = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
+    whole["staleness"] = {"delayed_batches": saved.delayed_batches, "kept": kept}
+    if saved.replica_sync is not None:
+        of_each = {
+            name: {key[len(SYNC) :]: v for key, v in state.items() if key.startswith(SYNC)}
+            for name, state in states.items()
+        }
+        whole["replica_sync"] = {**saved.replica_sync, "kept": of_each}
+    return whole
+
+
+def is_beside(key: str) -> bool:
+    """Whether what is saved of a parameter under a name is no state of its optimizer."""
+    return key == STALENESS or key.startswith(SYNC)
 
 
 def as_torch_has_it(
@@ -222,7 +250,7 @@ def as_torch_has_it(
         first = number
         for parameter in own["params"]:
             of_parameter = states.get(names.get(id(parameter), ""), {})
-            kept = {key: value for key, value in of_parameter.items() if key != STALENESS}
+            kept = {key: value for key, value in of_parameter.items() if not is_beside(key)}
             if kept:
                 state[number] = kept
             number += 1

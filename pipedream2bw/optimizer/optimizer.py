@@ -12,8 +12,8 @@ import torch
 from .. import _C
 from ..ranks.agreement import Operation
 from ..runtime.discarding import TakenBack
-from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
+from .after_step import AfterStep
 from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
@@ -36,10 +36,10 @@ from .own_step import (
     keep_from_zeroing,
     options_of,
     take_over_counters,
-    update_with,
 )
+from .replica_sync import ReplicaSync
 from .shares import forget_others, whole_states
-from .staleness import Remedies, Remedy, StepCorrection
+from .staleness import Remedies, Remedy
 from .verdicts import let_updates_wait
 
 _NOT_BEGUN = "made no step yet: call init_state() before torch.distributed.checkpoint.load()"
@@ -78,6 +78,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
             of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
+        replica_sync: lets pipelines on several sites train apart and average their weights seldom.
         shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
             parameters only, steps these and gives the others their new weights; to the same bits.
             Shares are of whole parameters, as equal as these allow. With one replica it is the
@@ -99,6 +100,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         clip_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
+        replica_sync: ReplicaSync | None = None,
         shard_state: bool = False,
     ) -> None:
         clipping = Clipping(
@@ -107,9 +109,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             clip_grad_value=clip_grad_value,
             loss_scale=loss_scale,
         )
-        self._remedies, self._shard_state = Remedies(staleness), shard_state
-        session = agreed_session_of(optimizers, clipping, self._remedies, shard_state)
-        self._session, self._delayed_batches = session, 0  # steps since the warm-up
+        remedies = Remedies(staleness)
+        session = agreed_session_of(optimizers, clipping, remedies, replica_sync, shard_state)
+        self._session, self._shard_state = session, shard_state
+        self.replica_sync = replica_sync
+        self._after_step = AfterStep(session, remedies, replica_sync)
+        self._staleness = str(remedies)
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = clipping.install(session, shard_state=shard_state)
@@ -129,7 +134,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for each in optimizers
         ]
         self._share()
-        self._corrections: dict[int, StepCorrection] = {}  # by stage
         # In one order on all ranks: a stage may wait there for its copies.
         for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
@@ -139,6 +143,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         session.discarding.listen(self._take_back)
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
+        self._after_step.join_sites()
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
@@ -151,17 +156,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
             weights.engine.share(self._shard_state, fault=session.control.fault)
         weights.show_newest()
-        rule = self._remedies.correction
-        weights.correction_bytes = lambda: 0
-        if rule is not None:
-            correction = self._corrections[weights.index] = StepCorrection(rule, weights)
-            weights.correction_bytes = correction.nbytes
+        self._after_step.take_over(weights)
         set_fused(weights, self._kinds, self.param_groups, self._holders())
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
-        first = max(taken.batch, self._session.stages.options.warmup_batches)
-        self._delayed_batches -= max(0, taken.batch + taken.updates - first)
+        self._after_step.take_back(taken)
         self._grad_norm = None
         if self._first_step is not None and self._first_step >= taken.batch:
             self._first_step = None
@@ -235,7 +235,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
         batch = self._session.accumulation.num_updates
-        is_delayed = batch >= self._session.stages.options.warmup_batches
+        self._after_step.begin(batch)
         with self._session.update() as train_step:
             if self._norm is not None:
                 self._grad_norm = GradNorm(self._session, self._norm)
@@ -243,8 +243,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 steppers = [self._steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
-                divisor = self._divisor(stage.index) if is_delayed else 1.0
-                steps = self._steps_of(stage, steppers, batch, divisor)
+                divisor = self._after_step.divisor(stage.index, batch)
+                steps = self._after_step.steps_of(stage, steppers, batch, divisor)
                 stage.executor.submit_update(
                     stage=stage.index,
                     run=train_step,
@@ -253,26 +253,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 )
             self._options, self._room = current, []
             self._first_step = batch if self._first_step is None else self._first_step
-            self._delayed_batches += is_delayed
+            self._after_step.count(batch)
             for optimizer in self._wrapped:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
-
-    def _steps_of(
-        self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int, divisor: float
-    ) -> Callable[[int], None] | None:
-        """Makes what a stage does in a batch's update beside the fused pass; None: nothing."""
-        correction = self._corrections.get(stage.index)
-        if correction is None:
-            return update_with(steppers, batch, divisor) if steppers else None
-        stale = stage.executor.version_of_batch(stage.index, batch) < batch
-        return update_with(steppers, batch, divisor, correction, stale=stale)
-
-    def _divisor(self, stage: int) -> float:
-        """The divisor of the learning rate, in a step after the warm-up."""
-        discount = self._remedies.discount
-        if discount is None:
-            return 1.0
-        return discount.divisor(self._session.schedule.delay[stage], self._delayed_batches)
 
     @property
     def grad_norm(self) -> GradNorm:
@@ -335,7 +318,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
         Parameters have their names in the model in place of numbers; stock optimizers load it. Of
         several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has an
-        entry ``"loss_scale"``; with remedies for the delay ``"staleness"``. Every rank calls it.
+        entry ``"loss_scale"``; with remedies for the delay ``"staleness"``, between sites
+        ``"replica_sync"``. Every rank calls it.
         """
         self._check_in_charge()
         self._session.flush_to_read(Operation.optimizer_state_dict)
@@ -351,13 +335,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "scale": self._scale.of_version(self._session.accumulation.num_updates),
                 "_growth_tracker": self._scale.growth_tracker,
             }
-        if self._remedies:
-            kept = [correction.state() for correction in self._corrections.values()]
-            result["staleness"] = {
-                "delayed_batches": self._delayed_batches,
-                "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
-            }
-        return result
+        return {**result, **self._after_step.state()}
 
     def init_state(self) -> None:
         """Makes room for ``torch.distributed.checkpoint.load``, which fills what is there. Drains.
@@ -369,9 +347,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError: with a remedy that corrects steps: its state cannot be known before.
         """
         self._check_in_charge()
-        if self._remedies.correction is not None:
-            rule = type(self._remedies.correction).__name__
-            raise ValueError(f"init_state: staleness: {rule}; pipedream2bw.load() can, with it")
+        self._after_step.check_room()
         self._session.flush_for(Operation.optimizer_state_dict)
         if self._first_step is None:
             names = self._names()
@@ -402,11 +378,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))
         self._share()
         self._make_steppers()
-        # One that was saved without remedies lets them begin again.
-        staleness = state_dict.get("staleness", {"delayed_batches": 0, "kept": {}})
-        self._delayed_batches = int(staleness["delayed_batches"])
-        for correction in self._corrections.values():
-            correction.load(staleness["kept"])
+        self._after_step.load(state_dict)
         take_states(self._holders(), self._weights)
         forget_others(self._wrapped, self._weights)
 
@@ -419,10 +391,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             given=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,
-            corrections=self._corrections,
+            corrections=self._after_step.corrections,
+            syncs=self._after_step.syncs,
+            replica_sync=self._after_step.sync_state(),
             scale=self._scale,
-            delayed_batches=self._delayed_batches,
-            staleness=str(self._remedies),
+            delayed_batches=self._after_step.delayed_batches,
+            staleness=self._staleness,
             names=self._names(),
         )
 

@@ -95,10 +95,14 @@ def update_with(
     correction: StepCorrection | None = None,
     *,
     stale: bool = False,
+    exchange: Callable[[int], None] | None = None,
 ) -> Callable[[int], None]:
     """Makes what a stage does in an update beside the fused pass, given its weights' slot.
 
     It holds no pipeline, as it waits in the engine.
+
+    Args:
+        exchange: with other sites, at the end.
     """
 
     def steps(slot: int) -> None:
@@ -106,6 +110,8 @@ def update_with(
             stepper.step(batch, slot, divisor)
         if correction is not None:
             correction.apply(slot, stale=stale)
+        if exchange is not None:
+            exchange(slot)
 
     return steps
 

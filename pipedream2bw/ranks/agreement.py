@@ -58,6 +58,7 @@ class Operation(enum.IntEnum):
     new_mesh = 16
     read_loss = 17
     register_comm_hook = 18
+    measure_skew = 19
 
 
 class BatchDiscarded(Exception):  # noqa: N818
@@ -117,6 +118,7 @@ class ControlPlane:
         self.place = "here"
         self._first_failure: FirstFailure | None = None
         self._rows: RowExchange | None = None
+        self._closed_too: list[Callable[[], None]] = []
         if world > 1:
             store = dist.distributed_c10d._get_default_store()
             deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
@@ -351,8 +353,14 @@ class ControlPlane:
             self.fault.raise_(failure)
             raise failure
 
+    def close_too(self, close: Callable[[], None]) -> None:
+        """Calls ``close`` when the agreement ends."""
+        self._closed_too.append(close)
+
     def close(self) -> None:
         """Ends the agreement; ranks that wait for this one get an error."""
+        while self._closed_too:
+            self._closed_too.pop()()
         if self._first_failure is not None:
             self._first_failure.close()
             self._first_failure = None

@@ -33,13 +33,18 @@ def _join(backend: str, seconds: float) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
-def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> Store:
+def store_of_this_life(
+    store: Store, rank: int, world: int, seconds: float, *, called: str = "rank"
+) -> Store:
     """A part of the store that these processes alone use. Every process calls it.
 
     torchrun gives the processes that it starts again the store of those before, with their
     addresses and failures, and no number of the start that is equal on all machines. So each
     process says a word of its own, rank 0 answers it with the name of the part, and whoever has
     that answer tells it there. Words and answers of earlier processes match nothing.
+
+    Args:
+        called: what a rank is called in errors.
 
     Raises:
         RuntimeError: a process did not come within ``seconds``.
@@ -70,7 +75,7 @@ def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> S
             missing[:] = [other for other in missing if not own.check([other])]
             return not missing
 
-        until(have_come, lambda: f"rank {', '.join(missing)}")
+        until(have_come, lambda: f"{called} {', '.join(missing)}")
         return own
     answer: list[str] = []
 
@@ -80,7 +85,7 @@ def store_of_this_life(store: Store, rank: int, world: int, seconds: float) -> S
         return answer[:1] == [word]
 
     said.set(str(rank), word)
-    until(is_answered, lambda: "rank 0")
+    until(is_answered, lambda: f"{called} 0")
     own = part(answer[1])
     own.set(str(rank), "")
     return own

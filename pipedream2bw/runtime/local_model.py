@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class LocalModel:
 
     Attributes:
         placeholder: stands for the trainable parameters of a process that has none.
+        after_load: is called, drained, when all of this process's weights have been loaded.
     """
 
     def __init__(self, stages: LocalStages, mode: Mode, without_values: Collection[str]) -> None:
@@ -31,6 +32,7 @@ class LocalModel:
         self._without_values = set(without_values)
         self._stages = stages
         self._first_stages = _first_stages(mode)
+        self.after_load: Callable[[], None] = lambda: None
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(

@@ -372,6 +372,7 @@ class Session:
             if not self.control.fault.raised:
                 with self.ending.lost_ranks_close():
                     self.stages.restart_delay(replicas_too=has_failed)
+        self.local_model.after_load()
         return result
 
     def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
@@ -397,9 +398,7 @@ class Session:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[int]:
-        """Inside, the update of the last batch is submitted on every stage of this process.
-
-        Gives the number of the train_step that ended the batch.
+        """Inside, the update of the batch that the train_step of this number ended is submitted.
 
         Raises:
             ValueError: no update is due.

@@ -21,6 +21,7 @@ class StageMemory:
             added to these together: up to 32 MiB, or one gradient that is larger.
         optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
             the first step.
+        anchors: with ``replica_sync``, these and the outer optimizer's state, in the host's memory.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
         replica_sums: room for what replicas receive of each other's gradients: two parts of
@@ -35,8 +36,8 @@ class StageMemory:
         most_in_flight: the most microbatches that were between forward and backward at once.
         most_live_versions: the most weight versions that were alive (newest, still read, or being
             written).
-        on_host: of all these bytes, those that ``optimizer_device="cpu"`` puts into the host's
-            memory instead of the stage's device: masters, optimizer state and copies.
+        on_host: of all these bytes, those that are in the host's memory instead of the stage's
+            device's: anchors; with ``optimizer_device="cpu"`` masters, optimizer state and copies.
     """
 
     weights: int
@@ -44,6 +45,7 @@ class StageMemory:
     gradients: int
     kept_gradients: int
     optimizer_state: int
+    anchors: int = 0
     replica_sums: int = 0
     host_copies: int
     frozen_weights: int
@@ -72,12 +74,14 @@ def memory_of(stage: LocalStage) -> StageMemory:
     """Reads what a stage of this process holds now, and the most that it has held."""
     weights, executor = stage.weights, stage.executor
     engine = weights.engine.bytes()
+    anchors = weights.anchor_bytes()
     return StageMemory(
         weights=engine.weights,
         masters=engine.masters,
         gradients=engine.gradients,
         kept_gradients=engine.kept_gradients,
         optimizer_state=engine.optimizer_state + weights.correction_bytes(),
+        anchors=anchors,
         replica_sums=engine.replica_sums,
         host_copies=engine.host_copies,
         frozen_weights=weights.frozen_bytes,
@@ -88,5 +92,5 @@ def memory_of(stage: LocalStage) -> StageMemory:
         message_buffers=executor.message_buffer_bytes(stage.index),
         most_in_flight=executor.most_in_flight(stage.index),
         most_live_versions=weights.engine.most_live_versions,
-        on_host=engine.on_host,
+        on_host=engine.on_host + (anchors if weights.device.type != "cpu" else 0),
     )

@@ -125,6 +125,7 @@ class StageWeights:
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
         self.correction_bytes: Callable[[], int] = lambda: 0  # what the optimizer keeps beside it
+        self.anchor_bytes: Callable[[], int] = lambda: 0  # the same between sites, on the host
         self.comm_hook: object = None  # what its replicas call in place of adding up gradients
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()

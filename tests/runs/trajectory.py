@@ -45,14 +45,14 @@ def make_pipeline(
     example: Batch,
     **options: Any,
 ) -> pd2.PipelineModule:
-    options = {"split": task.split(num_stages), "num_stages": num_stages, **options}
+    usual = {"split": task.split(num_stages), "num_stages": num_stages, "timeout": 120.0}
+    options = {**usual, **options}
     pipe = pd2.PipelineModule(
         options.pop("model", None) or task.model(),
         task.loss_fn,
         num_microbatches=num_microbatches,
         example_args=example.args,
         example_kwargs=dict(example.kwargs),
-        timeout=120.0,
         **options,
     )
     if pipe.random_seed is not None:

@@ -1,0 +1,376 @@
+"""Pipelines on several sites that train apart and average their weights seldom."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from ..checks import check_whole_number
+from ..ranks.agreement import Announcement, Operation
+from ..ranks.sites import SiteLink
+from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
+from .clipping import Clipping
+from .model_traveling import measured_loss, newest_of, replaced
+from .skew_scout import Costs, SkewScout
+from .stage_sync import Outer, StageSync, check_outer
+from .staleness import Remedies
+
+NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer that DiLoCo's authors recommend (arXiv 2311.08105, section 3)."""
+
+
+class ReplicaSync:
+    """Lets pipelines on several sites train apart: DiLoCo (arXiv 2311.08105), by stages.
+
+    A site is a pipeline with processes, data and an optimizer of its own, such as one ``torchrun``.
+    Every H batches each stage averages over the n sites how far it has come from its anchor A,
+    steps A by the outer optimizer and goes on from there:
+
+        D = (1/n) * sum over the sites, in their order, of (A - W(t+1))
+        A := outer(A, D),   W(t+1) := A,
+
+    where W(t+1) is what the site's own optimizer has made of batch t. The exchange belongs to the
+    update: under ``"2bw"`` it runs beside batch t+1, which still reads the site's own W(t), and
+    whose gradient then steps A; batch t+2 is the first that reads A. A stage is a fragment of
+    Streaming DiLoCo (arXiv 2501.18512): stage s exchanges after the batches t with
+    (t + 1) mod H = floor(s H / d), so that one stage at a time uses the link between the sites.
+    Moments and buffers (BatchNorm) stay each site's own. Anchors and the outer optimizer's state
+    are in the host's memory.
+
+    Give it to ``PipelineOptimizer(..., replica_sync=)``, which waits for the other sites; weights
+    begin as those of site 0. ``pipe.state_dict()``, ``unsplit()``, evaluation and checkpoints are
+    the site's own; :meth:`anchors` is what all have in common. A failure of one site ends all.
+    docs/replica_sync.md has an example.
+
+    Args:
+        every: H, the same on all sites; or a :class:`SkewScout`, which chooses it.
+        store: that the processes of all sites reach, such as a ``torch.distributed.TCPStore``.
+        site: this one's number, from 0.
+        num_sites: n, at least 2.
+        outer: makes a torch optimizer of a list of tensors, a stage's anchors; stepped by itself
+            for each stage, and so made for values that do not depend on each other.
+        staggered: False: all stages exchange after the same batch.
+
+    Attributes:
+        every: H at present.
+        stages: those of this process; tools read them.
+
+    Raises:
+        ValueError, TypeError: naming the rule and the values; from ``PipelineOptimizer``, on every
+            rank and, where sites differ, on all sites.
+    """
+
+    def __init__(
+        self,
+        every: int | SkewScout,
+        *,
+        store: Store,
+        site: int,
+        num_sites: int,
+        outer: Outer = NESTEROV,
+        staggered: bool = True,
+    ) -> None:
+        self._scout = every if isinstance(every, SkewScout) else None
+        self.every: int = every.intervals[0] if isinstance(every, SkewScout) else every
+        self._since = 0  # the batch from which H counts
+        self._costs: Costs = {}
+        self._store, self._site, self._num_sites = store, site, num_sites
+        self._outer, self._staggered = outer, staggered
+        self._session: Callable[[], Session | None] = lambda: None
+        self._link: SiteLink | None = None  # of rank 0
+        self.stages: dict[int, StageSync] = {}
+        self._is_loaded = False  # its state, since the last step
+        self._must_meet = False
+
+    # ------------------------------------------------------------------ what PipelineOptimizer does
+
+    def check(
+        self, session: Session, clipping: Clipping, remedies: Remedies, *, shard_state: bool
+    ) -> None:
+        """Raises ValueError or TypeError, naming the rule and both values."""
+        what = "replica_sync"
+        check_whole_number(f"{what}: every", self.every)
+        check_whole_number(f"{what}: num_sites", self._num_sites, at_least=2)
+        check_whole_number(f"{what}: site", self._site, at_least=0, at_most=self._num_sites - 1)
+        if not isinstance(self._store, Store):
+            raise TypeError(
+                f"{what}: store: {type(self._store).__name__} given, it must be a "
+                "torch.distributed.Store"
+            )
+        made = self._outer([torch.zeros(1)])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                f"{what}: outer made {type(made).__name__}, it must make a torch.optim.Optimizer"
+            )
+        if self._session() is not None:
+            raise ValueError(f"{what}: given to 2 PipelineOptimizers, it belongs to 1")
+        options, schedule = session.stages.options, session.schedule
+        refused: dict[str, tuple[object, str]] = {
+            "shard_state": (
+                shard_state, "replicas of one site then lack masters that an exchange steps"
+            ),
+            "optimizer_device": (
+                '"cpu"' if options.optimizer_on_host else None,
+                "weights are stepped where the exchange does not reach them",
+            ),
+            "split_master": (
+                options.precision.split_master, "an exchange steps whole masters"
+            ),
+            "loss_scale": (
+                clipping.loss_scale, "a batch that overflows on one site makes no step there"
+            ),
+            "staleness": (
+                remedies.correction, "it corrects steps by the one before, which anchors replace"
+            ),
+        }  # fmt: skip
+        for name, (value, why) in refused.items():
+            if value:
+                raise ValueError(f"{what}: every: {self.every}, {name}: {value}: {why}")
+        if schedule.num_pipelines > 1:
+            raise ValueError(
+                f"{what}: every: {self.every}, schedule {schedule.name!r} has "
+                f"{schedule.num_pipelines} pipelines, whose copies of a stage would exchange "
+                "apart: it must have 1"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that must be equal on all ranks of a site."""
+        return {"replica_sync": f"{self._common_settings()}, site {self._site}"}
+
+    def _common_settings(self) -> dict[str, Any]:
+        return {
+            "every": str(self._scout or self.every),
+            "num_sites": self._num_sites,
+            "outer": " ".join(repr(self._outer([torch.zeros(1)])).split()),
+            "staggered": self._staggered,
+        }
+
+    def join(self, session: Session) -> None:
+        """Waits for the other sites and takes site 0's weights. Drained; every rank calls it."""
+        stages = weakref.ref(session.stages)
+        control = session.control
+
+        def link(name: str) -> SiteLink:
+            made = SiteLink(
+                self._store,
+                name,
+                site=self._site,
+                num_sites=self._num_sites,
+                deadline=control.deadline,
+                is_needed=lambda: stages() is not None,
+            )
+            control.close_too(made.close)
+            return made
+
+        def meet() -> None:
+            self._link = link("first ranks")
+            given = {**self._common_settings(), **_settings_of(session)}
+            for name, value in given.items():
+                self._link.agree(f"replica_sync: {name}", value)
+
+        def join_stages() -> None:
+            for stage in session.stages:
+                weights = stage.weights
+                place = f"{stage.index}.{session.grid.replica}.{session.grid.shard}"
+                to_others = link(f"stage {place}")
+                to_others.agree(
+                    f"replica_sync: parameters of stage {stage.index} (their SHA-256)",
+                    _fingerprint(weights),
+                )
+                to_others.take_first(weights.held_tensors())
+                weights.engine.restart_delay()
+                weights.show_newest()
+                self.stages[stage.index] = StageSync(weights, to_others, self._outer)
+                weights.anchor_bytes = self.stages[stage.index].nbytes
+
+        control.from_first(meet)
+        control.together(join_stages)
+        self._session = weakref.ref(session)
+
+    def before_step(self, batch: int) -> None:
+        """Before a batch's update: after a load sites meet again. Every rank calls it.
+
+        Raises:
+            ValueError: on all sites: they are at different batches, or have different anchors.
+        """
+        if not self._must_meet:
+            return
+        session = self._open_session()
+        with session.ending.lost_ranks_close():
+            session.control.from_first(lambda: self._first_link.agree("replica_sync: batch", batch))
+            session.control.together(self._compare_anchors)
+        self._must_meet = self._is_loaded = False
+
+    def _compare_anchors(self) -> None:
+        for index, stage in self.stages.items():
+            stage.link.agree(
+                f"replica_sync: anchors of stage {index} (their CRC-32)", stage.checksum()
+            )
+
+    def exchange_of(self, weights: StageWeights, batch: int) -> Callable[[int], None] | None:
+        """What a stage does at the end of a batch's update, given the slot; None: nothing."""
+        positions = [
+            i
+            for i, name in enumerate(weights.trainable)
+            # A tied parameter's copies exchange together.
+            if self._is_due(weights.stages_of(name)[0], batch)
+        ]
+        if not positions:
+            return None
+        return functools.partial(self.stages[weights.index].exchange, positions=positions)
+
+    def _is_due(self, stage: int, batch: int) -> bool:
+        depth = self._open_session().schedule.depth
+        offset = stage * self.every // depth if self._staggered else 0
+        return (batch + 1 - self._since) % self.every == offset
+
+    def state(self) -> dict[str, Any]:
+        """The entries of the optimizer's ``state_dict``. Drained."""
+        kept: dict[str, dict[str, Any]] = {}
+        for stage in self.stages.values():
+            for name, of_one in stage.state().items():
+                kept[name] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in of_one.items()
+                }
+        return {"replica_sync": {**self.shared(), "kept": kept}}
+
+    def shared(self) -> dict[str, Any]:
+        """What is saved beside the anchors."""
+        costs = [[interval, *cost] for interval, cost in self._costs.items()]
+        outer = type(self._outer([torch.zeros(1)])).__name__
+        return {"outer": outer, "every": self.every, "since": self._since, "costs": costs}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state` gave. Drained.
+
+        Raises:
+            ValueError: it is another outer optimizer's, or of other shapes.
+        """
+        check_outer(self.shared()["outer"], state["outer"])
+        self._is_loaded = self._must_meet = True
+        for stage in self.stages.values():
+            stage.load(state["kept"])
+        if self._scout is not None and state["every"] in self._scout.intervals:
+            self.every, self._since = state["every"], state["since"]
+            self._costs = {interval: (cost, age) for interval, cost, age in state["costs"]}
+
+    def weights_loaded(self) -> None:
+        """Drained, after weights were loaded: anchors that were loaded with them stay."""
+        self._must_meet = True
+        if not self._is_loaded:
+            for stage in self.stages.values():
+                stage.restart()
+
+    def known_everywhere(self, steps: Iterable[int]) -> list[int]:
+        """Of some steps those that all sites know. Rank 0 of every site calls it."""
+        mine = list(steps)
+        others = self._first_link.gather(mine)
+        return [step for step in mine if all(step in of_site for of_site in others)]
+
+    # ------------------------------------------------------------------ what users do
+
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """The anchors of this process's parameters by their names, as copies. Drains.
+
+        They are equal on all sites after the same batch. Every rank calls it.
+        """
+        self._open_session().flush_to_read(Operation.optimizer_state_dict)
+        return {
+            name: anchor.clone()
+            for stage in self.stages.values()
+            for name, anchor in stage.anchors().items()
+        }
+
+    @contextlib.contextmanager
+    def evaluating_anchors(self) -> Iterator[None]:
+        """Inside, the pipeline evaluates the anchors, and must not train. Drains.
+
+        Then the weights are the site's own again, to the bit. Every rank enters it.
+        """
+        self._open_session().flush_for(Operation.optimizer_state_dict)
+        with contextlib.ExitStack() as shown:
+            for stage in self.stages.values():
+                values = list(stage.anchors().values())
+                shown.enter_context(replaced(newest_of(stage.weights), values))
+            yield
+
+    def measure(self, evaluate: Callable[[], float | None]) -> float:
+        """Measures the accuracy loss between the sites, and lets :class:`SkewScout` choose H.
+
+        Model traveling (arXiv 1910.00189, section 7): each site evaluates its own model, and then
+        that of the site before it, on its own data. Moves as many bytes as the weights and buffers
+        have. Every rank of every site calls it, after the same batch. Drains.
+
+        Args:
+            evaluate: runs evaluations, ``pipe(...)``, on this site's data: rows that sites do not
+                train on, if the loss is not to count what models know by heart. Gives the accuracy
+                in [0, 1] in the process of the last stage (:attr:`PipelineModule.gives_output`).
+                Called twice on every rank; what it raises ends all sites.
+
+        Returns:
+            The mean accuracy of the sites' models on their own data, less that of the same models
+            on the next site's.
+
+        Raises:
+            ValueError: ``every`` is a number; a batch waits for its ``opt.step()``; sites are at
+                different batches.
+            TypeError: ``evaluate`` gave no number.
+        """
+        session = self._open_session()
+        scout = self._scout
+
+        def check() -> Announcement:
+            if scout is None:
+                raise ValueError(f"measure: every: {self.every}, it must be a SkewScout")
+            session.accumulation.check_between_batches("measure")
+            return Announcement()
+
+        session.flush_for(Operation.measure_skew, check)
+        assert scout is not None
+        with session.ending.failing_closes():
+            loss = measured_loss(session, self.stages, self._link, evaluate)
+        self.every, self._costs = scout.choose(self.every, loss, self._costs)
+        self._since = session.accumulation.num_updates
+        return loss
+
+    def _open_session(self) -> Session:
+        session = self._session()
+        if session is None:
+            raise ValueError("replica_sync: given to 0 open PipelineOptimizers, it needs 1")
+        return session
+
+    @property
+    def _first_link(self) -> SiteLink:
+        assert self._link is not None
+        return self._link
+
+
+def _settings_of(session: Session) -> dict[str, Any]:
+    """What must be the same on all sites: else their stages would not exchange in one order."""
+    schedule = session.schedule
+    return {
+        "schedule": schedule.name,
+        "num_stages": schedule.depth,
+        "stages of each rank": list(schedule.placement),
+        "width": session.grid.width,
+        "batch": session.accumulation.num_updates,
+    }
+
+
+def _fingerprint(weights: StageWeights) -> str:
+    """Of the tensors that sites exchange."""
+    described = [
+        (name, tuple(p.shape), str(p.dtype))
+        for name, p in (*weights.trainable.items(), *weights.frozen.items())
+    ]
+    described += [(n, tuple(b.shape), str(b.dtype)) for n, b in weights.named_buffers().items()]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
