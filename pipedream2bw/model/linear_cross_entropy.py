@@ -57,7 +57,15 @@ def linear_cross_entropy(
         ValueError: shapes do not go together, or an argument is none of the above.
         TypeError: a dtype is none of the above.
     """
-    arguments = (hidden, weight, target, bias, reduction, ignore_index, num_chunks)
+    arguments: tuple[Any, ...] = (
+        hidden,
+        weight,
+        target,
+        bias,
+        reduction,
+        ignore_index,
+        num_chunks,
+    )
     for value in arguments:
         if isinstance(value, fx.Proxy):
             names = ("reduction", "ignore_index", "num_chunks")
@@ -65,7 +73,7 @@ def linear_cross_entropy(
             traced: Any = value.tracer.create_proxy(
                 "call_function", linear_cross_entropy, arguments[:4], keywords
             )
-            return traced  # type: ignore[no-any-return]
+            return traced
     _check(hidden, weight, target, bias, reduction)
     check_whole_number("num_chunks", num_chunks)
     device = hidden.device.type
@@ -147,7 +155,8 @@ def _operator() -> Any:
         differentiated: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         loss = hidden.new_empty((), dtype=_dtype_of_sums(hidden))
-        return (loss, *_zeros(hidden, weight, differentiated))
+        of_hidden, of_weight, of_bias = _zeros(hidden, weight, differentiated)
+        return loss, of_hidden, of_weight, of_bias
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         _, *gradients = output

@@ -73,9 +73,7 @@ def open_session(
         checked = control.together(
             lambda: check(model, loss_fn, options, arrangement, control.size)
         )
-        agree_on_devices(
-            control, checked.stage_options.devices, summed=_what_is_summed(checked)
-        )
+        agree_on_devices(control, checked.stage_options.devices, summed=_what_is_summed(checked))
         # What waits for other ranks comes after this: it relies on equal settings.
         with control.errors_told():
             grid = place(checked, control)

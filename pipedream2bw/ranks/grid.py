@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Deadline
-from .groups import destroy_groups, new_group
+from .groups import connect_devices, destroy_groups, new_group
 from .mesh import Places, places_in
 
 
@@ -145,6 +146,16 @@ class RankGrid:
     def replica_group(self, stage: int) -> dist.ProcessGroup | None:
         """The processes that hold one of this process's stages, if there are several."""
         return self._groups.get(stage % self.depth)
+
+    def connect_replicas(self, devices: Sequence[torch.device]) -> None:
+        """Connects the devices, one for each stage, that add up a stage's gradients.
+
+        Every process calls it, and all take stages in one order.
+        """
+        for stage in self.stages_of_model:
+            group = self.replica_group(stage)
+            if group is not None:
+                connect_devices(group, devices[stage], self.deadline)
 
     def sum_order(self, stage: int, sums: str) -> list[int]:
         """Returns the ranks of :meth:`replica_group` as their gradients are added up.

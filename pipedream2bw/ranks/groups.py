@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
-from .device_groups import backend_for_all, end_with_fault, errors_left_to_engine
+from .device_groups import backend_for_all, backends_of, end_with_fault, errors_left_to_engine
 
 
 def number_groups_alike(store: Store, name: str) -> None:
@@ -115,6 +115,28 @@ def broadcast(
         deadline.wait("broadcasting", send)
     else:
         send()  # only enqueues it, in this thread's stream
+
+
+def connect_devices(group: dist.ProcessGroup, device: torch.device, deadline: Deadline) -> None:
+    """Makes a group's connections between devices. All its members call it, before other transfers.
+
+    A group of devices makes them at first use, of each kind, where the host waits for the others:
+    by then these may wait for a message from this process.
+
+    Args:
+        device: of this process's tensors.
+    """
+    if backends_of(group).get(device.type, "gloo") == "gloo":
+        return
+
+    def use_every_kind() -> None:
+        one = torch.zeros(1, dtype=torch.uint8, device=device)
+        from_all = torch.zeros(group.size(), dtype=torch.uint8, device=device)
+        dist.all_reduce(one, group=group)
+        dist.all_gather_into_tensor(from_all, one, group=group)
+        dist.all_to_all_single(torch.empty_like(from_all), from_all, group=group)
+
+    deadline.wait("connecting replicas", use_every_kind)
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

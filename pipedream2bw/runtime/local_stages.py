@@ -113,6 +113,7 @@ class LocalStages:
             control=control.group,
             deadline=control.deadline,
         )
+        grid.connect_replicas(devices)
         self.losses = loss_board(grid, control, options)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.device import checked
 from tests.device.on_device import moved
 from tests.runs.trajectory import make_pipeline, sgd
 from tests.samples.models import TASKS, Task
@@ -103,7 +106,17 @@ def test_a_stage_runs_with_its_device_and_the_callers_default_device() -> None:
     assert seen == {(3, "checked:1")}
 
 
-def test_a_timeline_has_the_times_of_the_device() -> None:
+@pytest.fixture
+def fast_clock() -> Iterator[float]:
+    """The device's clock runs faster than the host's."""
+    rate = 1000.0
+    checked.set_clock_rate(rate)
+    yield rate
+    checked.set_clock_rate(1.0)
+
+
+def test_a_timeline_has_the_times_of_the_device(fast_clock: float) -> None:
+    began = time.perf_counter()
     with pipeline() as pipe:
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         with pipe.timeline() as timeline:
@@ -116,6 +129,8 @@ def test_a_timeline_has_the_times_of_the_device() -> None:
         assert {kinds.count("F"), kinds.count("B")} == {3 * M * 2}
         assert kinds.count("U") == 6
         assert all(row.end >= row.start > 0 for row in rows)
+        of_device = max(row.end for row in rows) - min(row.start for row in rows)
+        assert of_device > 10 * (time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "pipedream"])

@@ -24,7 +24,6 @@ from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.device_rings import make_device_ring
 from tests.device import checked
 from tests.device.on_device import batch_on, on
-from tests.device.test_processes import check_tied
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import (
     Trajectory,
@@ -245,7 +244,7 @@ def train_with_nccl(rank: int, world: int) -> None:
     nccl = {"cpu": "gloo", "checked": "nccl"}
     with (
         mock.patch("pipedream2bw.ranks.devices.backends_of", return_value=nccl),
-        pytest.raises(ValueError, match=r"rank 0: checked:0 of .*rank 1: .*this is one device, and"),
+        pytest.raises(ValueError, match=r"rank 0: checked:0 .*rank 1: .*this is one device, and"),
     ):
         check("mlp", 2)
 

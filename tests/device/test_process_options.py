@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     fp16_compress_hook,
@@ -97,6 +98,16 @@ OVERFLOWS = {"loss_scale": pd2.LossScale(2.0**24, growth_interval=3)}
 ON_HOST = {"optimizer_device": "cpu", "bucket_cap_mb": 1e-4}
 CHIMERA, EAGER = {"schedule": "chimera"}, {"schedule": "2bw_eager"}
 LANGUAGE_MODEL = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
+
+
+def frozen_end() -> nn.Module:
+    """Its last stage has nothing to train, and all others need gradients from it."""
+    model = SKIPS.build()
+    for layer in model.layers[3:]:
+        layer.requires_grad_(False)
+    return model
+
+
 GRAPHS: dict[str, Any] = {"task": MLP, "optimizer": "sgd"}
 
 TRAININGS = {
@@ -126,13 +137,15 @@ TRAININGS = {
     "tied, 1f1b": Training(
         task=LANGUAGE_MODEL, options={"split": ["blocks.2"], "schedule": "1f1b"}, m=4
     ),
+    "frozen": Training(task=dataclasses.replace(SKIPS, build=frozen_end), opt_options=CLIPS),
     "loss scale, 1f1b": Training(
         options=PRECISIONS["fp16"] | {"schedule": "1f1b"}, opt_options=OVERFLOWS
     ),
 }
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
+OF_THREE += ["frozen"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
-OF_REPLICAS += ["no_sync", "graphs"]
+OF_REPLICAS += ["no_sync", "graphs", "tied", "recomputation", "frozen"]
 HOOKED = {
     "Ok-Topk": Training(
         hook=(lambda group: pd2.OkTopkState(group, 0.3), pd2.ok_topk_hook), opt_options=CLIPS

@@ -17,7 +17,14 @@ from pipedream2bw.ranks.groups import new_group
 from tests.device import checked
 from tests.device.on_device import batch_on, check_on_device, on
 from tests.runs.launch import run_ranks
-from tests.runs.trajectory import Trajectory, assert_same, by_oracle, by_pipeline
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    by_oracle,
+    by_pipeline,
+    go_on,
+    make_pipeline,
+)
 from tests.samples.models import TASKS, whole
 from tests.samples.schedule_sizes import sizes_for
 from tests.samples.tied_models import TIED, summing, untied
@@ -79,6 +86,40 @@ def test_every_schedule_in_processes(world: int, train: Callable[..., None]) -> 
         args=(pd2.schedule_names(),),
         rendezvous="environment",
         timeout=200,
+    )
+
+
+def count_communicators(
+    rank: int, world: int, schedule: str, width: int, replica_sums: str
+) -> None:
+    device = join(rank, drains=0.05)
+    task, m = TASKS["mlp"], 4
+    batches = [batch_on(batch, device) for batch in task.batches([2 * m] * 4)]
+    options: dict[str, Any] = {"schedule": schedule, "width": width, "replica_sums": replica_sums}
+    with (
+        checked.expect_no_errors(),
+        make_pipeline(on(task, device), 2, m, batches[0], bucket_cap_mb=1e-4, **options) as pipe,
+    ):
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        made = checked.num_communicators()
+        assert made > 0
+        go_on(pipe, opt, batches)
+        assert checked.num_communicators() == made
+
+
+@pytest.mark.parametrize(
+    ("schedule", "width", "replica_sums"),
+    [("2bw", 2, "ordered"), ("2bw", 2, "all_reduce"), ("chimera", 1, "ordered")],
+)
+def test_devices_are_connected_before_the_first_batch(
+    schedule: str, width: int, replica_sums: str
+) -> None:
+    run_ranks(
+        count_communicators,
+        2 * width,
+        args=(schedule, width, replica_sums),
+        rendezvous="environment",
+        timeout=60,
     )
 
 

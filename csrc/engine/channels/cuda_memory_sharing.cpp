@@ -5,14 +5,19 @@
 #include "engine/channels/device_memory_sharing.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
+#include <mutex>
+#include <vector>
 
 namespace pd2 {
 namespace {
@@ -49,12 +54,43 @@ bool succeeds(cudaError_t result) {
   return result == cudaSuccess;
 }
 
+// None is ever destroyed: torch's allocator may record events on any that has used its memory.
+std::mutex idle_streams_mutex;
+std::vector<c10::Stream> idle_streams;
+
+MaybeStream take_stream(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  const c10::DeviceIndex here = c10::cuda::current_device();
+  const std::lock_guard lock(idle_streams_mutex);
+  const auto idle = std::find_if(idle_streams.begin(), idle_streams.end(),
+                                 [&](const auto& each) { return each.device_index() == here; });
+  if (idle != idle_streams.end()) {
+    const c10::Stream found = *idle;
+    idle_streams.erase(idle);
+    return found;
+  }
+  cudaStream_t made = nullptr;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+  return c10::cuda::getStreamFromExternal(made, here).unwrap();
+}
+
+void give_back(const MaybeStream& stream) {
+  const std::lock_guard lock(idle_streams_mutex);
+  idle_streams.push_back(*stream);
+}
+
 std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes, std::string& address) {
   const c10::DeviceGuard guard(device);
   void* data = nullptr;
   cudaIpcMemHandle_t handle;
-  if (!Driver::instance().is_there() || !succeeds(cudaMalloc(&data, bytes))) {
+  if (!Driver::instance().is_there()) {
     return nullptr;
+  }
+  if (!succeeds(cudaMalloc(&data, bytes))) {
+    c10::cuda::CUDACachingAllocator::emptyCache();  // torch may hold memory that nothing uses
+    if (!succeeds(cudaMalloc(&data, bytes))) {
+      return nullptr;
+    }
   }
   const std::shared_ptr<std::byte> memory(static_cast<std::byte*>(data), [device](void* freed) {
     const c10::DeviceGuard here(device);
@@ -131,7 +167,8 @@ void await(SharedWord& word, std::uint32_t value, const MaybeStream& stream) {
 }
 
 [[maybe_unused]] const bool kIsRegistered = [] {
-  register_device_memory_sharing(c10::DeviceType::CUDA, {allocate, open, pin, copy, set, await});
+  register_device_memory_sharing(c10::DeviceType::CUDA,
+                                 {take_stream, give_back, allocate, open, pin, copy, set, await});
   return true;
 }();
 

@@ -19,6 +19,10 @@ namespace pd2 {
 using SharedWord = std::atomic<std::uint32_t>;
 
 struct DeviceMemorySharing {
+  // A stream that waits for another process: behind it is no other work, as there may be behind
+  // streams of a pool. It is to be given back idle.
+  MaybeStream (*take_stream)(c10::Device device);
+  void (*give_back)(const MaybeStream& stream);
   // Memory of the device, and its address for open() in another process, while the memory is there.
   // Null if the device cannot share any.
   std::shared_ptr<std::byte> (*allocate)(c10::Device device, std::size_t bytes,

@@ -128,7 +128,7 @@ std::unique_ptr<DeviceRing> DeviceRing::open(const std::string& address, c10::De
 DeviceRing::DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender)
     : sharing_(*find_device_memory_sharing(device.type())),
       is_sender_(is_sender),
-      stream_(own_stream(device)),
+      stream_(sharing_.take_stream(device)),
       device_(stream_ ? stream_->device() : device),
       page_memory_(std::move(page)),
       page_(reinterpret_cast<Page*>(page_memory_->data())) {}
@@ -148,6 +148,7 @@ DeviceRing::~DeviceRing() {
       release();
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     } while (!all.is_done());
+    sharing_.give_back(stream_);
   } catch (const std::exception&) {  // the device has failed
   }
   if (is_sender_) {

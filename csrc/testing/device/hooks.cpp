@@ -12,12 +12,15 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 
 namespace pd2 {
 namespace {
+
+std::atomic<double> clock_rate = 1;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
@@ -88,7 +91,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& runtime = Runtime::instance();
     TORCH_CHECK(runtime.is_over(begin.clock) && runtime.is_over(end.clock),
                 "Both events must be completed before calculating elapsed time.");
-    return std::chrono::duration<double, std::milli>(end.recorded - begin.recorded).count();
+    return std::chrono::duration<double, std::milli>(end.recorded - begin.recorded).count() *
+           clock_rate;
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->recordStream(memory, stream);
@@ -146,6 +150,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 }  // namespace
+
+void set_clock_rate(double rate) { clock_rate = rate; }
 
 void register_hooks() {
   static const Guard guard;

@@ -38,6 +38,7 @@ void bind_runtime(py::module_& module) {
         Runtime::instance().set_drains({at_first_use, probability, seed});
       },
       py::kw_only(), py::arg("at_first_use"), py::arg("probability"), py::arg("seed"));
+  module.def("set_clock_rate", &set_clock_rate);
   module.def("num_launches", [] { return Runtime::instance().num_launches(); });
   module.def("num_drains", [] { return Runtime::instance().num_drains(); });
   module.def("set_timeout", [](double seconds) {
@@ -83,6 +84,7 @@ void bind_process_group(py::module_& module) {
             CheckedProcessGroup::Below{std::move(store), std::move(gloo)}, timeout);
       },
       py::kw_only(), py::arg("store"), py::arg("gloo"), py::arg("timeout"));
+  module.def("num_communicators", &CheckedProcessGroup::num_communicators);
   module.def("set_eager_sends", &CheckedProcessGroup::set_eager_sends);
 }
 

@@ -34,6 +34,8 @@ bool nccl_has(c10::ScalarType type) {
   }
 }
 
+std::atomic<int> communicators_made = 0;
+
 std::string host_name() {
   std::array<char, 256> name{};
   ::gethostname(name.data(), name.size() - 1);
@@ -41,6 +43,8 @@ std::string host_name() {
 }
 
 }  // namespace
+
+int CheckedProcessGroup::num_communicators() { return communicators_made; }
 
 CheckedProcessGroup::CheckedProcessGroup(Below below, std::chrono::milliseconds timeout)
     : c10d::Backend(below.gloo->getRank(), below.gloo->getSize()),
@@ -140,6 +144,7 @@ Communicator& CheckedProcessGroup::communicator(int device, int peer) {
       std::make_unique<Communicator>(device, std::make_unique<Wire>(below_.gloo, tag, timeout_));
   const std::lock_guard lock(mutex_);
   const auto added = communicators_.emplace(key, std::move(made)).first;
+  ++communicators_made;
   if (aborted_) added->second->abort();
   return *added->second;
 }

@@ -36,6 +36,8 @@ class CheckedProcessGroup final : public c10d::Backend {
 
   // Sends are over when their bytes are copied, not when they are received; for all groups.
   static void set_eager_sends(bool eager);
+  // How many communicators this process has made, for all groups.
+  static int num_communicators();
 
   const std::string getBackendName() const override { return "checked"; }
   bool supportsCoalescing() const override { return true; }

@@ -25,6 +25,14 @@ namespace hosts {
 
 std::atomic<bool> can_open = true;
 std::atomic<int> num_allocated = 0;
+std::atomic<int> num_streams = 0;  // taken and not given back
+
+MaybeStream take_stream(c10::Device) {
+  ++num_streams;
+  return std::nullopt;
+}
+
+void give_back(const MaybeStream&) { --num_streams; }
 
 std::shared_ptr<std::byte> kept(std::unique_ptr<SharedMemory> memory) {
   std::byte* const data = memory->data();
@@ -69,8 +77,9 @@ class DeviceRingTest : public ::testing::Test {
   static constexpr std::uint32_t kSlots = 3;
 
   void SetUp() override {
-    register_device_memory_sharing(c10::kCPU, {hosts::allocate, hosts::open, hosts::pin,
-                                               hosts::copy, hosts::set, hosts::await});
+    register_device_memory_sharing(
+        c10::kCPU, {hosts::take_stream, hosts::give_back, hosts::allocate, hosts::open, hosts::pin,
+                    hosts::copy, hosts::set, hosts::await});
     auto ring = DeviceRing::create(c10::kCPU, kSlots, 60);
     if (!ring) {
       GTEST_SKIP() << "this system has no memory to share";
@@ -80,7 +89,12 @@ class DeviceRingTest : public ::testing::Test {
     sender_ = std::make_unique<DeviceRingSender>(std::move(ring), c10::kCPU, 1);
     receiver_ = std::make_unique<DeviceRingReceiver>(std::move(other), c10::kCPU, 0);
   }
-  void TearDown() override { hosts::can_open = true; }
+  void TearDown() override {
+    hosts::can_open = true;
+    sender_.reset();
+    receiver_.reset();
+    EXPECT_EQ(hosts::num_streams, 0);
+  }
 
   static Message message(const at::Tensor& tensor) {
     Message made;
