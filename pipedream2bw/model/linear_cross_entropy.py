@@ -73,7 +73,7 @@ def linear_cross_entropy(
             traced: Any = value.tracer.create_proxy(
                 "call_function", linear_cross_entropy, arguments[:4], keywords
             )
-            return traced
+            return traced  # type: ignore[no-any-return]
     _check(hidden, weight, target, bias, reduction)
     check_whole_number("num_chunks", num_chunks)
     device = hidden.device.type
