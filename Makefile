@@ -115,10 +115,10 @@ test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
 
-# In one process without others beside it: a process has one accelerator, and here it is the
-# checked device (docs/design/checked-device.md).
+# Apart from the others: a process has one accelerator, and here it is the checked device
+# (docs/design/checked-device.md).
 test-device: $(STAMPS)/test $(STAMPS)/delays
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 FUZZ_INPUTS ?= 10000000
 fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)

@@ -126,7 +126,7 @@ def connect_devices(group: dist.ProcessGroup, device: torch.device, deadline: De
     Args:
         device: of this process's tensors.
     """
-    if backends_of(group).get(device.type, "gloo") == "gloo":
+    if device.type == "cpu" or backends_of(group).get(device.type, "gloo") == "gloo":
         return
 
     def use_every_kind() -> None:
@@ -134,7 +134,8 @@ def connect_devices(group: dist.ProcessGroup, device: torch.device, deadline: De
         from_all = torch.zeros(group.size(), dtype=torch.uint8, device=device)
         dist.all_reduce(one, group=group)
         dist.all_gather_into_tensor(from_all, one, group=group)
-        dist.all_to_all_single(torch.empty_like(from_all), from_all, group=group)
+        each = [1] * group.size()
+        dist.all_to_all_single(torch.empty_like(from_all), from_all, each, each, group=group)
 
     deadline.wait("connecting replicas", use_every_kind)
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.device import checked
 
-SECONDS = 100
+SECONDS = 150
 
 
 @pytest.fixture(autouse=True)

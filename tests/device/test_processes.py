@@ -89,9 +89,7 @@ def test_every_schedule_in_processes(world: int, train: Callable[..., None]) -> 
     )
 
 
-def count_communicators(
-    rank: int, world: int, schedule: str, width: int, replica_sums: str
-) -> None:
+def count_connections(rank: int, world: int, schedule: str, width: int, replica_sums: str) -> None:
     device = join(rank, drains=0.05)
     task, m = TASKS["mlp"], 4
     batches = [batch_on(batch, device) for batch in task.batches([2 * m] * 4)]
@@ -101,10 +99,10 @@ def count_communicators(
         make_pipeline(on(task, device), 2, m, batches[0], bucket_cap_mb=1e-4, **options) as pipe,
     ):
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
-        made = checked.num_communicators()
+        made = checked.num_connections()
         assert made > 0
         go_on(pipe, opt, batches)
-        assert checked.num_communicators() == made
+        assert checked.num_connections() == made
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_devices_are_connected_before_the_first_batch(
     schedule: str, width: int, replica_sums: str
 ) -> None:
     run_ranks(
-        count_communicators,
+        count_connections,
         2 * width,
         args=(schedule, width, replica_sums),
         rendezvous="environment",

@@ -199,6 +199,7 @@ WorkPtr CheckedProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<int64_t>& input_sizes,
                                            const c10d::AllToAllOptions&) {
   Operation operation{"all-to-all", {input}, {output}, {}};
+  operation.is_in_pairs = true;
   const Tensors to = memory_of(output).split_with_sizes(output_sizes);
   const Tensors from = memory_of(input).split_with_sizes(input_sizes);
   TORCH_CHECK(static_cast<int>(to.size()) == size_ && static_cast<int>(from.size()) == size_,

@@ -84,7 +84,7 @@ void bind_process_group(py::module_& module) {
             CheckedProcessGroup::Below{std::move(store), std::move(gloo)}, timeout);
       },
       py::kw_only(), py::arg("store"), py::arg("gloo"), py::arg("timeout"));
-  module.def("num_communicators", &CheckedProcessGroup::num_communicators);
+  module.def("num_connections", &CheckedProcessGroup::num_connections);
   module.def("set_eager_sends", &CheckedProcessGroup::set_eager_sends);
 }
 

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <numeric>
 #include <thread>
 #include <unistd.h>
 #include <utility>
@@ -34,7 +35,7 @@ bool nccl_has(c10::ScalarType type) {
   }
 }
 
-std::atomic<int> communicators_made = 0;
+std::atomic<int> connections_made = 0;
 
 std::string host_name() {
   std::array<char, 256> name{};
@@ -44,7 +45,7 @@ std::string host_name() {
 
 }  // namespace
 
-int CheckedProcessGroup::num_communicators() { return communicators_made; }
+int CheckedProcessGroup::num_connections() { return connections_made; }
 
 CheckedProcessGroup::CheckedProcessGroup(Below below, std::chrono::milliseconds timeout)
     : c10d::Backend(below.gloo->getRank(), below.gloo->getSize()),
@@ -98,6 +99,7 @@ CheckedProcessGroup::WorkPtr CheckedProcessGroup::post(Operation operation) {
   transfer.parts = std::move(operation.parts);
   transfer.work = c10::make_intrusive<CheckedWork>(device, operation.on_host, operation.writes);
   const auto work = transfer.work;
+  if (operation.is_in_pairs) connect_pairs(device);
   communicator(device, operation.peer).post(std::move(transfer));
   return work;
 }
@@ -144,12 +146,23 @@ Communicator& CheckedProcessGroup::communicator(int device, int peer) {
       std::make_unique<Communicator>(device, std::make_unique<Wire>(below_.gloo, tag, timeout_));
   const std::lock_guard lock(mutex_);
   const auto added = communicators_.emplace(key, std::move(made)).first;
-  ++communicators_made;
   if (aborted_) added->second->abort();
   return *added->second;
 }
 
+void CheckedProcessGroup::connect_pairs(int device) {
+  const WithoutGil nobody_waits_for_python;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!with_pairs_.insert(device).second) return;
+  }
+  std::vector<int> ranks(size_);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  meet("pairs/" + std::to_string(with_pairs_.size()), ranks, device);
+}
+
 void CheckedProcessGroup::meet(const std::string& key, const std::vector<int>& ranks, int device) {
+  ++connections_made;
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   const auto key_of = [&](int rank) { return key + "/" + std::to_string(rank); };
   const auto own = host_name() + "/checked:" + std::to_string(device);

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,8 @@ namespace pd2 {
 
 // Device tensors alone, contiguous and of NCCL's types. Two ranks that send or receive, outside of
 // startCoalescing(), have a communicator of their own, everything else goes over one of all ranks;
-// each is made at its first use, where the host waits for the other ranks. Messages are matched in
+// each is made at its first use, where the host waits for the other ranks, as it does at the first
+// all-to-all, which goes in pairs. Messages are matched in
 // order, tags do not count.
 class CheckedProcessGroup final : public c10d::Backend {
  public:
@@ -36,8 +38,8 @@ class CheckedProcessGroup final : public c10d::Backend {
 
   // Sends are over when their bytes are copied, not when they are received; for all groups.
   static void set_eager_sends(bool eager);
-  // How many communicators this process has made, for all groups.
-  static int num_communicators();
+  // How often this process has met others to connect with them, for all groups.
+  static int num_connections();
 
   const std::string getBackendName() const override { return "checked"; }
   bool supportsCoalescing() const override { return true; }
@@ -80,11 +82,14 @@ class CheckedProcessGroup final : public c10d::Backend {
     std::vector<std::function<void(Wire&)>> parts;
     int peer = -1;  // of a message
     bool on_host = false;
+    bool is_in_pairs = false;
   };
 
   WorkPtr post(Operation operation);
   int check(const Operation& operation) const;
   Communicator& communicator(int device, int peer);
+  // Before the first operation in pairs.
+  void connect_pairs(int device);
   void meet(const std::string& key, const std::vector<int>& ranks, int device);
 
   const Below below_;
@@ -92,6 +97,7 @@ class CheckedProcessGroup final : public c10d::Backend {
   std::mutex mutex_;
   bool aborted_ = false;
   std::map<std::pair<int, int>, std::unique_ptr<Communicator>> communicators_;
+  std::set<int> with_pairs_;  // devices
   struct Together {
     Operation operation;
     c10::intrusive_ptr<CheckedWork> work;
