@@ -397,6 +397,7 @@ class Stage:
         copy: int = 0,
         dtypes: Sequence[torch.dtype] = (),
         split_master: bool = False,
+        gradient_dtype: torch.dtype | None = None,
         has_spare: bool = False,
         streams: StageStreams | None = None,
         steps_on_host: bool = False,

@@ -97,6 +97,7 @@ def _checked(
         root=root,
         precision=options.precision,
         split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
         autocast=None,
         device_type=device.type,
     )

@@ -25,8 +25,10 @@ class GradAccumulator::Hook : public torch::autograd::PostAccumulateGradHook {
   std::size_t parameter_;
 };
 
-at::ScalarType GradAccumulator::dtype(at::ScalarType weights) {
-  return weights == at::kHalf || weights == at::kBFloat16 ? at::kFloat : weights;
+at::ScalarType GradAccumulator::dtype(at::ScalarType weights,
+                                      std::optional<at::ScalarType> narrow) {
+  const bool is_half = weights == at::kHalf || weights == at::kBFloat16;
+  return is_half && weights != narrow ? at::kFloat : weights;
 }
 
 GradAccumulator::GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,

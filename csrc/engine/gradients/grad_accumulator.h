@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,8 +46,10 @@ class GradAccumulator {
   static std::int64_t num_flags(const FlatPacking& packing, bool has_flags) {
     return has_flags ? static_cast<std::int64_t>(packing.views().size()) : 0;
   }
-  // Half-precision gradients of many microbatches would lose their low bits: added in float32.
-  static at::ScalarType dtype(at::ScalarType weights);
+  // Half-precision gradients of many microbatches lose their low bits: added in float32, unless
+  // weights and gradients are to be `narrow`.
+  static at::ScalarType dtype(at::ScalarType weights,
+                              std::optional<at::ScalarType> narrow = std::nullopt);
 
   // `buffers`: flat, of the packing and dtype(), with the flags.
   GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,

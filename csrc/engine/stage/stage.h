@@ -50,6 +50,8 @@ struct StagePrecision {
   std::vector<at::ScalarType> dtypes{};
   // Masters of bfloat16 weights are kept as what rounding took off the newest version.
   bool split = false;
+  // Gradients of bfloat16 weights with masters are added up in it. None: in float32.
+  std::optional<at::ScalarType> gradients{};
 };
 
 // Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizers'

@@ -119,6 +119,24 @@ TEST(GradAccumulatorDtypeTest, HalfPrecisionGradientsAddUpInFloat32) {
   EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 257);
 }
 
+TEST(GradAccumulatorDtypeTest, NarrowGradientsAreRoundedAfterEachSum) {
+  EXPECT_EQ(GradAccumulator::dtype(at::kBFloat16, at::kBFloat16), at::kBFloat16);
+  EXPECT_EQ(GradAccumulator::dtype(at::kHalf, at::kBFloat16), at::kFloat);
+  EXPECT_EQ(GradAccumulator::dtype(at::kFloat, at::kBFloat16), at::kFloat);
+  const FlatPacking packing({at::ones({4}, at::kBFloat16)});
+  GradAccumulator gradients(packing, {"a"}, {packing.allocate(at::kBFloat16)});
+  const at::Tensor parameter = at::ones({4}, at::kBFloat16).requires_grad_();
+  gradients.attach(0, parameter);
+  gradients.begin_batch(0);
+  (parameter * 256).sum().backward();
+  for (int i = 0; i < 3; ++i) {
+    parameter.sum().backward();  // 257 is half way to 258, and goes to the even one
+  }
+  EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 256);
+  (parameter * 3).sum().backward();
+  EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 260);
+}
+
 TEST(GradAccumulatorDtypeTest, ASparseGradientIsRefusedByName) {
   const FlatPacking packing({at::ones({4, 2})});
   GradAccumulator gradients(packing, {"table.weight"}, {packing.allocate(at::kFloat)});
