@@ -260,6 +260,7 @@ class PlanOptions:
     start_within: float
     gradient: float
     state: float
+    shares_state: bool
     steps_on_host: bool
     reserved: float
 
