@@ -7,12 +7,17 @@ of gradients. Optimizer state that replicas share out: blocks with 48 MiB, in fl
     python benchmarks/replica_sums.py [--rounds 9] [--smoke] [--json PATH]
 
 Both train in the same processes, in turns. Figures are the medians of the rounds' ratios.
+Processors' time is that of all ranks and threads: beside others' work, and on fewer cores than
+ranks, it says what a step costs where the time says how busy the machine was.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload
@@ -35,10 +40,17 @@ SCHEDULES = ("2bw", "1f1b")
 REDUCED = "all_reduce"
 
 
+class Measured(NamedTuple):
+    """Seconds per step of each round, by label: as clocks say, and of all ranks' processors."""
+
+    time: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+
 def measure(
     rank: int, world_size: int, workload: Workload, other: str, rounds: int, seconds: float
-) -> dict[str, list[float]] | None:
-    """Runs on every rank, each a replica; the last one returns seconds per step of each round.
+) -> Measured | None:
+    """Runs on every rank, each a replica; the last one returns what was measured.
 
     Args:
         other: what is compared with an all-reduce and whole steps.
@@ -60,8 +72,20 @@ def measure(
     for label, trainer in trainers.items():
         warm = trainer.train(MIN_STEPS)
         steps[label] = last_ranks_value(steps_lasting(seconds, warm))
-    measured = steady_times(alternate_on_ranks(trainers, steps, rounds))
-    return measured if rank == world_size - 1 else None
+    blocks = alternate_on_ranks(trainers, steps, rounds)
+    cpu = torch.tensor([[block.cpu_seconds for block in of_label] for of_label in blocks.values()])
+    dist.all_reduce(cpu)
+    if rank < world_size - 1:
+        return None
+    per_step = {
+        label: (row / steps[label]).tolist() for label, row in zip(blocks, cpu, strict=True)
+    }
+    return Measured(steady_times(blocks), per_step)
+
+
+def ratios_of(measured: dict[str, list[float]], mine: str, reduced: str) -> list[float]:
+    """The rounds' ratios of two labels."""
+    return [a / b for a, b in zip(measured[mine], measured[reduced], strict=True)]
 
 
 def main() -> None:
@@ -78,17 +102,19 @@ def main() -> None:
         assert measured is not None
         setting = f"{width} replicas"
         times += [
-            Figure(setting, f"{label}: ms a step", [1e3 * value for value in values])
-            for label, values in measured.items()
+            Figure(setting, f"{label}: {what} a step", [1e3 * value for value in values])
+            for what, by_label in (("ms", measured.time), ("processors' ms", measured.cpu))
+            for label, values in by_label.items()
         ]
         for schedule in SCHEDULES:
-            both = zip(
-                measured[f"{schedule}, {other}"], measured[f"{schedule}, {REDUCED}"], strict=True
-            )
-            ratios = [mine / reduced for mine, reduced in both]
             bar = most if schedule == "2bw" or other == "shared" else None
             name = f"{schedule}: {other} over all-reduce"
-            figures.append(Figure(setting, name, ratios, at_most=bar))
+            both = f"{schedule}, {other}", f"{schedule}, {REDUCED}"
+            figures.append(Figure(setting, name, ratios_of(measured.time, *both), at_most=bar))
+            if other == "shared":
+                figures.append(
+                    Figure(setting, f"{name}, processors", ratios_of(measured.cpu, *both))
+                )
     report_ratios(options, where, figures, times, rounds=rounds)
 
 

@@ -260,6 +260,7 @@ class PlanOptions:
     start_within: float
     gradient: float
     state: float
+    shares_state: bool
     steps_on_host: bool
     unequal_replicas: bool
     reserved: float
@@ -398,6 +399,7 @@ class Stage:
         copy: int = 0,
         dtypes: Sequence[torch.dtype] = (),
         split_master: bool = False,
+        gradient_dtype: torch.dtype | None = None,
         has_spare: bool = False,
         streams: StageStreams | None = None,
         steps_on_host: bool = False,

@@ -30,6 +30,7 @@ class Block:
     """Steps trained in one go, from an empty pipeline to an empty pipeline, as one rank saw them.
 
     ``losses`` and the times at which they had been read are empty on ranks without the last stage.
+    ``cpu_seconds`` are those of all threads of the rank's process.
     """
 
     started: float
@@ -37,6 +38,7 @@ class Block:
     losses: list[float]
     read_at: list[float]
     batches_late: int = 1
+    cpu_seconds: float = 0.0
 
     @property
     def seconds_per_step(self) -> float:
@@ -108,6 +110,7 @@ class Pipeline:
 
     def train(self, steps: int) -> Block:
         block = Block(time.perf_counter(), 0.0, [], [], self.batches_late)
+        cpu_seconds = time.process_time()
         unread: collections.deque[pd2.Loss] = collections.deque()
         for _ in range(steps):
             loss = self.pipe.train_step(*self.args, target=self.target)
@@ -120,6 +123,7 @@ class Pipeline:
             self._read(unread.popleft(), block)
         self.pipe.flush()
         block.ended = time.perf_counter()
+        block.cpu_seconds = time.process_time() - cpu_seconds
         return block
 
     def _read(self, loss: pd2.Loss, block: Block) -> None:

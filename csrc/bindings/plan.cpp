@@ -85,6 +85,7 @@ void bind_options(py::module_& module) {
       std::pair("num_batches", &PlanOptions::num_batches),
       std::pair("start_within", &PlanOptions::start_within),
       std::pair("gradient", &PlanOptions::gradient), std::pair("state", &PlanOptions::state),
+      std::pair("shares_state", &PlanOptions::shares_state),
       std::pair("steps_on_host", &PlanOptions::steps_on_host),
       std::pair("unequal_replicas", &PlanOptions::unequal_replicas),
       std::pair("reserved", &PlanOptions::reserved));

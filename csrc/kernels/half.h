@@ -27,6 +27,10 @@ PD2_HOST_DEVICE inline float float_of(std::uint32_t bits) {
   return number;
 }
 
+PD2_HOST_DEVICE inline float float_of_bfloat16(std::uint16_t bits) {
+  return float_of(static_cast<std::uint32_t>(bits) << 16);
+}
+
 constexpr std::uint32_t kInfinityBits = 0x7F800000;
 
 PD2_HOST_DEVICE inline bool is_nan(std::uint32_t bits) {

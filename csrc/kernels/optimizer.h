@@ -4,8 +4,8 @@
 // Common to all functions:
 //  - the weights' arrays, `g` and the state arrays have n elements and any alignment their type
 //    allows; 64-byte aligned arrays are fastest.
-//  - `w_out` may be `w` (in place) or, of PlainWeights, `g` (the new weights replace the gradient).
-//    Apart from that the arrays must not overlap.
+//  - `w_out` may be `w` (in place) or, where both are of one type, `g` (the new weights replace the
+//    gradient). Apart from that the arrays must not overlap.
 //  - Results are bitwise the same for every instruction set, alignment, and division of an array
 //    into calls.
 //  - Calls on disjoint arrays may run at the same time.
@@ -43,13 +43,14 @@ struct AdamOptions {
   bool maximize = false;
 };
 
-// Where a step reads and writes the weights; `Scalar` is the type of its arithmetic, of gradients
-// and of state.
+// Where a step reads and writes the weights; `Scalar` is the type of its arithmetic and of state,
+// `Gradient` that of gradients.
 
 // T is float or double.
 template <typename T>
 struct PlainWeights {
   using Scalar = T;
+  using Gradient = T;
   using Out = T;
   const T* w;
   T* w_out;
@@ -62,6 +63,7 @@ enum class HalfFormat { kBfloat16, kFloat16 };
 template <HalfFormat kFormat>
 struct MasterWeights {
   using Scalar = float;
+  using Gradient = float;
   using Out = std::uint16_t;
   float* master;
   std::uint16_t* w_out;
@@ -71,6 +73,7 @@ struct MasterWeights {
 // Float32 weights in two parts (see half.h): a bfloat16 each and what its rounding took off.
 struct SplitWeights {
   using Scalar = float;
+  using Gradient = float;
   using Out = std::uint16_t;
   const std::uint16_t* w;
   std::int16_t* remainder;
@@ -80,14 +83,21 @@ struct SplitWeights {
   }
 };
 
+// Either of these with bfloat16 gradients, which the step reads as the float32 that they are.
+template <typename Weights>
+struct Bfloat16Gradients : Weights {
+  using Gradient = std::uint16_t;
+  PD2_HOST_DEVICE Bfloat16Gradients at(std::int64_t i) const { return {Weights::at(i)}; }
+};
+
 // `momentum_buffer` is read and written if momentum != 0, else it may be null.
 template <typename Weights, typename T = typename Weights::Scalar>
-void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-             const SgdOptions& options);
+void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
+             std::int64_t n, const SgdOptions& options);
 
 // `max_exp_avg_sq` is read and written if amsgrad, else it may be null.
 template <typename Weights, typename T = typename Weights::Scalar>
-void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-              std::int64_t n, const AdamOptions& options);
+void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
+              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options);
 
 }  // namespace pd2::kernels

@@ -113,7 +113,7 @@ template <typename Weights, int kStates>
 struct Arrays {
   using T = typename Weights::Scalar;
   Weights weights;
-  const T* g;
+  const typename Weights::Gradient* g;
   T* state[kStates + 1];  // the last is unused: no array is empty
 };
 

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ..capture.device_figures import KNOWN_DEVICES, DeviceFigures
 
 
@@ -27,6 +29,15 @@ class Options:
     def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         """Adds the options to a parser, or to a group of one; none is required."""
         for flag, parameter in self._parameters().items():
+            if parameter.annotation == "bool":
+                parser.add_argument(
+                    f"--{flag}",
+                    dest=parameter.name,
+                    action="store_const",
+                    const=True,
+                    help=self.helps[flag],
+                )
+                continue
             kind, metavar = _TYPES[parameter.annotation]
             text, default = self.helps[flag], parameter.default
             if default not in (None, inspect.Parameter.empty):
@@ -74,6 +85,13 @@ def _known_device(name: str) -> DeviceFigures:
     return KNOWN_DEVICES[name]
 
 
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{name!r}, it must be a dtype of torch, like bfloat16")
+    return dtype
+
+
 _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "N"),
     "int | None": (int, "N"),
@@ -84,6 +102,7 @@ _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "str | None": (str, "NAME"),
     "str | Sequence[str]": (_names, "NAME,..."),
     "Sequence[int]": (_whole_numbers, "N,..."),
+    "torch.dtype | None": (_dtype, "DTYPE"),
     "DeviceFigures | None": (_known_device, "DEVICE"),
     "Calibration | str | os.PathLike[str] | None": (str, "PATH"),
 }

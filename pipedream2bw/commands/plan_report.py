@@ -36,6 +36,10 @@ def _sizes(plan: Plan) -> str:
         "rows/s": f"{plan.rows_per_second:.4g}",
         "bubble": f"{100 * plan.bubble:.1f} %",
     }
+    if plan.shard_state:
+        row["state"] = f"1/{plan.width} a replica"
+    if plan.gradient_dtype is not None:
+        row["gradients"] = plan.gradient_dtype
     if plan.price_per_hour:
         row["price/h"] = f"{plan.price_per_hour:.2f}"
     return table("the plan", list(row), [list(row.values())])

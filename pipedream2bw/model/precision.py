@@ -17,11 +17,11 @@ _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Precision:
-    """What ``precision=``, ``split_master=`` and ``autocast=`` of a pipeline mean for its model.
+    """What ``precision=`` and the options beside it of a pipeline mean for its model.
 
     Args:
         root: the model.
-        precision, split_master, autocast: see :class:`PipelineModule`.
+        precision, split_master, gradient_dtype, autocast: see :class:`PipelineModule`.
         device_type: the type of the model's device.
 
     Raises:
@@ -34,15 +34,18 @@ class Precision:
         *,
         precision: object,
         split_master: object,
+        gradient_dtype: object,
         autocast: object,
         device_type: str,
     ) -> None:
         _check_precision(precision, split_master)
+        check_gradient_dtype(gradient_dtype, precision)
         _check_autocast(autocast, device_type)
         self.dtype = None if precision is None else _DTYPES[str(precision)]
         if self.dtype is not None:
             _check_device(str(precision), self.dtype, device_type)
         self.split_master = bool(split_master)
+        self.gradient_dtype = gradient_dtype if isinstance(gradient_dtype, torch.dtype) else None
         self._autocast = autocast if isinstance(autocast, torch.dtype) else None
         self._root = root
         self._parameters = {
@@ -164,6 +167,23 @@ def _check_precision(precision: object, split_master: object) -> None:
         raise ValueError(
             f"split_master: True, precision: {precision!r}: it must be 'bf16', whose 16 bits are "
             "the upper half of float32"
+        )
+
+
+def check_gradient_dtype(gradient_dtype: object, precision: object) -> None:
+    """Raises ValueError or TypeError unless gradients can be added up in it."""
+    if gradient_dtype is None:
+        return
+    if not isinstance(gradient_dtype, torch.dtype):
+        raise TypeError(
+            f"gradient_dtype: {gradient_dtype!r} given, it must be a torch.dtype or None"
+        )
+    if gradient_dtype != torch.bfloat16:
+        raise ValueError(f"gradient_dtype: {gradient_dtype}, known: torch.bfloat16, None")
+    if precision != "bf16":
+        raise ValueError(
+            f"gradient_dtype: {gradient_dtype}, precision: {precision!r}: it must be 'bf16', "
+            "whose weights are of that dtype, beside float32 masters"
         )
 
 

@@ -99,6 +99,7 @@ def _checked(
         root=root,
         precision=options.precision,
         split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
         autocast=None,
         device_type=device.type,
     )
@@ -125,7 +126,7 @@ def _checked(
 def _settings(options: Options) -> dict[str, Any]:
     names = (
         *("num_microbatches", "width", "stages_per_rank", "precision", "split_master"),
-        "optimizer_device",
+        *("optimizer_device", "gradient_dtype"),
     )
     return {
         "num_stages": "auto",
@@ -316,6 +317,7 @@ def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> P
         num_stages=num_stages,
         precision=options.precision,
         split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
         optimizer_device=None if on_host is None else str(on_host),
     )
 

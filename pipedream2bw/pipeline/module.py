@@ -103,19 +103,18 @@ class PipelineModule(SessionModule):
             (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
             ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
             or names of modules: of each of these only the inputs are kept, and it runs again when
-            its gradient arrives. Hooks run twice, and so does Python code with effects of its own;
-            where a schedule has I and W, those of named modules three times. Inside there may be no
+            its gradient arrives. Hooks run twice, and Python code with effects of its own; where a
+            schedule has I and W, those of named modules three times. Inside there may be no
             torch.Generator of the model's own.
         accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
             gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
-            batches, and each call gives its own loss. Replicas add up their gradients once per
-            batch, which is what DDP's ``no_sync`` is for; see :meth:`no_sync` for numbers of calls
-            that vary. Schedules drain no more and no less than without it.
+            batches, and each call gives its own loss. Replicas add up gradients once per batch, as
+            under DDP's ``no_sync``; see :meth:`no_sync` for numbers of calls that vary.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
             gradients of the microbatches are added without a weight.
-        metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch of
-            a training batch, without gradients; a number, the mean over the microbatch's rows.
-            Their means over the batch are in ``train_step(...).metrics``, on every rank.
+        metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch in
+            training, without gradients: a mean over its rows. Means over the batch are in
+            ``train_step(...).metrics``, on every rank.
         warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
             v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
             schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
@@ -129,26 +128,27 @@ class PipelineModule(SessionModule):
             same bits over any backend. ``"all_reduce"``: in the backend's, by as many bytes.
         precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
             ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
-            BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained
-            has a float32 master, float32 gradients (added up over the microbatches) and moments,
-            and each version is the master's rounding (arXiv 1710.03740). ``loss_fn`` gets outputs
-            of the stages' dtype, and targets as they are. ``parameters()``,
-            ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters, so
-            that nothing is lost between. ``"fp32"``: everything is float32. None: the model's
+            BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained has
+            float32 masters, gradients and moments; each version is the master's rounding (arXiv
+            1710.03740). ``loss_fn`` gets outputs of the stages' dtype, and targets as they are.
+            ``parameters()``, ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and
+            take the masters: nothing is lost. ``"fp32"``: everything is float32. None: the model's
             own dtypes, stepped in them. A dtype in which the device multiplies no matrices is
-            refused; another operator that it lacks in that dtype ends the first microbatch with it,
-            by an error that names stage and operator.
+            refused; another operator that it lacks in it ends the first microbatch, by an error.
         split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
             not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
-            is the same to the bit. ``parameters()`` are the bfloat16 weights then, and optimizers
-            must be SGD, Adam or AdamW.
+            is the same. ``parameters()`` are the bfloat16 weights; optimizers SGD, Adam or AdamW.
+        gradient_dtype: ``torch.bfloat16``, with ``"bf16"``: gradients of bfloat16 weights take 2
+            bytes per parameter in place of 4. They are added in the order of microbatches, then of
+            replicas; every sum is rounded, and what a loss scale or clipping multiplies. Norms are
+            float32, and so is the step. None: gradients are float32.
         optimizer_device: ``"cpu"``: the optimizer steps in the host's memory, which has its state
             and the masters; bucket by bucket gradients go down in the last microbatch's backward,
             weights up beside the next batch. The device keeps versions and gradients: with Adam,
-            ``"2bw"`` and ``"bf16"`` 8 bytes per parameter in place of 20. The bits are the CPU
-            optimizer's. For SGD, Adam and AdamW; ``parameters()`` are the stages' weights, as with
-            ``split_master``. Stages on the CPU do so anyway. None: state is where its stage is.
+            ``"2bw"`` and ``"bf16"`` 8 bytes per parameter. The bits are the CPU optimizer's: SGD,
+            Adam or AdamW. ``parameters()`` are the stages' weights, as with ``split_master``.
+            Stages on the CPU do so anyway. None: state is where its stage is.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
             ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
             of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
@@ -162,10 +162,9 @@ class PipelineModule(SessionModule):
             with ``recompute``. Evaluation always does. Python's and NumPy's generators are theirs.
         spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
             of their gradients, in which the next batch's are added up until no stage of any replica
-            can fail in the batch before. A batch is then discarded without a trace, whatever failed
-            in it. The planner does not count it. False: after some failures (in a backward before
-            the last stage, or with replicas) the delay begins anew, as after ``load_state_dict``,
-            and the error's ``restarts_delay`` says so.
+            can fail in the batch before: a batch is discarded without a trace, whatever failed in
+            it. The planner does not count it. False: after some failures (in a backward before the
+            last stage, or with replicas) the delay begins anew: the error's ``restarts_delay``.
         graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
             without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -207,6 +206,7 @@ class PipelineModule(SessionModule):
         replica_sums: str = "ordered",
         precision: str | None = None,
         split_master: bool = False,
+        gradient_dtype: torch.dtype | None = None,
         optimizer_device: str | torch.device | None = None,
         autocast: torch.dtype | None = None,
         random: str = "keyed",

@@ -156,6 +156,7 @@ def check(
         root=root,
         precision=options.precision,
         split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
         autocast=options.autocast,
         device_type=home.type,
     )

@@ -48,6 +48,7 @@ class Options:
     replica_sums: str
     precision: str | None
     split_master: bool
+    gradient_dtype: torch.dtype | None
     optimizer_device: str | torch.device | None
     autocast: torch.dtype | None
     random: str
@@ -61,7 +62,7 @@ class Options:
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
             *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
-            *("graphs", "timeout", "optimizer_device", "replica_sums"),
+            *("graphs", "timeout", "optimizer_device", "replica_sums", "gradient_dtype"),
         )
         return {
             **comparable(self, names),

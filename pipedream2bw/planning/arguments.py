@@ -108,6 +108,40 @@ def check_optimizer_device(device: object) -> None:
         )
 
 
+def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
+    """Returns whether replicas share out their optimizers' state.
+
+    Raises:
+        TypeError: it is no bool.
+        ValueError: they cannot.
+    """
+    if not isinstance(shard_state, bool):
+        raise TypeError(f"shard_state: {shard_state!r} given, it must be a bool")
+    if shard_state and optimizer_device is not None:
+        raise ValueError(
+            f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "
+            "what is where the stages are: it must be None"
+        )
+    return shard_state
+
+
+def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:
+    """Lists the schedules under which replicas can share out their optimizers' state.
+
+    Args:
+        are_named: the caller wants these; else those with two pipelines are left out.
+
+    Raises:
+        ValueError: some that are wanted have two.
+    """
+    with_two = [name for name in names if _METHODS[name].is_bidirectional]
+    if with_two and are_named:
+        raise ValueError(
+            f"shard_state: True, schedules: {', '.join(with_two)}, pipelines: 2: it must have 1"
+        )
+    return [name for name in names if name not in with_two]
+
+
 def check_update_time(profile: Profile, optimizer: str) -> None:
     """Raises ValueError if a profile lacks the optimizer's time: if measured, or "... on host"."""
     known = profile.seconds_per_update_byte

@@ -150,6 +150,10 @@ class Plan(PlanOutline, Document):
         start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
             to wait for low prices.
         total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
+        shard_state: whether state is that of ``PipelineOptimizer(shard_state=True)``: what stages
+            say of state and update is one replica's share, if these are equal. A parameter larger
+            than 1/w of its stage makes them unequal.
+        gradient_dtype: "bfloat16" if gradients are of ``PipelineModule(gradient_dtype=)``.
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.
         profile_fingerprint: of the profiled model.
@@ -163,6 +167,8 @@ class Plan(PlanOutline, Document):
     bubble: float
     start_hour: float
     total_price: float
+    shard_state: bool = False
+    gradient_dtype: str | None = None
     bound_by: str
     alternatives: tuple[Alternative, ...]
     profile_fingerprint: str
@@ -184,6 +190,8 @@ class Plan(PlanOutline, Document):
             )
         if not 0 <= self.bubble <= 1:
             raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
+        if self.gradient_dtype not in (None, "bfloat16"):
+            raise ValueError(f"gradient_dtype: {self.gradient_dtype!r}, known: 'bfloat16', null")
         for name in ("start_hour", "total_price"):
             check_number(name, getattr(self, name), at_least=0, below=math.inf)
         _check_parts(self)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .. import _C
 from ..checks import check_whole_number
 from ..errors import DoesNotFit
@@ -18,14 +20,17 @@ from .arguments import (
     check_objective,
     check_optimizer_device,
     check_precision,
+    check_shard_state,
     check_update_time,
     checked_names,
     chunks_to_try,
     memory_of_types,
     own_memories,
+    with_one_pipeline,
 )
 from .calibration import Calibration
 from .cluster import Cluster, DeviceType, as_cluster
+from .held_bytes import PerTrainedByte, per_trained_byte
 from .plan import MOST_MICROBATCHES, Alternative, Plan
 from .stage_plan import StagePlan
 from .units import parse_bytes
@@ -59,7 +64,9 @@ def plan(
     optimizer: str = "adamw",
     precision: str | None = None,
     split_master: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     optimizer_device: str | None = None,
+    shard_state: bool = False,
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
@@ -101,8 +108,12 @@ def plan(
             profile must have; in another one that lacks it an update takes no time.
         precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
             in that dtype (``model.bfloat16()``): those of float32 do not show its times and bytes.
-        split_master, optimizer_device: as in :class:`PipelineModule`. With ``"cpu"`` state takes
-            none of the devices' memory, and an update the time that was measured there.
+        split_master, gradient_dtype, optimizer_device: as in :class:`PipelineModule`. With
+            ``"cpu"`` state takes none of the devices' memory, and an update the time that was
+            measured there.
+        shard_state: as in :class:`PipelineOptimizer`: each of w replicas has 1/w of a stage's
+            masters and optimizer state, and steps that. Not with schedules of two pipelines, which
+            are then left out of the default ones.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         unequal_replicas: with devices of several speeds, replicas may have different numbers of
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
@@ -130,17 +141,22 @@ def plan(
         raise TypeError(f"unequal_replicas: {unequal_replicas!r} given, it must be a bool")
     if calibration is not None:
         profile = calibration.applied_to(profile)
-    gradient, state = _bytes_per_trained_byte(optimizer, precision, split_master)
+    held = per_trained_byte(
+        optimizer=optimizer,
+        precision=precision,
+        split_master=split_master,
+        gradient_dtype=gradient_dtype,
+    )
+    if check_shard_state(shard_state, optimizer_device):
+        names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
     check_precision(profile, precision)
     if optimizer_device is not None:
         check_optimizer_device(optimizer_device)
-        optimizer, state = f"{optimizer} on host", 0.0
+        optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
     check_update_time(profile, optimizer)
     cluster = as_cluster(devices, profile.links)
-    if objective == "cost" and not any(
-        price > 0 for each in cluster.types for _, price in each.prices()
-    ):
-        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    if objective == "cost":
+        _check_prices(cluster)
     check_grid(
         names,
         chunks,
@@ -154,7 +170,7 @@ def plan(
     limits = memory_of_types(cluster, bytes_per_device, calibration)
     try:
         found = _C.best_plans(
-            _profiled_model(profile, blocks, optimizer, gradient),
+            _profiled_model(profile, blocks, optimizer, held),
             _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
             _C.PlanOptions(
                 batch=batch,
@@ -168,8 +184,9 @@ def plan(
                 slack=slack,
                 num_batches=num_batches or 0,
                 start_within=start_within,
-                gradient=gradient,
-                state=state,
+                gradient=held.gradient,
+                state=held.state,
+                shares_state=shard_state,
                 steps_on_host=optimizer_device is not None,
                 unequal_replicas=unequal_replicas,
                 reserved=0.0 if calibration is None else calibration.offset,
@@ -186,6 +203,8 @@ def plan(
     stages = tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages)
     return Plan(
         **{**_fields(Plan, best), "stages": stages},
+        shard_state=shard_state,
+        gradient_dtype=None if gradient_dtype is None else str(gradient_dtype).split(".")[1],
         bound_by=found.bound_by,
         alternatives=tuple(alternatives),
         profile_fingerprint=profile.fingerprint,
@@ -198,6 +217,11 @@ def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[
     return {
         name: getattr(struct, name) for struct in found for name in names if hasattr(struct, name)
     }
+
+
+def _check_prices(cluster: Cluster) -> None:
+    if not any(price > 0 for each in cluster.types for _, price in each.prices()):
+        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
 
 
 def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -218,29 +242,8 @@ def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _bytes_per_trained_byte(
-    optimizer: str, precision: str | None, split_master: bool
-) -> tuple[float, float]:
-    """Returns the bytes of gradients, and of optimizer state with masters."""
-    states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
-    if not isinstance(optimizer, str):
-        raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
-    if optimizer not in states:
-        raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
-    if precision not in (None, "fp32", "bf16", "fp16"):
-        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
-    if not isinstance(split_master, bool):
-        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
-    if split_master and precision != "bf16":
-        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
-    if precision in (None, "fp32"):
-        return 1.0, states[optimizer]
-    # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
-    return 2.0, 2 * states[optimizer] + (1 if split_master else 2)
-
-
 def _profiled_model(
-    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, gradient: float
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, held: PerTrainedByte
 ) -> _C.ProfiledModel:
     shared = [
         _shared(
@@ -276,8 +279,8 @@ def _profiled_model(
         microbatches=microbatches,
         can_cut=[layer.can_cut_after for layer in profile.layers[:-1]],
         blocks=[_C.Block(first=first, end=end) for first, end in blocks.values()],
-        # Profiled for each byte of float32, which gradients and what is stepped are.
-        seconds_per_update_byte=gradient * profile.seconds_per_update_byte.get(optimizer, 0.0),
+        # Profiled for each byte of float32.
+        seconds_per_update_byte=held.stepped * profile.seconds_per_update_byte.get(optimizer, 0.0),
         seconds_per_action=profile.seconds_per_action,
     )
 

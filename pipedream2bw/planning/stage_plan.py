@@ -28,7 +28,7 @@ class StagePlan:
         num_versions: of the weights.
         weight_bytes: what is trained, in one version.
         frozen_bytes: what is not.
-        gradient_bytes, state_bytes: masters count as state.
+        gradient_bytes, state_bytes: masters count as state; of one replica, where they share it.
         most_in_flight: microbatches between forward and backward at once.
         activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
             whole stage is recomputed, it is there from that on.

@@ -131,7 +131,12 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
     """A pipeline of one small layer in this process alone."""
     layer, device = nn.Linear(1, 1).to(rows.device), rows.device
     precision = Precision(
-        root=layer, precision=None, split_master=False, autocast=None, device_type=device.type
+        root=layer,
+        precision=None,
+        split_master=False,
+        gradient_dtype=None,
+        autocast=None,
+        device_type=device.type,
     )
     modes = Modes(
         root=layer,

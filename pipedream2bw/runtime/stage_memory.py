@@ -16,9 +16,10 @@ class StageMemory:
             A parameter that several stages hold takes memory, and counts, on each of them.
         masters: float32 weights that are stepped, with ``precision=``; with ``split_master`` what
             the rounding of the newest version took off.
-        gradients: one buffer, float32 for half-precision parameters.
+        gradients: one buffer, float32 for half-precision parameters (``gradient_dtype``).
         kept_gradients: on a device, the most gradients of a backward that waited at once to be
-            added to these together: up to 32 MiB, or one gradient that is larger.
+            added to these together: up to 32 MiB, or one gradient that is larger; of 16-bit ones
+            that are added to float32, up to 32 MiB more.
         optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
             the first step.
         anchors: with ``replica_sync``, these and the outer optimizer's state, in the host's memory.

@@ -112,6 +112,7 @@ class StageWeights:
             copy=spec.pipeline,
             dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
             split_master=spec.precision.split_master,
+            gradient_dtype=spec.precision.gradient_dtype,
             has_spare=spec.has_spare,
             streams=spec.streams,
             steps_on_host=spec.steps_on_host,

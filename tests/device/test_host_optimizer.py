@@ -35,6 +35,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "split": {"precision": "bf16", "split_master": True},
+    "narrow": {"precision": "bf16", "gradient_dtype": torch.bfloat16},
 }
 
 

@@ -33,7 +33,7 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
     check(SKIPS, 4, m, optimizer, schedule=schedule, **PRECISIONS[precision])
 
 
-@pytest.mark.parametrize("precision", ["float32", "split"])
+@pytest.mark.parametrize("precision", ["float32", "split", "narrow"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,12 +60,18 @@ def test_tied_gradients_are_summed(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "num_kept"), [("checked:0", 1), ("cpu", 0)])
-def test_gradients_that_wait_to_be_added_are_reported(device: str, num_kept: int) -> None:
+@pytest.mark.parametrize(("precision", "num_lifted"), [("float32", 0), ("bf16", 2), ("narrow", 0)])
+def test_gradients_that_wait_to_be_added_are_reported(
+    device: str, num_kept: int, precision: str, num_lifted: int
+) -> None:
+    """All of a backward's; those of 16 bits become float32 before they are added to such."""
     batches = [batch_on(batch, device) for batch in SKIPS.batches([4] * 2)]
     task = SKIPS if device == "cpu" else on(SKIPS, device)
-    with make_pipeline(task, 2, 2, batches[0]) as pipe:
+    with make_pipeline(task, 2, 2, batches[0], **PRECISIONS[precision]) as pipe:
         go_on(pipe, pd2.PipelineOptimizer(OPTIMIZERS["sgd"](pipe.parameters())), batches)
         pipe.flush()
         for each in pipe.memory_report().values():
             assert each.weights > 0
-            assert each.kept_gradients == num_kept * each.weights // 2  # all of a backward's
+            want = num_kept * (1 + num_lifted) * each.weights // 2
+            # What is float32 for a moment begins on a boundary for each parameter.
+            assert want <= each.kept_gradients <= want + (512 * 8 if want and num_lifted else 0)

@@ -118,6 +118,7 @@ TRAININGS = {
     "clipping by value": Training(opt_options={"clip_grad_value": 0.01}, optimizer="adamw"),
     "masters": Training(options=PRECISIONS["bf16"]),
     "split masters": Training(options=PRECISIONS["split"], opt_options=CLIPS),
+    "narrow gradients": Training(options=PRECISIONS["narrow"], opt_options=CLIPS),
     "loss scale": Training(options=PRECISIONS["fp16"], opt_options=OVERFLOWS),
     "loss scale, eager": Training(options=PRECISIONS["fp16"] | EAGER, opt_options=OVERFLOWS, m=6),
     "recomputation": Training(options={"recompute": True, "spare_buffer": True}),
@@ -146,6 +147,13 @@ OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"
 OF_THREE += ["frozen"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
 OF_REPLICAS += ["no_sync", "graphs", "tied", "recomputation", "frozen"]
+OF_REPLICAS += ["narrow gradients"]
+SHARED = {
+    f"shares, {name}": dataclasses.replace(
+        TRAININGS[name], opt_options=TRAININGS[name].opt_options | {"shard_state": True}
+    )
+    for name in ("sgd", "clipping", "masters", "split masters", "narrow gradients", "loss scale")
+}
 HOOKED = {
     "Ok-Topk": Training(
         hook=(lambda group: pd2.OkTopkState(group, 0.3), pd2.ok_topk_hook), opt_options=CLIPS
@@ -187,7 +195,7 @@ def train(rank: int, world: int, names: Sequence[str], kind: str, width: int) ->
             )
         patches.enter_context(mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends))
         for name in names:
-            training = (TRAININGS | HOOKED)[name]
+            training = (TRAININGS | SHARED | HOOKED)[name]
             want = training.run("cpu", world // width, width)
             # Whatever waits for a device on a real one does so here at random.
             checked.set_drains(at_first_use=True, probability=0.05, seed=rank)
@@ -210,6 +218,10 @@ def test_three_processes() -> None:
 
 def test_replicas() -> None:
     run_ranks(train, 4, args=[OF_REPLICAS, "group", 2], rendezvous="environment", timeout=90)
+
+
+def test_replicas_that_share_out_state() -> None:
+    run_ranks(train, 4, args=[list(SHARED), "group", 2], rendezvous="environment", timeout=90)
 
 
 def test_hooks() -> None:

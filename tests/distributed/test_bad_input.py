@@ -107,6 +107,18 @@ CONSTRUCTIONS: dict[str, Any] = {
         "ValueError",
         ["split_master", "0: False", "1: True"],
     ),
+    "gradients": (
+        {"precision": "bf16"},
+        {"precision": "bf16", "gradient_dtype": torch.bfloat16},
+        "ValueError",
+        ["gradient_dtype", "0: None", "1: torch.bfloat16"],
+    ),
+    "gradients of float32": (
+        {"gradient_dtype": torch.bfloat16},
+        {"gradient_dtype": torch.bfloat16},
+        "ValueError",
+        ["gradient_dtype: torch.bfloat16", "precision: None"],
+    ),
     "autocast": ({}, {"autocast": torch.half}, "ValueError", ["autocast", "None", "float16"]),
     "no number": ({"num_stages": "2"}, {"num_stages": "2"}, "TypeError", ["num_stages: '2'"]),
     "not called": ({}, {"loss_fn": 3}, "TypeError", ["loss_fn: int given, it must be callable"]),

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from tests.distributed.test_replica_sums import bytes_sent
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -145,6 +144,7 @@ def equal_with_and_without(**options: Any) -> None:
         assert same(shared[key], value), (key, options)
 
 
+NARROW = {"precision": "bf16", "gradient_dtype": torch.bfloat16}
 SMALL = 4 / 1024
 """MiB: many buckets, of one or two parameters."""
 
@@ -156,6 +156,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (adamw, {"make_model": tied_model, "precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
     (sgd, {"make_model": tied_model, "bucket_cap_mb": SMALL}),
     (rmsprop, {"precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (rmsprop, {**NARROW, "make_model": tied_model, "schedule": "1f1b"}),
     (adamw, {"replica_sums": "all_reduce"}),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
     (sgd, {"width": 4, "make_model": one_matrix, "clip": {"max_grad_norm": 0.1}}),
@@ -264,60 +266,6 @@ def changes_hands(rank: int, world: int) -> None:
 def test_states_of_shares_are_whole_wherever_they_are_seen(tmp_path: Path) -> None:
     goes = functools.partial(goes_on, folder=str(tmp_path))
     run_ranks(in_turn, 2, args=(like_the_oracle, takes_over, changes_hands, goes), timeout=150)
-
-
-NUMEL, COUNT = 128 * 128, 8
-
-
-def square_model() -> list[nn.Module]:
-    return [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))]
-
-
-def measured(rank: int, world: int, precision: str | None, shard_state: bool) -> dict[str, float]:
-    """Of a parameter: what is reported, what masters and moments take up, and bytes sent."""
-    x = torch.ones(2, 128)
-    with pd2.PipelineModule(
-        square_model(),
-        mse_loss,
-        num_microbatches=2,
-        width=world,
-        precision=precision,
-        example_args=(x,),
-    ) as pipe:
-        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=shard_state)
-        sent = bytes_sent(pipe, opt, x, 2)
-        (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
-        engine, slot = stage.weights.engine, stage.weights.engine.newest_slot
-        owned = [i for i in range(COUNT) if engine.owns(i)]
-        tensors = [engine.master(slot, i) for i in owned if precision]
-        for name in ("exp_avg", "exp_avg_sq"):
-            tensors += [engine.optimizer_state(name, i) for i in owned]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        reported = report.weights + report.gradients + report.masters + report.optimizer_state
-        return {
-            "reported": reported / (COUNT * NUMEL),
-            "padding": report.padding,
-            "kept": sum(each.nbytes() for each in storages.values()) / (COUNT * NUMEL),
-            "sent": sent / (2 * COUNT * NUMEL),
-        }
-
-
-def all_measured(rank: int, world: int) -> list[dict[str, float]]:
-    return [measured(rank, world, "bf16", True), measured(rank, world, None, True)]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_parameter_takes_8_and_12_over_w_bytes(world: int) -> None:
-    results = [result.value for result in run_ranks(all_measured, world, timeout=100)]
-    for half, full in results:
-        assert half["reported"] == 8 + 12 / world
-        assert half["kept"] == pytest.approx(12 / world, abs=0.01)
-        assert full["reported"] == 12 + 8 / world
-        assert full["kept"] == pytest.approx(8 / world, abs=0.01)
-    # Gradients to whom they belong, and from there the weights as the stages compute with them.
-    for number, each in enumerate((4 + 2, 4 + 4)):
-        sent = sum(result[number]["sent"] for result in results) / world
-        assert sent == pytest.approx(each * (world - 1) / world, rel=0.02)
 
 
 def refused(rank: int, world: int) -> None:

@@ -2,15 +2,18 @@
 
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at round(W(max(t - delay, 0)))
 
-W is float32, and so is g, the sum of the microbatches' gradients; forward and backward are those of
-a model of rounded weights. With a loss scale s(t), a batch's loss is multiplied by that of the
-version that it reads, and a gradient that is not finite anywhere leaves W(t+1) = W(t) and
-s(t+1) = s(t) * backoff. Shares nothing with the package.
+W is float32; forward and backward are those of a model of rounded weights. g is the sum over each
+replica's microbatches, in their order, and then over the replicas in theirs. It is made of float32,
+or `narrow`: of the gradients as they come, in their dtype, to which every sum is rounded, and what
+unscaling and clipping make of it; the step reads it as float32. With a loss scale s(t), a batch's
+loss is multiplied by that of the version that it reads, and a gradient that is not finite anywhere
+leaves W(t+1) = W(t) and s(t+1) = s(t) * backoff. Shares nothing with the package.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from tests.references.oracle import Batch, LossFunction
 
+_FLOAT = torch.float32
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -28,9 +32,10 @@ class MixedOracle:
     Args:
         low: a copy of the model in the dtypes to compute in.
         optimizer: over the model's parameters.
+        narrow: gradients stay as they come. Else they become float32.
         round_to: gives the weights of ``low``; by default as ``copy_`` does.
         scale: of W(0), if there is loss scaling, with ``growth_interval``; factors 2 and 0.5.
-        clip: called with the model's parameters before a step.
+        clip: called before a step with parameters that have the gradients.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class MixedOracle:
         delay: int,
         *,
         dtype: torch.dtype,
+        narrow: bool = False,
         round_to: Round = lambda weight: weight,
         scale: float | None = None,
         growth_interval: int = 2000,
@@ -51,6 +57,7 @@ class MixedOracle:
         self.model, self.low, self.optimizer = model, low, optimizer
         self.num_microbatches, self.loss_fn, self.delay = num_microbatches, loss_fn, delay
         self.dtype, self.round_to, self.clip = dtype, round_to, clip
+        self.narrow = narrow
         self.scales = [1.0 if scale is None else scale]
         self.has_scale = scale is not None
         self.growth_interval = growth_interval
@@ -66,9 +73,10 @@ class MixedOracle:
         with torch.no_grad():
             for low, weight in zip(self.low.parameters(), self.versions[version], strict=True):
                 low.copy_(self.round_to(weight))
-        sums: list[torch.Tensor | None] = [None for _ in self.low.parameters()]
+        by_replica: list[list[torch.Tensor | None]] = []
         losses = []
         for batch in batches:
+            sums: list[torch.Tensor | None] = [None for _ in self.low.parameters()]
             total: torch.Tensor | None = None
             for j in range(self.num_microbatches):
                 loss = self._microbatch(batch, j)
@@ -77,15 +85,20 @@ class MixedOracle:
                 self.low.zero_grad(set_to_none=True)
                 loss.backward(seed)
                 sums = [
-                    before if p.grad is None else _sum(before, p.grad.float())
+                    before if p.grad is None else added(before, self._kept(p.grad))
                     for before, p in zip(sums, self.low.parameters(), strict=True)
                 ]
                 share = loss.detach() / self.num_microbatches
                 total = share if total is None else total + share
             assert total is not None
             losses.append(float(total))
-        self._update([None if g is None else g * (1 / self.scales[version]) for g in sums])
+            by_replica.append(sums)
+        gradients = [functools.reduce(added, of_one) for of_one in zip(*by_replica, strict=True)]
+        self._update([None if g is None else g * (1 / self.scales[version]) for g in gradients])
         return losses
+
+    def _kept(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if self.narrow else gradient.float()
 
     def _microbatch(self, batch: Batch, j: int) -> torch.Tensor:
         def part(leaf: torch.Tensor) -> torch.Tensor:
@@ -101,9 +114,12 @@ class MixedOracle:
         finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
         scale = self.scales[-1]
         if finite or not self.has_scale:
-            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            self.clip(list(self.model.parameters()))
+            holders = list((self.low if self.narrow else self.model).parameters())
+            for holder, gradient in zip(holders, gradients, strict=True):
+                holder.grad = gradient
+            self.clip(holders)
+            for parameter, holder in zip(self.model.parameters(), holders, strict=True):
+                parameter.grad = None if holder.grad is None else holder.grad.float()
             self.optimizer.step()
             self.since_change += 1
             if self.has_scale and self.since_change == self.growth_interval:
@@ -133,5 +149,22 @@ def half_away(weight: torch.Tensor) -> torch.Tensor:
     return ((bits + 0x8000) & ~0xFFFF).view(torch.float32)
 
 
-def _sum(before: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if before is None else before + gradient
+def added(before: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum; a gradient that is missing adds nothing."""
+    if before is None or gradient is None:
+        return gradient if before is None else before
+    return before + gradient
+
+
+def clip_norm(
+    parameters: list[nn.Parameter], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, but that norms of 16-bit gradients are float32."""
+    norms = [
+        torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.promote_types(p.dtype, _FLOAT))
+        for p in parameters
+        if p.grad is not None
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total

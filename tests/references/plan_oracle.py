@@ -40,6 +40,7 @@ class Problem:
     chunks: tuple[int, ...] = (2,)
     recompute: tuple[str, ...] = ("none", "stages")
     optimizer: str = "sgd"
+    shard_state: bool = False
     num_stages: int | None = None
     width: int | None = None
 
@@ -54,6 +55,7 @@ class Problem:
             schedules=self.schedules,
             recompute=self.recompute,
             optimizer=self.optimizer,
+            shard_state=self.shard_state,
             num_stages=self.num_stages,
             width=self.width,
             unequal_replicas=False,
@@ -271,6 +273,11 @@ def stages(
             largest_block = max(largest_block, block)
             block_seconds += slow * sum(item.forward[a:b])
         received = float(sum(size for (_, to), size in sent.items() if to == k)) if again else 0.0
+        # Each replica has, and steps, its share, and gives the others the weights in place of sums.
+        state = STATES[problem.optimizer] * trained
+        stepped = trained
+        if problem.shard_state:
+            state, stepped = state / candidate.width, trained / candidate.width
         stage = {
             "forward": forward + action,
             "input_grad": slow * sum(item.input_grad[i] for i in layers) + action + block_seconds,
@@ -287,13 +294,13 @@ def stages(
                 ),
                 default=0.0,
             ),
-            "update": slow * trained * profile.seconds_per_update_byte.get(problem.optimizer, 0.0),
+            "update": slow * stepped * profile.seconds_per_update_byte.get(problem.optimizer, 0.0),
             "all_reduce": ring_seconds(problem, devices, trained),
             "num_versions": versions,
             "weight_bytes": trained,
             "frozen_bytes": whole - trained,
             "gradient_bytes": trained,
-            "state_bytes": STATES[problem.optimizer] * trained,
+            "state_bytes": state,
             "most_in_flight": flights[k],
             "activation_bytes": kept,
             "input_bytes": received,
@@ -301,9 +308,7 @@ def stages(
         stage["of_microbatch"] = received if again else kept
         stage["kept"] = flights[k] * stage["of_microbatch"]
         stage["again"] = most_again[k] * (kept if again else largest_block)
-        stage["held"] = (
-            (versions + 1 + STATES[problem.optimizer]) * trained + (whole - trained) + stage["kept"]
-        )
+        stage["held"] = (versions + 1) * trained + state + (whole - trained) + stage["kept"]
         stage["peak_bytes"] = stage["held"] + stage["again"]
         found.append(stage)
     return found

@@ -107,6 +107,7 @@ def made_problem(
     devices: tuple[int, int] = (1, 8),
     most_types: int = 2,
     recompute: tuple[str, ...] = ("none", "stages"),
+    shard_state: bool = False,
     **of_profile: Any,
 ) -> Problem:
     """On servers with fast links inside and slower ones between them, of one or two types."""
@@ -141,6 +142,7 @@ def made_problem(
         chunks=random.choice([(2,), (2, 3)]),
         recompute=recompute,
         optimizer=random.choice(["sgd", "momentum", "adamw"]),
+        shard_state=shard_state,
         **random.choice([{}, {"width": 1}, {} if "interleaved" in schedules else deep]),
     )
 

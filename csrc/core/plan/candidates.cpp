@@ -259,7 +259,7 @@ double Bounds::seconds(const Candidate& candidate, double speed) const {
   double all_reduce = 0;
   if (w > 1 && problem_.cluster.all_reduce.empty()) {
     all_reduce =
-        2 * (w - 1.0) / w * trained_bytes_ * problem_.options.gradient / best_link_.bandwidth;
+        2 * (w - 1.0) / w * trained_bytes_ * problem_.options.summed() / best_link_.bandwidth;
   }
   const double busy = m * (work + (again ? totals.forward : 0));
   double least = shape.method->is_flushed() ? (busy + all_reduce / most_slowness_) / speed

@@ -45,7 +45,8 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
     StageMemoryRule& rule = rules[stage];
     rule.slowness = holders.slowness[stage];
     const double in_flight = in_flight_with_others(shape, stage);
-    rule.trained = shape.num_versions() + problem.options.gradient + problem.options.state;
+    rule.trained = shape.num_versions() + problem.options.gradient +
+                   problem.options.held_state(candidate.width);
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
     for (const int rank : shape.ranks_of(stage)) {
@@ -166,12 +167,14 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
         .input_grad = slow * sum.input_grad + action,
         .weight_grad = slow * sum.weight_grad + (shape.method->is_split ? action : 0),
         .recompute = recomputes_stages() ? slow * sum.forward : 0,
-        .update = slow * trained * problem.model.seconds_per_update_byte,
+        .update = slow * trained * problem.model.seconds_per_update_byte *
+                  options.stepped(candidate.width),
         .activation_bytes = sum.activation_bytes + (recomputes_stages() ? 0 : shared[k].kept),
         .input_bytes = recomputes_stages() ? received[k] : 0,
         .weight_bytes = trained,
         .gradient_bytes = options.gradient * trained,
-        .state_bytes = options.state * trained};
+        .state_bytes = options.held_state(candidate.width) * trained};
+    stage.summed_bytes = options.summed() * trained;
     stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
     stage.most_in_flight = most_in_flight(shape, k);
     stage.memory_limit = kInfinity;

@@ -20,6 +20,7 @@ struct PlannedStage {
   double message = 0;
   int receiver = 0;
   double frozen_bytes = 0;
+  double summed_bytes = 0;  // by replicas, see PlanOptions
   int most_in_flight = 0;
   double peak_bytes = 0;
   double memory_limit = 0;  // of the smallest device, of all its stages

@@ -43,7 +43,7 @@ void set_links(Evaluation& plan, GridLinks& links) {
     PlannedStage& stage = plan.stages[k];
     const std::span<const int> devices = links.devices().of_rank(shape.rank_of(k));
     stage.devices.assign(devices.begin(), devices.end());
-    stage.costs.all_reduce = links.all_reduce(k, stage.costs.gradient_bytes);
+    stage.costs.all_reduce = links.all_reduce(k, stage.summed_bytes);
     costs.stages[k] = stage.costs;
   }
   plan.devices = links.devices();

@@ -59,6 +59,13 @@ struct PlanOptions {
   // Bytes per byte of trained parameters, in one copy.
   double gradient = 1;
   double state = 0;  // optimizer and masters
+  // Each of w replicas has 1/w of the state, steps that, and gives the others its weights.
+  bool shares_state = false;
+  double held_state(int width) const { return shares_state ? state / width : state; }
+  double stepped(int width) const { return shares_state ? 1.0 / width : 1; }
+  // What replicas exchange in an update, as bytes of a sum that all get: half of them go to whoever
+  // adds up, the other half back.
+  double summed() const { return shares_state ? (gradient + 1) / 2 : gradient; }
   // Optimizers step in the host's memory: their times are of a rank's host, not of its device.
   bool steps_on_host = false;
   bool unequal_replicas = false;  // replicas may have different numbers of microbatches

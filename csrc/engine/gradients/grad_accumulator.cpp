@@ -4,6 +4,8 @@
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -12,6 +14,18 @@
 #include <algorithm>
 
 namespace pd2 {
+namespace {
+
+// Torch gives a list of tensors to a device in few launches if each is laid out as its counterpart.
+// One that is not would have all others added one by one.
+at::Tensor laid_out_like(const at::Tensor& view, const at::Tensor& gradient) {
+  if (gradient.strides() == view.strides()) {
+    return gradient;
+  }
+  return at::empty_like(view, gradient.options()).copy_(gradient);
+}
+
+}  // namespace
 
 class GradAccumulator::Hook : public torch::autograd::PostAccumulateGradHook {
  public:
@@ -25,8 +39,10 @@ class GradAccumulator::Hook : public torch::autograd::PostAccumulateGradHook {
   std::size_t parameter_;
 };
 
-at::ScalarType GradAccumulator::dtype(at::ScalarType weights) {
-  return weights == at::kHalf || weights == at::kBFloat16 ? at::kFloat : weights;
+at::ScalarType GradAccumulator::dtype(at::ScalarType weights,
+                                      std::optional<at::ScalarType> narrow) {
+  const bool is_half = weights == at::kHalf || weights == at::kBFloat16;
+  return is_half && weights != narrow ? at::kFloat : weights;
 }
 
 GradAccumulator::GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,
@@ -132,12 +148,13 @@ void GradAccumulator::add_kept() {
   std::vector<at::Tensor> sums, added, empty, written;
   for (const Kept& kept : kept_) {
     const bool is_first = !buffer.has_gradient[kept.parameter];
-    (is_first ? empty : sums).push_back(buffer.views[kept.parameter]);
-    (is_first ? written : added).push_back(kept.gradient);
+    const at::Tensor& view = buffer.views[kept.parameter];
+    (is_first ? empty : sums).push_back(view);
+    (is_first ? written : added).push_back(laid_out_like(view, kept.gradient));
     buffer.has_gradient[kept.parameter] = true;
   }
   if (!sums.empty()) {
-    at::_foreach_add_(sums, added);
+    add_lists(sums, added);
   }
   if (!empty.empty()) {
     at::_foreach_copy_(empty, written);
@@ -147,6 +164,38 @@ void GradAccumulator::add_kept() {
     if (on_added_) {
       on_added_(kept.parameter);
     }
+  }
+}
+
+// For few launches both lists must be of one dtype, too: 16-bit gradients become float32 first,
+// as an addition would make of each.
+void GradAccumulator::add_lists(at::TensorList sums, at::TensorList added) {
+  if (sums.front().scalar_type() == added.front().scalar_type()) {
+    at::_foreach_add_(sums, added);
+    return;
+  }
+  for (std::size_t count = 0; !sums.empty(); sums = sums.slice(count), added = added.slice(count)) {
+    std::size_t bytes = 0;
+    for (count = 0; count < sums.size(); ++count) {
+      bytes += sums[count].nbytes();
+      if (count > 0 && bytes > static_cast<std::size_t>(group_bytes_)) {
+        break;
+      }
+    }
+    if (count == 1) {
+      sums.front().add_(added.front());  // a launch in any case
+      continue;
+    }
+    const FlatPacking packing(sums.slice(0, count).vec());
+    const at::Tensor flat = at::empty({packing.numel()}, sums.front().options());
+    std::vector<at::Tensor> lifted;
+    for (std::size_t i = 0; i < count; ++i) {
+      lifted.push_back(packing.view(flat, i));
+    }
+    at::_foreach_copy_(lifted, added.slice(0, count));
+    at::_foreach_add_(sums.slice(0, count), lifted);
+    const auto lifted_bytes = static_cast<std::int64_t>(flat.nbytes());
+    most_kept_bytes_ = std::max(most_kept_bytes_.load(), kept_bytes_ + lifted_bytes);
   }
 }
 

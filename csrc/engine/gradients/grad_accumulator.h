@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,8 +46,10 @@ class GradAccumulator {
   static std::int64_t num_flags(const FlatPacking& packing, bool has_flags) {
     return has_flags ? static_cast<std::int64_t>(packing.views().size()) : 0;
   }
-  // Half-precision gradients of many microbatches would lose their low bits: added in float32.
-  static at::ScalarType dtype(at::ScalarType weights);
+  // Half-precision gradients of many microbatches lose their low bits: added in float32, unless
+  // weights and gradients are to be `narrow`.
+  static at::ScalarType dtype(at::ScalarType weights,
+                              std::optional<at::ScalarType> narrow = std::nullopt);
 
   // `buffers`: flat, of the packing and dtype(), with the flags.
   GradAccumulator(const FlatPacking& packing, std::vector<std::string> names,
@@ -60,8 +63,9 @@ class GradAccumulator {
   // From now on gradients are put there instead of being added; null: they are added again.
   void hold(std::vector<HeldGradient>* where) { held_ = where; }
   void add(std::size_t parameter, const at::Tensor& gradient);
-  // Gradients of so many bytes are added together, in the order in which they came; 0: each at
-  // once, as on the CPU. Elsewhere kGroupBytes to begin with.
+  // Gradients of so many bytes are added together, in the order in which they came; those of 16
+  // bits as float32, which are no more bytes at a time. 0: each at once, as on the CPU. Elsewhere
+  // kGroupBytes to begin with.
   void add_in_groups(std::int64_t bytes) { group_bytes_ = bytes; }
   static constexpr std::int64_t kGroupBytes = std::int64_t{32} << 20;
 
@@ -107,7 +111,8 @@ class GradAccumulator {
   // Appends a buffer like the others; removes the last one.
   void add_buffer();
   void drop_last_buffer() { buffers_.pop_back(); }
-  // The most bytes of gradients that were kept at once to be added together. From any thread.
+  // The most bytes of gradients that were kept at once to be added together, with those in float32
+  // of 16-bit ones. From any thread.
   std::int64_t most_kept_bytes() const { return most_kept_bytes_; }
 
  private:
@@ -122,6 +127,7 @@ class GradAccumulator {
   void keep(std::size_t parameter, const at::Tensor& gradient);
   void add_kept();
   void forget_kept();
+  void add_lists(at::TensorList sums, at::TensorList added);
 
   const FlatPacking& packing_;
   std::vector<std::string> names_;

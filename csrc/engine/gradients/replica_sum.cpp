@@ -20,26 +20,6 @@ constexpr std::size_t kMostLanes = 2;
 // Buckets of single parameters are not cut further.
 constexpr std::int64_t kLeastPart = std::int64_t{1} << 20;
 
-// Two names of one function, the first of which older releases of torch do not have.
-template <typename Group>
-c10::intrusive_ptr<c10d::Work> all_to_all(Group& group, at::Tensor to, at::Tensor from,
-                                          Sizes to_sizes, Sizes from_sizes) {
-  if constexpr (requires { group.all_to_all_single(to, from, to_sizes, from_sizes); }) {
-    return group.all_to_all_single(to, from, to_sizes, from_sizes);
-  } else {
-    return group.alltoall_base(to, from, to_sizes, from_sizes);
-  }
-}
-
-template <typename Group>
-c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor to, at::Tensor from) {
-  if constexpr (requires { group.all_gather_single(to, from); }) {
-    return group.all_gather_single(to, from);
-  } else {
-    return group._allgather_base(to, from);
-  }
-}
-
 }  // namespace
 
 ReplicaSum::ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
@@ -83,7 +63,7 @@ void ReplicaSum::cut() {
   lanes_.assign(is_ordered() ? std::min(kMostLanes, parts_.size()) : 0, {});
   std::int64_t most = 0;
   for (const Part& part : parts_) {
-    most = std::max(most, part.pieces[rank_] * size_ * flat(part, 0).element_size());
+    most = std::max(most, part.pieces[rank_] * (size_ - 1) * flat(part, 0).element_size());
   }
   for (at::Tensor& lane : lanes_) {
     lane = at::empty({most}, gradients_.front()->flat(0).options().dtype(at::kByte));
@@ -167,8 +147,7 @@ void ReplicaSum::finish(Batch& batch, const IsStopped& is_stopped, const Then& t
     batch.is_over = !is_shared_;
     return;
   }
-  const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
-  Fence::of(here).hold_back(stream_);
+  Fence::of(here()).hold_back(stream_);
   {
     const OnStream guard(stream_);
     for (std::size_t i = 0; i < parts_.size(); ++i) {
@@ -183,30 +162,31 @@ void ReplicaSum::finish(Batch& batch, const IsStopped& is_stopped, const Then& t
     }
     batch.is_over = !is_shared_;
   }
-  Fence::of(stream_).hold_back(here);
+  Fence::of(stream_).hold_back(here());
+}
+
+void ReplicaSum::begin_gather(std::size_t bucket, const std::vector<at::Tensor>& flats) {
+  Fence::of(here()).hold_back(stream_);
+  const OnStream guard(stream_);
+  for (; num_gathered_ < bucket; ++num_gathered_) {
+    const GradientBuckets::Bucket& next = buckets()[num_gathered_];
+    const Exchange exchange = give_shares(next, flats[next.dtype]);
+    gathered_.insert(gathered_.end(), exchange.begin(), exchange.end());
+  }
 }
 
 void ReplicaSum::gather(Batch* batch, const std::vector<at::Tensor>& flats,
                         const IsStopped& is_stopped) {
-  const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
-  Fence::of(here).hold_back(stream_);
+  begin_gather(buckets().size(), flats);
+  if (batch) {
+    batch->is_over = true;
+  }
+  num_gathered_ = 0;
   {
     const OnStream guard(stream_);
-    Exchange exchange;
-    for (const Share& share : shares_) {
-      // As bytes: gloo sends no int16, which split masters are.
-      const at::Tensor& flat = flats[share.dtype];
-      if (flat.defined()) {
-        const at::Tensor part = flat.narrow(0, share.begin, share.end - share.begin);
-        exchange.push_back(broadcast(part.view(at::kByte), share.rank));
-      }
-    }
-    if (batch) {
-      batch->is_over = true;
-    }
-    await(exchange, &is_stopped);
+    await(std::exchange(gathered_, {}), &is_stopped);
   }
-  Fence::of(stream_).hold_back(here);
+  Fence::of(stream_).hold_back(here());
 }
 
 void ReplicaSum::set_hook(Hook hook) {
@@ -217,8 +197,7 @@ void ReplicaSum::set_hook(Hook hook) {
 
 void ReplicaSum::call_hook(Batch& batch, std::optional<double> unscaling,
                            const IsStopped& is_stopped) {
-  const MaybeStream here = stream_ ? stream_here(stream_->device()) : std::nullopt;
-  Fence::of(here).hold_back(stream_);
+  Fence::of(here()).hold_back(stream_);
   {
     const OnStream guard(stream_);
     for (const auto& each : gradients_) {
@@ -236,7 +215,7 @@ void ReplicaSum::call_hook(Batch& batch, std::optional<double> unscaling,
     }
     batch.is_over = true;
   }
-  Fence::of(stream_).hold_back(here);
+  Fence::of(stream_).hold_back(here());
 }
 
 void ReplicaSum::let_end(Batch& batch, const IsStopped& is_stopped) {
@@ -283,55 +262,70 @@ bool ReplicaSum::await(const Exchange& exchange, const IsStopped* is_stopped) co
   return true;
 }
 
-ReplicaSum::Exchange ReplicaSum::send(std::size_t part, std::size_t buffer) const {
-  const at::Tensor from = flat(parts_[part], buffer);
+Exchange ReplicaSum::send(std::size_t part, std::size_t buffer) const {
+  const at::Tensor all = flat(parts_[part], buffer);
   if (!is_ordered()) {
-    std::vector<at::Tensor> summed{from};
+    std::vector<at::Tensor> summed{all};
     return {replicas_.group->allreduce(summed)};
   }
-  const Sizes& sizes = parts_[part].pieces;
-  return {all_to_all(*replicas_.group, received(part), from, Sizes(size_, sizes[rank_]), sizes)};
+  return swap_pieces(*replicas_.group, all.split_with_sizes(parts_[part].pieces), received(part));
 }
 
-ReplicaSum::Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const {
+Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const {
   const at::Tensor all = flat(parts_[part], buffer);
-  const Sizes& sizes = parts_[part].pieces;
-  std::vector<at::Tensor> sums = all.split_with_sizes(sizes);
-  const std::vector<at::Tensor> given = received(part).view({size_, sizes[rank_]}).unbind();
-  const std::vector<int>& order = replicas_.order;
-  at::add_out(sums[rank_], given[order[0]], given[order[1]]);
-  for (int i = 2; i < size_; ++i) {
-    sums[rank_].add_(given[order[i]]);
+  const std::vector<at::Tensor> pieces = all.split_with_sizes(parts_[part].pieces);
+  std::vector<at::Tensor> given = received(part);
+  given[rank_] = pieces[rank_];
+  at::Tensor sum = given[replicas_.order.front()];
+  for (int i = 1; i < size_; ++i) {
+    const at::Tensor& next = given[replicas_.order[i]];
+    // Where this rank's own gradients are, from these on.
+    at::Tensor to = next.is_same(pieces[rank_]) ? next : sum;
+    at::add_out(to, sum, next);
+    sum = to;
   }
-  Exchange exchange;
   if (is_shared_) {
-    for (const Share& wanted : everywhere_) {
-      const std::int64_t begin = std::max(wanted.begin, parts_[part].begin);
-      const std::int64_t end = std::min(wanted.end, parts_[part].end);
-      if (wanted.dtype == buckets()[parts_[part].bucket].dtype && begin < end) {
-        const at::Tensor sum = all.narrow(0, begin - parts_[part].begin, end - begin);
-        exchange.push_back(broadcast(sum, wanted.rank));
-      }
-    }
-    return exchange;
+    return give_everywhere(parts_[part], all);
   }
-  if (stream_ && all.numel() == size_ * sizes[rank_]) {
-    return {all_gather(*replicas_.group, all, sums[rank_])};  // in place
+  if (stream_ && all.numel() == size_ * pieces[rank_].numel()) {
+    return gather_in_place(*replicas_.group, all, pieces[rank_]);
   }
   // The host's all-gather would copy, and takes no pieces of different sizes.
-  for (int rank = 0; rank < size_; ++rank) {
-    if (sizes[rank] > 0) {
-      exchange.push_back(broadcast(sums[rank], rank));
+  return give_pieces(*replicas_.group, pieces);
+}
+
+Exchange ReplicaSum::give_everywhere(const Part& part, const at::Tensor& all) const {
+  Exchange exchange;
+  for (const Share& wanted : everywhere_) {
+    const std::int64_t begin = std::max(wanted.begin, part.begin);
+    const std::int64_t end = std::min(wanted.end, part.end);
+    if (wanted.dtype == buckets()[part.bucket].dtype && begin < end) {
+      const at::Tensor wanted_part = all.narrow(0, begin - part.begin, end - begin);
+      const Exchange more = broadcast_from(*replicas_.group, wanted.rank, wanted_part);
+      exchange.insert(exchange.end(), more.begin(), more.end());
     }
   }
   return exchange;
 }
 
-c10::intrusive_ptr<c10d::Work> ReplicaSum::broadcast(at::Tensor tensor, int rank) const {
-  std::vector<at::Tensor> tensors{std::move(tensor)};
-  c10d::BroadcastOptions options;
-  options.rootRank = rank;
-  return replicas_.group->broadcast(tensors, options);
+Exchange ReplicaSum::give_shares(const GradientBuckets::Bucket& bucket,
+                                 const at::Tensor& flat) const {
+  const std::int64_t numel = gradients_[bucket.dtype]->packing().numel();
+  if (!flat.defined() || bucket.begin == numel) {  // flags alone
+    return {};
+  }
+  Sizes sizes(size_, 0);
+  for (const Share& share : shares_) {
+    if (share.dtype == bucket.dtype && share.begin >= bucket.begin && share.end <= bucket.end) {
+      sizes[share.rank] = share.end - share.begin;
+    }
+  }
+  const at::Tensor all = flat.narrow(0, bucket.begin, std::min(bucket.end, numel) - bucket.begin);
+  return give_pieces(*replicas_.group, all.split_with_sizes(sizes));
+}
+
+MaybeStream ReplicaSum::here() const {
+  return stream_ ? stream_here(stream_->device()) : std::nullopt;
 }
 
 at::Tensor ReplicaSum::gradients(const GradientBuckets::Bucket& bucket, std::size_t buffer) const {
@@ -379,11 +373,18 @@ std::int64_t ReplicaSum::bytes_in_lane(const Part& part) const {
   return most <= 2 * part_bytes_ ? std::min(most, part_bytes_) : size_ * bytes;
 }
 
-at::Tensor ReplicaSum::received(std::size_t part) const {
+std::vector<at::Tensor> ReplicaSum::received(std::size_t part) const {
   const at::Tensor like = flat(parts_[part], 0);
-  const std::int64_t numel = size_ * parts_[part].pieces[rank_];
+  const std::int64_t bytes = parts_[part].pieces[rank_] * like.element_size();
   const at::Tensor& lane = lanes_[part % lanes_.size()];
-  return lane.narrow(0, 0, numel * like.element_size()).view(like.scalar_type());
+  std::vector<at::Tensor> pieces;
+  std::int64_t begin = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    const std::int64_t size = rank == rank_ ? 0 : bytes;
+    pieces.push_back(lane.narrow(0, begin, size).view(like.scalar_type()));
+    begin += size;
+  }
+  return pieces;
 }
 
 std::int64_t ReplicaSum::bytes() const {

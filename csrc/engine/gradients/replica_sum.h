@@ -1,6 +1,7 @@
 // The sum of a stage's gradients over its replicas.
 #pragma once
 
+#include "engine/gradients/exchange.h"
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/gradient_buckets.h"
 #include "engine/gradients/shares.h"
@@ -57,10 +58,9 @@ class ReplicaSum {
   struct Batch {
     std::size_t buffer = 0;
     std::size_t num_ready = 0, num_sent = 0, num_summed = 0;  // parts, from the first on
-    std::vector<std::vector<c10::intrusive_ptr<c10d::Work>>>
-        works{};                        // by part, of its last exchange
-    bool is_settled = false;            // nothing to wait for or to read
-    std::atomic<bool> is_over = false;  // nothing is left to begin
+    std::vector<Exchange> works{};                            // by part, of its last exchange
+    bool is_settled = false;                                  // nothing to wait for or to read
+    std::atomic<bool> is_over = false;                        // nothing is left to begin
   };
   using UnderWay = std::shared_ptr<Batch>;
   // What replicas do in place of adding up: makes gradients the mean over all replicas of those
@@ -119,6 +119,8 @@ class ReplicaSum {
   // Every replica calls it: after finish() of a `batch` for which ranks share parameters out, or
   // settled and drained without one.
   void gather(Batch* batch, const std::vector<at::Tensor>& flats, const IsStopped& is_stopped);
+  // Begins it for the buckets before this one, of which this rank's shares are there.
+  void begin_gather(std::size_t bucket, const std::vector<at::Tensor>& flats);
 
   // Of the lanes.
   std::int64_t bytes() const;
@@ -131,10 +133,9 @@ class ReplicaSum {
     std::int64_t begin, end;
     std::vector<std::int64_t> pieces;  // elements, by rank
   };
-  using Exchange = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
   void cut();
   bool is_ordered() const { return !replicas_.order.empty(); }
+  MaybeStream here() const;  // the current one of the stream's device
   void make_ready(std::size_t bucket);
   void fill(std::size_t buffer);
   // Begins what is next of the batch: parts are sent until all lanes are taken, then one is summed
@@ -150,9 +151,12 @@ class ReplicaSum {
   std::vector<std::int64_t> pieces(const Part& part) const;
   // The bytes by which a bucket is cut, as what ranks get of it lies in a lane.
   std::int64_t bytes_in_lane(const Part& part) const;
-  // Where this rank's pieces come, from every rank.
-  at::Tensor received(std::size_t part) const;
-  c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor tensor, int rank) const;
+  // Where this rank's pieces come, from every other rank.
+  std::vector<at::Tensor> received(std::size_t part) const;
+  // What all need of a part of which each rank has its own alone.
+  Exchange give_everywhere(const Part& part, const at::Tensor& all) const;
+  // Each rank's share of a bucket, to all.
+  Exchange give_shares(const GradientBuckets::Bucket& bucket, const at::Tensor& flat) const;
 
   Replicas replicas_;
   const int rank_, size_;  // of the group
@@ -167,7 +171,9 @@ class ReplicaSum {
   std::vector<Part> parts_;
   std::vector<at::Tensor> lanes_;  // bytes
   UnderWay next_ = std::make_shared<Batch>();
-  UnderWay before_;  // which has ended; null: none
+  UnderWay before_;               // which has ended; null: none
+  Exchange gathered_;             // by gather(), so far
+  std::size_t num_gathered_ = 0;  // buckets
   Hook hook_;
 };
 

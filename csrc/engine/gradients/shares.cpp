@@ -89,7 +89,7 @@ std::vector<Share> share_out(const std::vector<GradientBuckets::Bucket>& buckets
       if (first < last) {
         const std::int64_t end =
             last < packing.views().size() ? packing.views()[last].offset : packing.numel();
-        shares.push_back({bucket.dtype, rank, first, last, packing.views()[first].offset, end});
+        shares.push_back({bucket.dtype, rank, first, last, packing.views()[first].offset, end, b});
       }
       first = last;
     }

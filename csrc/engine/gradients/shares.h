@@ -16,6 +16,7 @@ struct Share {
   int rank;
   std::size_t first, last;  // parameters
   std::int64_t begin, end;  // elements
+  std::size_t bucket = 0;
 };
 
 // Whole parameters, so that each one's norm, state and checkpoint is one rank's. Every bucket is

@@ -4,6 +4,7 @@
 #include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -35,10 +36,13 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
     by_dtype[{computed, own}].push_back(i);
   }
   places_.resize(parameters.size());
-  const bool can_rotate =
-      has_slack() && std::ranges::all_of(by_dtype, [](const auto& of_dtype) {
-        return GradAccumulator::dtype(of_dtype.first.first) == of_dtype.first.first;
-      });
+  const auto gradient_dtype = [&](const std::pair<at::ScalarType, at::ScalarType>& dtypes) {
+    const bool has_master = dtypes.first != dtypes.second;
+    return GradAccumulator::dtype(dtypes.first, has_master ? precision.gradients : std::nullopt);
+  };
+  const bool can_rotate = has_slack() && std::ranges::all_of(by_dtype, [&](const auto& of_dtype) {
+                            return gradient_dtype(of_dtype.first) == of_dtype.first.first;
+                          });
   slots_.resize(num_versions + (can_rotate ? 1 + (has_spare_ ? 1 : 0) : 0));
   for (const auto& [dtypes, members] : by_dtype) {
     const auto [dtype, own] = dtypes;
@@ -71,7 +75,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
       buffers.push_back(slots_[slot].back());
     }
     if (!can_rotate) {
-      buffers.push_back(packing.allocate(GradAccumulator::dtype(dtype), num_flags));
+      buffers.push_back(packing.allocate(gradient_dtype(dtypes), num_flags));
     }
     gradients_.push_back(
         std::make_unique<GradAccumulator>(packing, std::move(tensor_names), std::move(buffers)));
@@ -162,10 +166,17 @@ bool Stage::has_gradient(std::size_t parameter) const {
 }
 
 void Stage::scale_gradients(double factor) {
+  // As a tensor: of a scalar the host's kernels make a bfloat16 first.
+  const at::Tensor number = at::scalar_tensor(factor, at::kDouble);
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (owns(i) && has_gradient(i)) {
-      gradients.push_back(gradient(i));
+      at::Tensor mine = gradient(i);
+      if (mine.scalar_type() == at::kBFloat16) {
+        mine.mul_(number);
+      } else {
+        gradients.push_back(mine);
+      }
     }
   }
   if (!gradients.empty()) {

@@ -50,6 +50,8 @@ struct StagePrecision {
   std::vector<at::ScalarType> dtypes{};
   // Masters of bfloat16 weights are kept as what rounding took off the newest version.
   bool split = false;
+  // Gradients of bfloat16 weights with masters are added up in it. None: in float32.
+  std::optional<at::ScalarType> gradients{};
 };
 
 // Owns the flat weight buffers of K versions, one flat gradient buffer and the fused optimizers'
@@ -236,7 +238,8 @@ class Stage {
   // Instead of write_next(): W(t+1) is W(t), nothing is stepped.
   void repeat_newest();
 
-  // After the step: replicas that share the parameters out give each other what they have stepped.
+  // After the step: replicas that share the parameters out give each other what they have stepped,
+  // as far as they do not since write_next(), and wait for it.
   void exchange_shares(const std::function<bool()>& is_stopped);
 
   // Instead of reduce() and all that follows it: waits for the sums that have begun, whose results
@@ -293,7 +296,7 @@ class Stage {
     std::size_t buffer;
     std::vector<std::size_t> members;  // positions in that buffer's packing
     std::unique_ptr<FusedOptimizer> optimizer;
-    std::size_t bucket;         // of the host's
+    std::size_t bucket;         // of the host's, or of replicas' gradients
     std::int64_t begin, numel;  // of the flat buffers; not the host's
     at::Tensor master{};        // of these elements; undefined: none
     // Of each member what `all` says of it.
@@ -310,6 +313,9 @@ class Stage {
   // optimizer steps.
   void add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
                  std::size_t bucket);
+  // Whether the fused optimizers step all of this replica's parameters, so that none is left to
+  // the caller.
+  bool steps_all() const;
   // This replica's, of a dtype.
   std::vector<Share> shares_of(std::size_t buffer) const;
   // What is kept of elements of masters, which are all here; undefined: there are none.

@@ -2,6 +2,7 @@
 #include "core/check.h"
 #include "engine/stage/stage.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pd2 {
@@ -13,13 +14,23 @@ void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
     PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
     for (std::size_t buffer = 0; buffer < packings_.size() && !host_; ++buffer) {
       for (const Share& share : shares_of(buffer)) {
-        add_fused(groups, {buffer, share.first, share.last, share.begin, share.end}, 0);
+        add_fused(groups, {buffer, share.first, share.last, share.begin, share.end}, share.bucket);
       }
     }
     for (std::size_t bucket = 0; host_ && bucket < host_->buckets().size(); ++bucket) {
       add_fused(groups, host_->buckets()[bucket], bucket);
     }
   }
+  std::ranges::stable_sort(optimizers_, {}, &Fused::bucket);
+}
+
+bool Stage::steps_all() const {
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    if (owns(i) && stepped_[i].by == nullptr) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
@@ -77,7 +88,11 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     step_on_host(groups);
     return to;
   }
+  const bool gives_early = is_shared() && steps_all();
   for (Fused& fused : optimizers_) {
+    if (gives_early) {
+      replicas_->begin_gather(fused.bucket, slots_[to]);
+    }
     const GradAccumulator& accumulator = *gradients_[fused.buffer];
     const auto part = [&](const at::Tensor& flat) {
       return flat.narrow(0, fused.begin, fused.numel);

@@ -55,7 +55,7 @@ void Stage::round_masters(int slot) {
   for (std::size_t buffer = 0; buffer < packings_.size() && !host_ && !is_shared(); ++buffer) {
     const at::Tensor& master = masters_[buffer];
     if (master.defined() && master.scalar_type() == at::kFloat) {
-      slots_.at(slot)[buffer].copy_(master);
+      slots_.at(slot)[buffer].narrow(0, 0, master.numel()).copy_(master);  // without the flags
     }
   }
 }

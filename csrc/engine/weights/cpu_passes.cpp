@@ -1,7 +1,9 @@
 #include "engine/weights/cpu_passes.h"
 
+#include "engine/weights/tensor_norms.h"
+#include "kernels/half.h"
+
 #include <ATen/Parallel.h>
-#include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,11 +26,21 @@ T* state_at(const FlatStep& step, std::size_t which, std::int64_t i) {
   return state == nullptr ? nullptr : static_cast<T*>(state) + i;
 }
 
+template <typename T>
+void scale(T* g, std::int64_t n, T by) {
+  for (std::int64_t i = 0; i < n; ++i) g[i] *= by;
+}
+void scale(std::uint16_t* g, std::int64_t n, float by) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    g[i] = kernels::bfloat16_bits(kernels::float_of_bfloat16(g[i]) * by);
+  }
+}
+
 template <typename Weights>
 void step_part(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
                std::int64_t begin, std::int64_t end) {
   using T = typename Weights::Scalar;
-  const T* g = static_cast<const T*>(step.arrays.g) + begin;
+  const auto* g = static_cast<const typename Weights::Gradient*>(step.arrays.g) + begin;
   const std::int64_t state = run.state + begin - run.begin, n = end - begin;
   if (const auto* sgd = std::get_if<kernels::SgdOptions>(&run.options)) {
     kernels::sgd_cpu(weights.at(begin), g, state_at<T>(step, 0, state), n, *sgd);
@@ -54,11 +66,10 @@ void step_piece(const Weights& weights, const FlatStep& step, const kernels::Ste
   if (step.gradient_scale == 1) {
     return step_part(weights, step, run, begin, end);
   }
-  T* g = static_cast<T*>(step.gradient);
-  const T scale = static_cast<T>(step.gradient_scale);
+  auto* g = static_cast<typename Weights::Gradient*>(step.gradient);
   for (; begin < end; begin += kScaledAtOnce) {
     const std::int64_t part_end = std::min(end, begin + kScaledAtOnce);
-    for (std::int64_t i = begin; i < part_end; ++i) g[i] *= scale;
+    scale(g + begin, part_end - begin, static_cast<T>(step.gradient_scale));
     step_part(weights, step, run, begin, part_end);
   }
 }
@@ -97,7 +108,7 @@ void step_on_cpu(const FlatStep& step, const at::Tensor&) {
 std::vector<double> norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type) {
   std::vector<double> norms;
   for (const at::Tensor& tensor : tensors) {
-    norms.push_back(at::linalg_vector_norm(tensor, norm_type).item<double>());
+    norms.push_back(norm_by_torch(tensor, norm_type).item<double>());
   }
   return norms;
 }

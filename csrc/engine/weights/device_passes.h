@@ -27,8 +27,8 @@ struct DevicePasses {
   // there, so that a recorded step() can be repeated after another upload().
   void (*upload)(const FlatStep& step, at::Tensor& table);
   void (*step)(const FlatStep& step, const at::Tensor& table);
-  // Of dense float32 or float64 tensors, all of one dtype; waits for them. `norm_type` is 1, 2 or
-  // infinity. See tensor_norms.h.
+  // Of dense float32, float64 or bfloat16 tensors, all of one dtype; waits for them. `norm_type` is
+  // 1, 2 or infinity. See tensor_norms.h.
   std::vector<double> (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 

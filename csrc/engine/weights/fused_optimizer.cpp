@@ -47,12 +47,15 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
     : kind_(kind),
       slices_(std::move(slices)),
       numel_(flat_example.numel()),
-      options_(flat_example.options().requires_grad(false)),
+      gradient_dtype_(flat_example.scalar_type()),
+      options_(flat_example.options().requires_grad(false).dtype(
+          gradient_dtype_ == at::kBFloat16 ? at::kFloat : gradient_dtype_)),
       step_counts_(slices_.size(), 0),
       has_momentum_(slices_.size(), false) {
-  PD2_CHECK(supports(flat_example.scalar_type(), flat_example.device()),
-            "flat buffer: ", flat_example.scalar_type(), " on ", flat_example.device(),
-            ": the fused optimizer needs float32 or float64 on a device it was built for");
+  PD2_CHECK(
+      supports(options_.dtype().toScalarType(), flat_example.device()),
+      "flat buffer: ", gradient_dtype_, " on ", flat_example.device(),
+      ": the fused optimizer needs float32, float64 or bfloat16 on a device it was built for");
   const std::int64_t line = alignment_bytes(flat_example.device()) / flat_example.element_size();
   std::int64_t end = 0;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
@@ -87,6 +90,7 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
                            .w_out = w_out.mutable_data_ptr(),
                            .master = master.defined() ? master.mutable_data_ptr() : nullptr,
                            .g = gradient.const_data_ptr(),
+                           .has_bfloat16_gradients = gradient_dtype_ == at::kBFloat16,
                            .state = {},
                            .table = nullptr,
                            .num_chunks = 0},
@@ -113,7 +117,6 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
                                      const at::Tensor& w_out, std::span<const GroupOptions> groups,
                                      const std::vector<bool>& has_gradient,
                                      const at::Tensor& master) const {
-  const at::ScalarType dtype = options_.dtype().toScalarType();
   const auto check = [&](const char* name, const at::Tensor& tensor, at::ScalarType expected) {
     PD2_CHECK(tensor.defined() && tensor.is_contiguous() && tensor.numel() >= numel_ &&
                   tensor.scalar_type() == expected && tensor.device() == options_.device(),
@@ -122,7 +125,7 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
               tensor.defined() ? tensor.toString() : "undefined", " with ",
               tensor.defined() ? tensor.numel() : 0);
   };
-  check("gradient", gradient, dtype);
+  check("gradient", gradient, gradient_dtype_);
   if (master.defined()) {
     const bool is_split = master.scalar_type() == at::kShort;
     const at::ScalarType half =
@@ -130,10 +133,14 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
     check("master", master, is_split ? at::kShort : at::kFloat);
     check("w", w, half);
     check("w_out", w_out, half);
-    PD2_CHECK(dtype == at::kFloat, "gradient: ", dtype, ": with a master it must be float32");
+    PD2_CHECK(gradient_dtype_ == half || gradient_dtype_ == at::kFloat,
+              "gradient: ", gradient_dtype_, ": with a master of ", half,
+              " weights it must be float32", half == at::kBFloat16 ? " or bfloat16" : "");
   } else {
-    check("w", w, dtype);
-    check("w_out", w_out, dtype);
+    check("w", w, gradient_dtype_);
+    check("w_out", w_out, gradient_dtype_);
+    PD2_CHECK(gradient_dtype_ != at::kBFloat16, "gradient: ", gradient_dtype_,
+              ": without a master it must be float32 or float64");
   }
   PD2_CHECK(has_gradient.size() == slices_.size(), "has_gradient: ", has_gradient.size(),
             " entries, parameters: ", slices_.size(), ": must be equal");

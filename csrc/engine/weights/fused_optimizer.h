@@ -41,12 +41,14 @@ struct ParameterSlice {
 // that of torch.optim.SGD, Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
-  // Whether there are passes for this dtype (float32, float64) and device (see device_passes.h).
+  // Whether there are passes for weights or masters of this dtype (float32, float64) and this
+  // device (see device_passes.h).
   static bool supports(at::ScalarType dtype, at::Device device);
 
-  // `flat_example` gives length, dtype and device of gradients and state; its content is not read.
-  // Slices are in ascending order. Throws ValueError for slices that overlap, are not on a 64-byte
-  // boundary or leave the buffer, and where supports() is false.
+  // `flat_example` gives length, dtype and device of gradients; its content is not read. State is
+  // of that dtype too; of bfloat16 gradients, which bfloat16 weights with a master may have, it is
+  // float32. Slices are in ascending order. Throws ValueError for slices that overlap, are not on a
+  // 64-byte boundary or leave the buffer, and where supports() is false.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
                  const at::Tensor& flat_example);
 
@@ -118,7 +120,8 @@ class FusedOptimizer {
   std::int64_t numel_;
   std::vector<std::int64_t> state_offsets_;
   std::int64_t state_numel_ = 0;
-  at::TensorOptions options_;
+  at::ScalarType gradient_dtype_;
+  at::TensorOptions options_;  // of the arithmetic
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;

@@ -34,6 +34,11 @@ std::vector<double> values_of(const at::Tensor& numbers, bool pins_memory) {
   return {first, first + on_host.numel()};
 }
 
+kernels::Numbers numbers_of(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return kernels::Numbers::kBfloat16;
+  return dtype == at::kDouble ? kernels::Numbers::kDouble : kernels::Numbers::kFloat;
+}
+
 kernels::NormKind norm_kind(double norm_type) {
   if (norm_type == 1) return kernels::NormKind::kOne;
   if (norm_type == 2) return kernels::NormKind::kTwo;
@@ -80,7 +85,7 @@ std::vector<double> norms_on_grid(const std::vector<at::Tensor>& tensors, double
       at::empty({count + num_chunks}, at::TensorOptions(at::kDouble).device(on));
   auto* norms = results.mutable_data_ptr<double>();
   device.kernels.norms({.kind = norm_kind(norm_type),
-                        .is_double = tensors.front().scalar_type() == at::kDouble,
+                        .numbers = numbers_of(tensors.front().scalar_type()),
                         .table = table.const_data_ptr(),
                         .num_arrays = count,
                         .num_chunks = num_chunks,

@@ -2,7 +2,6 @@
 
 #include "engine/weights/device_passes.h"
 
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -16,7 +15,7 @@ namespace {
 std::vector<double> norms_by_torch(const std::vector<at::Tensor>& tensors, double norm_type) {
   std::vector<at::Tensor> norms;
   for (const at::Tensor& tensor : tensors) {
-    norms.push_back(at::linalg_vector_norm(tensor, norm_type).to(at::kDouble));
+    norms.push_back(norm_by_torch(tensor, norm_type).to(at::kDouble));
   }
   const at::Tensor all = at::stack(norms).to(at::kCPU);
   const double* first = all.const_data_ptr<double>();
@@ -36,7 +35,8 @@ std::vector<double> norms_of(const std::vector<at::Tensor>& tensors, double norm
     for (const std::size_t member : members) alike.push_back(tensors[member]);
     const c10::DeviceGuard guard(alike.front().device());
     const DevicePasses* passes = find_device_passes(alike.front().device().type());
-    const bool has_pass = passes != nullptr && (dtype == at::kFloat || dtype == at::kDouble) &&
+    const bool is_known = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
+    const bool has_pass = passes != nullptr && is_known &&
                           (norm_type == 1 || norm_type == 2 || norm_type == INFINITY);
     const std::vector<double> values =
         has_pass ? passes->norms(alike, norm_type) : norms_by_torch(alike, norm_type);

@@ -48,20 +48,27 @@ Passes<Weights> current_passes() {
   return portable_passes<Weights>();
 }
 
+// The weights that a step reads and does not write.
 template <typename T>
-bool in_place(const PlainWeights<T>& weights, const T* g) {
-  return weights.w_out == weights.w || weights.w_out == g;
+const T* read_weights(const PlainWeights<T>& weights) {
+  return weights.w;
 }
 template <HalfFormat kFormat>
-bool in_place(const MasterWeights<kFormat>&, const float*) {
-  return false;
+const std::uint16_t* read_weights(const MasterWeights<kFormat>&) {
+  return nullptr;
 }
-bool in_place(const SplitWeights& weights, const float*) { return weights.w_out == weights.w; }
+const std::uint16_t* read_weights(const SplitWeights& weights) { return weights.w; }
+
+template <typename Weights>
+bool in_place(const Weights& weights, const typename Weights::Gradient* g) {
+  const void* out = weights.w_out;
+  return out == read_weights(weights) || out == g;
+}
 
 // Streaming stores spare the read of the line to be overwritten. They also drop it from the caches,
 // which costs the next forward pass if all of the step's arrays would have fit there.
 template <typename Weights>
-bool worth_streaming(const Weights& weights, const typename Weights::Scalar* g, std::int64_t n) {
+bool worth_streaming(const Weights& weights, const typename Weights::Gradient* g, std::int64_t n) {
   constexpr std::int64_t kMinBytes = 256 * 1024;
   const bool aligned = reinterpret_cast<std::uintptr_t>(weights.w_out) % 64 == 0;
   return aligned && !in_place(weights, g) &&
@@ -92,27 +99,29 @@ void set_instruction_set(InstructionSet instruction_set) {
 }
 
 template <typename Weights, typename T>
-void sgd_cpu(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-             const SgdOptions& options) {
+void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
+             std::int64_t n, const SgdOptions& options) {
   current_passes<Weights>().sgd(weights, g, momentum_buffer, n, options,
                                 worth_streaming(weights, g, n));
 }
 
 template <typename Weights, typename T>
-void adam_cpu(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-              std::int64_t n, const AdamOptions& options) {
+void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
+              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options) {
   current_passes<Weights>().adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options,
                                  worth_streaming(weights, g, n));
 }
 
-#define PD2_INSTANTIATE(Weights, T)                                                     \
-  template void sgd_cpu(const Weights&, const T*, T*, std::int64_t, const SgdOptions&); \
-  template void adam_cpu(const Weights&, const T*, T*, T*, T*, std::int64_t, const AdamOptions&);
-PD2_INSTANTIATE(PlainWeights<float>, float)
-PD2_INSTANTIATE(PlainWeights<double>, double)
-PD2_INSTANTIATE(MasterWeights<HalfFormat::kBfloat16>, float)
-PD2_INSTANTIATE(MasterWeights<HalfFormat::kFloat16>, float)
-PD2_INSTANTIATE(SplitWeights, float)
+#define PD2_INSTANTIATE(Weights, G, T)                                                  \
+  template void sgd_cpu(const Weights&, const G*, T*, std::int64_t, const SgdOptions&); \
+  template void adam_cpu(const Weights&, const G*, T*, T*, T*, std::int64_t, const AdamOptions&);
+PD2_INSTANTIATE(PlainWeights<float>, float, float)
+PD2_INSTANTIATE(PlainWeights<double>, double, double)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kBfloat16>, float, float)
+PD2_INSTANTIATE(MasterWeights<HalfFormat::kFloat16>, float, float)
+PD2_INSTANTIATE(SplitWeights, float, float)
+PD2_INSTANTIATE(Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>, std::uint16_t, float)
+PD2_INSTANTIATE(Bfloat16Gradients<SplitWeights>, std::uint16_t, float)
 #undef PD2_INSTANTIATE
 
 }  // namespace pd2::kernels

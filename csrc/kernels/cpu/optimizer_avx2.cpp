@@ -31,6 +31,9 @@ struct Floats {
   void stream(float* p) const { _mm256_stream_ps(p, v); }
   static void finish_streaming() { _mm_sfence(); }
 
+  static Floats load_bfloat16(const std::uint16_t* p) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p)), 16))};
+  }
   template <HalfFormat kFormat, bool kStream>
   void store_half(std::uint16_t* p) const {
     store_halves<kStream>(p, kFormat == HalfFormat::kBfloat16
@@ -132,6 +135,8 @@ template Passes<PlainWeights<double>> avx2_passes();
 template Passes<MasterWeights<HalfFormat::kBfloat16>> avx2_passes();
 template Passes<MasterWeights<HalfFormat::kFloat16>> avx2_passes();
 template Passes<SplitWeights> avx2_passes();
+template Passes<Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>> avx2_passes();
+template Passes<Bfloat16Gradients<SplitWeights>> avx2_passes();
 
 }  // namespace pd2::kernels
 

@@ -36,6 +36,10 @@ struct Floats {
   void stream(float* p) const { _mm512_stream_ps(p, v); }
   static void finish_streaming() { _mm_sfence(); }
 
+  static Floats load_bfloat16(const std::uint16_t* p) {
+    const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll16, load_halves(p));
+    return {_mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll16, wide, 16))};
+  }
   template <HalfFormat kFormat, bool kStream>
   void store_half(std::uint16_t* p) const {
     store_halves<kStream>(p, kFormat == HalfFormat::kBfloat16
@@ -132,6 +136,8 @@ template Passes<PlainWeights<double>> avx512_passes();
 template Passes<MasterWeights<HalfFormat::kBfloat16>> avx512_passes();
 template Passes<MasterWeights<HalfFormat::kFloat16>> avx512_passes();
 template Passes<SplitWeights> avx512_passes();
+template Passes<Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>> avx512_passes();
+template Passes<Bfloat16Gradients<SplitWeights>> avx512_passes();
 
 }  // namespace pd2::kernels
 

@@ -1,6 +1,6 @@
 // The passes over arrays, written once over a vector type V: what optimizer_steps.h asks of it, and
-// Scalar, kWidth, load, store, stream, broadcast, finish_streaming; of floats also store_half, join
-// and split, with the bits of half.h. Included by one translation
+// Scalar, kWidth, load, store, stream, broadcast, finish_streaming; of floats also load_bfloat16,
+// store_half, join and split, with the bits of half.h. Included by one translation
 // unit per instruction set, after its pragmas, so that everything here is compiled for that
 // instruction set; hence the unnamed namespace, and no templates of the standard library: the
 // linker must not take one that was compiled here for the rest of the program.
@@ -31,6 +31,15 @@ inline V load_weights(const MasterWeights<kFormat>& a, std::int64_t i) {
 template <typename V>
 inline V load_weights(const SplitWeights& a, std::int64_t i) {
   return V::join(a.w + i, a.remainder + i);
+}
+
+template <typename V>
+inline V load_gradient(const typename V::Scalar* g) {
+  return V::load(g);
+}
+template <typename V>
+inline V load_gradient(const std::uint16_t* g) {
+  return V::load_bfloat16(g);
 }
 
 template <bool kStream, typename V, typename T>
@@ -117,12 +126,17 @@ struct Padded<SplitWeights, kWidth> {
   }
 };
 
+template <typename Weights, std::int64_t kWidth>
+struct Padded<Bfloat16Gradients<Weights>, kWidth> : Padded<Weights, kWidth> {
+  Bfloat16Gradients<Weights> arrays() { return {Padded<Weights, kWidth>::arrays()}; }
+};
+
 template <bool kStream, typename V, typename Weights, int kStates, typename Step>
 inline void step_vector(const Arrays<Weights, kStates>& a, std::int64_t i, const Step& step) {
   V state[kStates + 1];
   for (int s = 0; s < kStates; ++s) state[s] = V::load(a.state[s] + i);
   const V w_out =
-      step.template step<kStates>(load_weights<V>(a.weights, i), V::load(a.g + i), state);
+      step.template step<kStates>(load_weights<V>(a.weights, i), load_gradient<V>(a.g + i), state);
   for (int s = 0; s < kStates; ++s) state[s].store(a.state[s] + i);
   store_weights<kStream>(a.weights, i, w_out);
 }
@@ -134,7 +148,7 @@ inline void step_tail(const Arrays<Weights, kStates>& a, std::int64_t begin, std
                       const Step& step) {
   using T = typename Weights::Scalar;
   Padded<Weights, V::kWidth> weights;
-  T g[V::kWidth] = {};
+  typename Weights::Gradient g[V::kWidth] = {};
   T state[kStates + 1][V::kWidth] = {};
   Arrays<Weights, kStates> padded{weights.arrays(), g, {}};
   for (int s = 0; s < kStates; ++s) padded.state[s] = state[s];
@@ -178,8 +192,8 @@ void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& s
 }
 
 template <typename V, typename Weights, typename T = typename Weights::Scalar>
-void sgd_pass(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
-              const SgdOptions& options, bool stream) {
+void sgd_pass(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
+              std::int64_t n, const SgdOptions& options, bool stream) {
   const SgdStep<V> step(options);
   if (options.momentum != 0.0) {
     step_array<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, stream);
@@ -189,8 +203,9 @@ void sgd_pass(const Weights& weights, const T* g, T* momentum_buffer, std::int64
 }
 
 template <typename V, typename Weights, typename T = typename Weights::Scalar>
-void adam_pass(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamOptions& options, bool stream) {
+void adam_pass(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
+               T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
+               bool stream) {
   const AdamStep<V> step(options);
   if (options.amsgrad) {
     step_array<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,

@@ -10,10 +10,11 @@ namespace pd2::kernels {
 template <typename Weights>
 struct Passes {
   using T = typename Weights::Scalar;
+  using G = typename Weights::Gradient;
   // `stream`: w_out is 64-byte aligned, no other argument, and too large to be worth caching.
-  void (*sgd)(const Weights& weights, const T* g, T* momentum_buffer, std::int64_t n,
+  void (*sgd)(const Weights& weights, const G* g, T* momentum_buffer, std::int64_t n,
               const SgdOptions& options, bool stream);
-  void (*adam)(const Weights& weights, const T* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
+  void (*adam)(const Weights& weights, const G* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
                std::int64_t n, const AdamOptions& options, bool stream);
 };
 

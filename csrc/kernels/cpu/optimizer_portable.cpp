@@ -42,6 +42,9 @@ struct Lanes {
   void stream(T* p) const { store(p); }
   static void finish_streaming() {}
 
+  static Lanes load_bfloat16(const std::uint16_t* p) {
+    return make([&](std::int64_t i) { return float_of_bfloat16(p[i]); });
+  }
   template <HalfFormat kFormat, bool kStream>
   void store_half(std::uint16_t* p) const {
     for (std::int64_t i = 0; i < kWidth; ++i) {
@@ -99,5 +102,7 @@ template Passes<PlainWeights<double>> portable_passes();
 template Passes<MasterWeights<HalfFormat::kBfloat16>> portable_passes();
 template Passes<MasterWeights<HalfFormat::kFloat16>> portable_passes();
 template Passes<SplitWeights> portable_passes();
+template Passes<Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>> portable_passes();
+template Passes<Bfloat16Gradients<SplitWeights>> portable_passes();
 
 }  // namespace pd2::kernels

@@ -12,7 +12,8 @@ enum class StepRule { kSgd, kAdam };
 // See PlainWeights, MasterWeights and SplitWeights.
 enum class WeightsKind { kFloat, kDouble, kBfloat16Master, kFloat16Master, kSplit };
 
-// One step over flat arrays in the device's memory. `w_out` may be `w` or, without a master, `g`.
+// One step over flat arrays in the device's memory. `w_out` may be `w` or, where both are of one
+// type, `g`.
 struct StepLaunch {
   StepRule rule;
   WeightsKind kind;
@@ -20,8 +21,9 @@ struct StepLaunch {
   void* w_out;
   void* master;  // float32, or of kSplit the remainders
   const void* g;
-  void* state[3];           // null where the optimizer keeps none
-  const void* table;        // see step_table.h
+  bool has_bfloat16_gradients = false;  // of kBfloat16Master and kSplit alone
+  void* state[3];                       // null where the optimizer keeps none
+  const void* table;                    // see step_table.h
   std::int64_t num_chunks;  // how many blocks are worth starting; the table's own number rules
 };
 
@@ -31,6 +33,10 @@ void visit_weights(const StepLaunch& launch, const Visit& visit) {
   const auto* halves = static_cast<const std::uint16_t*>(launch.w);
   auto* halves_out = static_cast<std::uint16_t*>(launch.w_out);
   auto* master = static_cast<float*>(launch.master);
+  const auto visit_bfloat16 = [&]<typename Weights>(const Weights& weights) {
+    return launch.has_bfloat16_gradients ? visit(Bfloat16Gradients<Weights>{weights})
+                                         : visit(weights);
+  };
   switch (launch.kind) {
     case WeightsKind::kFloat:
       return visit(PlainWeights<float>{static_cast<const float*>(launch.w),
@@ -39,21 +45,23 @@ void visit_weights(const StepLaunch& launch, const Visit& visit) {
       return visit(PlainWeights<double>{static_cast<const double*>(launch.w),
                                         static_cast<double*>(launch.w_out)});
     case WeightsKind::kBfloat16Master:
-      return visit(MasterWeights<HalfFormat::kBfloat16>{master, halves_out});
+      return visit_bfloat16(MasterWeights<HalfFormat::kBfloat16>{master, halves_out});
     case WeightsKind::kFloat16Master:
       return visit(MasterWeights<HalfFormat::kFloat16>{master, halves_out});
     case WeightsKind::kSplit:
-      return visit(SplitWeights{halves, static_cast<std::int16_t*>(launch.master), halves_out});
+      return visit_bfloat16(
+          SplitWeights{halves, static_cast<std::int16_t*>(launch.master), halves_out});
   }
 }
 
 enum class NormKind { kOne, kTwo, kMax };  // sum of magnitudes, Euclidean, largest magnitude
+enum class Numbers { kFloat, kDouble, kBfloat16 };
 
 // Norms of several arrays. `partials` is room for num_chunks numbers; `norms` gets one for each
-// array, rounded to the type of the arrays.
+// array, rounded to the type of the arrays, of bfloat16 to float32.
 struct NormLaunch {
   NormKind kind;
-  bool is_double;
+  Numbers numbers;
   const void* table;  // of NormArray, see norm.h
   std::int64_t num_arrays;
   std::int64_t num_chunks;

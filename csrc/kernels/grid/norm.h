@@ -7,6 +7,7 @@
 #include "kernels/grid/launch.h"
 #include "kernels/grid/number.h"
 #include "kernels/grid/pack.h"
+#include "kernels/half.h"
 
 #include <cstdint>
 #include <type_traits>
@@ -24,7 +25,12 @@ struct NormArray {
 
 namespace {
 
-// Float32 numbers are squared and added up in double: no square overflows.
+struct Bfloat16 {
+  std::uint16_t bits;
+  PD2_HOST_DEVICE operator double() const { return float_of_bfloat16(bits); }
+};
+
+// Narrower numbers are squared and added up in double: no square overflows.
 template <NormKind kKind>
 PD2_HOST_DEVICE Double with_number(Double sum, double number) {
   const Double magnitude{number < 0 ? -number : number};
@@ -114,7 +120,8 @@ PD2_HOST_DEVICE void finish_norms(const NormLaunch& a, std::int64_t block, std::
     kAll([&](int thread) {
       const Double sum{of_threads[0]};
       const double norm = kKind == NormKind::kTwo ? sqrt(sum).v : sum.v;
-      if (thread == 0) a.norms[i] = static_cast<double>(static_cast<T>(norm));
+      using Norm = std::conditional_t<std::is_same_v<T, double>, double, float>;
+      if (thread == 0) a.norms[i] = static_cast<double>(static_cast<Norm>(norm));
     });
   }
 }
@@ -132,10 +139,13 @@ void visit_norm(const NormLaunch& launch, const Visit& visit) {
         return visit(std::integral_constant<NormKind, NormKind::kMax>(), type);
     }
   };
-  if (launch.is_double) {
-    of_type(std::type_identity<double>());
-  } else {
-    of_type(std::type_identity<float>());
+  switch (launch.numbers) {
+    case Numbers::kFloat:
+      return of_type(std::type_identity<float>());
+    case Numbers::kDouble:
+      return of_type(std::type_identity<double>());
+    case Numbers::kBfloat16:
+      return of_type(std::type_identity<Bfloat16>());
   }
 }
 

@@ -76,6 +76,16 @@ PD2_HOST_DEVICE inline bool are_weights_aligned(const SplitWeights& a) {
   return is_aligned(a.w) && is_aligned(a.remainder) && is_aligned(a.w_out);
 }
 
+template <typename T>
+PD2_HOST_DEVICE Number<T> scaled_gradient(T g, Number<T> scale) {
+  return multiply(Number<T>{g}, scale);
+}
+// Rounded, as if the gradient had been multiplied before.
+PD2_HOST_DEVICE inline Float scaled_gradient(std::uint16_t g, Float scale) {
+  const Float product = multiply(Float{float_of_bfloat16(g)}, scale);
+  return {float_of_bfloat16(bfloat16_bits(product.v))};
+}
+
 // Steps kWidth neighbours with whole accesses to each array. Everything is read before anything is
 // written: w_out may be w or g.
 template <int kWidth, typename Step, typename Weights, int kStates>
@@ -84,7 +94,7 @@ PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const S
   using T = typename Weights::Scalar;
   using V = Number<T>;
   const Pack<T, kWidth> w = load_weights<kWidth>(a.weights, i);
-  const Pack<T, kWidth> g = read<kWidth>(a.g + i);
+  const Pack<typename Weights::Gradient, kWidth> g = read<kWidth>(a.g + i);
   Pack<T, kWidth> state[kStates + 1];
   for (int s = 0; s < kStates; ++s) {
     state[s] = read<kWidth>(static_cast<const T*>(a.state[s]) + i);
@@ -93,7 +103,7 @@ PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const S
   for (int lane = 0; lane < kWidth; ++lane) {
     V numbers[kStates + 1];
     for (int s = 0; s < kStates; ++s) numbers[s] = {state[s].lane[lane]};
-    const V gradient = multiply(V{g.lane[lane]}, gradient_scale);
+    const V gradient = scaled_gradient(g.lane[lane], gradient_scale);
     w_out.lane[lane] = step.template step<kStates>(V{w.lane[lane]}, gradient, numbers).v;
     for (int s = 0; s < kStates; ++s) state[s].lane[lane] = numbers[s].v;
   }
@@ -133,7 +143,7 @@ struct StepArrays {
   using T = typename Weights::Scalar;
   Weights weights;
   const typename Weights::Out* w;  // what a parameter without a step keeps
-  const T* g;
+  const typename Weights::Gradient* g;
   T* state[3];
   const void* table;
 };
@@ -182,7 +192,7 @@ void visit_step(const StepLaunch& launch, const Visit& visit) {
     const StepArrays<Weights> arrays{
         weights,
         static_cast<const typename Weights::Out*>(launch.w),
-        static_cast<const T*>(launch.g),
+        static_cast<const typename Weights::Gradient*>(launch.g),
         {static_cast<T*>(launch.state[0]), static_cast<T*>(launch.state[1]),
          static_cast<T*>(launch.state[2])},
         launch.table};

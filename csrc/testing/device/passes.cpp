@@ -1,10 +1,10 @@
 #include "testing/device/passes.h"
 
 #include "engine/weights/grid_passes.h"
+#include "engine/weights/tensor_norms.h"
 #include "kernels/grid/host_grid.h"
 #include "testing/device/kernel.h"
 
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
@@ -25,7 +25,8 @@ const GridDevice kDevice{kKernels, nullptr, /*pins_memory=*/true};
 
 // What the kernel reads and writes, from the first run's begin to the last one's end.
 std::vector<KernelUse> uses_of(const FlatStep& step, const at::Tensor& table) {
-  const auto& [rule, kind, w, w_out, master, g, state, unused, chunks] = step.arrays;
+  const auto& [rule, kind, w, w_out, master, g, has_bfloat16_gradients, state, unused, chunks] =
+      step.arrays;
   std::size_t end = 0, end_of_state = 0;
   for (const kernels::StepOfRun& run : step.runs) {
     end = std::max(end, static_cast<std::size_t>(run.end));
@@ -37,7 +38,7 @@ std::vector<KernelUse> uses_of(const FlatStep& step, const at::Tensor& table) {
   const std::size_t number = is_double ? 8 : 4, weight = has_master ? 2 : number;
   std::vector<KernelUse> uses{{table.const_data_ptr(), table.nbytes(), false},
                               {w, end * weight, false},
-                              {g, end * number, false},
+                              {g, end * (has_bfloat16_gradients ? 2 : number), false},
                               {w_out, end * weight, true}};
   if (has_master) {
     uses.push_back({master, end * (kind == kernels::WeightsKind::kSplit ? 2 : 4), true});
@@ -61,7 +62,7 @@ DevicePasses passes() {
             if (tensors.empty()) return values;
             std::vector<at::Tensor> norms;
             for (const at::Tensor& tensor : tensors) {
-              norms.push_back(at::linalg_vector_norm(tensor, norm_type));
+              norms.push_back(norm_by_torch(tensor, norm_type));
             }
             const at::Tensor on_host = at::stack(norms).to(at::kCPU, at::kDouble);
             values.assign(on_host.const_data_ptr<double>(),

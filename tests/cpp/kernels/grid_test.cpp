@@ -75,11 +75,15 @@ template <typename T>
 }
 
 template <typename Weights>
+constexpr bool kHasBfloat16Gradients =
+    !std::is_same_v<typename Weights::Gradient, typename Weights::Scalar>;
+
+template <typename Weights>
 constexpr WeightsKind kind_of() {
   if (std::is_same_v<Weights, PlainWeights<float>>) return WeightsKind::kFloat;
   if (std::is_same_v<Weights, PlainWeights<double>>) return WeightsKind::kDouble;
-  if (std::is_same_v<Weights, SplitWeights>) return WeightsKind::kSplit;
-  return std::is_same_v<Weights, MasterWeights<HalfFormat::kBfloat16>>
+  if (std::is_base_of_v<SplitWeights, Weights>) return WeightsKind::kSplit;
+  return std::is_base_of_v<MasterWeights<HalfFormat::kBfloat16>, Weights>
              ? WeightsKind::kBfloat16Master
              : WeightsKind::kFloat16Master;
 }
@@ -92,7 +96,10 @@ struct Flat {
   using T = typename Weights::Scalar;
   using Out = typename Weights::Out;
   static constexpr bool kIsPlain = std::is_same_v<T, Out>;
-  using Master = std::conditional_t<std::is_same_v<Weights, SplitWeights>, std::int16_t, T>;
+  using G = typename Weights::Gradient;
+  static constexpr bool kMayReplaceGradient = std::is_same_v<G, Out>;
+  static constexpr bool kIsSplit = std::is_base_of_v<SplitWeights, Weights>;
+  using Master = std::conditional_t<kIsSplit, std::int16_t, T>;
 
   explicit Flat(std::size_t n, Target target = Target::kElsewhere)
       : w(n, 0, 1),
@@ -108,6 +115,11 @@ struct Flat {
         w.data()[i] = bfloat16_bits(static_cast<float>(i % 97) - 48.5F);
       }
     }
+    if constexpr (kHasBfloat16Gradients<Weights>) {
+      for (std::size_t i = 0; i < n; ++i) {
+        g.data()[i] = bfloat16_bits((static_cast<float>(i % 89) - 44.5F) / 3);
+      }
+    }
   }
   Flat(const Flat& other, bool unaligned)
       : w(other.w, unaligned ? 1 : 0),
@@ -121,7 +133,7 @@ struct Flat {
 
   Out* w_out() {
     if (target == Target::kWeights) return w.data();
-    if constexpr (kIsPlain) {
+    if constexpr (kMayReplaceGradient) {
       if (target == Target::kGradient) return g.data();
     }
     return out.data();
@@ -129,7 +141,11 @@ struct Flat {
   Weights weights() {
     if constexpr (kIsPlain) {
       return {w.data(), w_out()};
-    } else if constexpr (std::is_same_v<Weights, SplitWeights>) {
+    } else if constexpr (kHasBfloat16Gradients<Weights> && kIsSplit) {
+      return {{w.data(), master.data(), w_out()}};
+    } else if constexpr (kHasBfloat16Gradients<Weights>) {
+      return {{master.data(), w_out()}};
+    } else if constexpr (kIsSplit) {
       return {w.data(), master.data(), w_out()};
     } else {
       return {master.data(), w_out()};
@@ -150,23 +166,32 @@ struct Flat {
 
   Array<Out> w, out;
   Array<Master> master;
-  Array<T> g, state0, state1, state2;
+  Array<G> g;
+  Array<T> state0, state1, state2;
   Target target;
 };
+
+template <typename T>
+void scale(T* g, std::int64_t n, T by) {
+  for (std::int64_t i = 0; i < n; ++i) g[i] *= by;
+}
+void scale(std::uint16_t* g, std::int64_t n, float by) {
+  for (std::int64_t i = 0; i < n; ++i) g[i] = bfloat16_bits(float_of_bfloat16(g[i]) * by);
+}
 
 template <typename Weights>
 void step_on_cpu(Flat<Weights>& flat, const StepOfRun& run, double gradient_scale) {
   using T = typename Weights::Scalar;
   const std::int64_t n = run.end - run.begin;
-  T* g = flat.g.data() + run.begin;
+  auto* g = flat.g.data() + run.begin;
   T *state0 = flat.state0.data() + run.state, *state1 = flat.state1.data() + run.state;
   T* state2 = flat.state2.data() + run.state;
   const Weights weights = flat.weights().at(run.begin);
   if (const auto* sgd = std::get_if<SgdOptions>(&run.options)) {
-    for (std::int64_t i = 0; i < n; ++i) g[i] *= static_cast<T>(gradient_scale);
+    scale(g, n, static_cast<T>(gradient_scale));
     sgd_cpu(weights, g, sgd->momentum != 0 ? state0 : nullptr, n, *sgd);
   } else if (const auto* adam = std::get_if<AdamOptions>(&run.options)) {
-    for (std::int64_t i = 0; i < n; ++i) g[i] *= static_cast<T>(gradient_scale);
+    scale(g, n, static_cast<T>(gradient_scale));
     adam_cpu(weights, g, state0, state1, adam->amsgrad ? state2 : nullptr, n, *adam);
   } else if (flat.w.data() != flat.w_out()) {
     std::memcpy(flat.w_out() + run.begin, flat.w.data() + run.begin,
@@ -193,6 +218,7 @@ void step_by_grid(Flat<Weights>& flat, const Launched& launched) {
                 .w_out = flat.w_out(),
                 .master = flat.master.data(),
                 .g = flat.g.data(),
+                .has_bfloat16_gradients = kHasBfloat16Gradients<Weights>,
                 .state = {flat.state0.data(), flat.state1.data(), flat.state2.data()},
                 .table = table.data(),
                 .num_chunks = 1},
@@ -243,9 +269,11 @@ std::vector<Launched> cases(std::int64_t n) {
 
 template <typename Weights>
 class StepKernel : public ::testing::Test {};
-using EveryKind = ::testing::Types<PlainWeights<float>, PlainWeights<double>,
-                                   MasterWeights<HalfFormat::kBfloat16>,
-                                   MasterWeights<HalfFormat::kFloat16>, SplitWeights>;
+using EveryKind =
+    ::testing::Types<PlainWeights<float>, PlainWeights<double>,
+                     MasterWeights<HalfFormat::kBfloat16>, MasterWeights<HalfFormat::kFloat16>,
+                     SplitWeights, Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>,
+                     Bfloat16Gradients<SplitWeights>>;
 TYPED_TEST_SUITE(StepKernel, EveryKind);
 
 TYPED_TEST(StepKernel, GivesTheBitsOfTheCpuForEveryLengthAndAlignment) {
@@ -263,7 +291,7 @@ TYPED_TEST(StepKernel, MayWriteOverTheWeightsOrTheGradient) {
   for (const std::int64_t n : {1, 77, 4097, 9000}) {
     for (const Target target : {Target::kWeights, Target::kGradient}) {
       // A master's version is not what is stepped: nothing is written over.
-      if (!Flat<TypeParam>::kIsPlain && target == Target::kGradient) continue;
+      if (!Flat<TypeParam>::kMayReplaceGradient && target == Target::kGradient) continue;
       const Flat<TypeParam> before(n, target);
       for (const Launched& launched : cases(n)) check(before, launched, false);
     }
@@ -347,9 +375,10 @@ struct Given {
   }
   std::vector<double> norms(NormKind kind, std::int64_t num_blocks) const {
     std::vector<double> partials(num_chunks), norms(arrays.size(), -1);
-    norms_on_host({kind, sizeof(T) == 8, table.data(), static_cast<std::int64_t>(table.size()),
-                   num_chunks, partials.data(), norms.data()},
-                  num_blocks);
+    norms_on_host(
+        {kind, sizeof(T) == 8 ? Numbers::kDouble : Numbers::kFloat, table.data(),
+         static_cast<std::int64_t>(table.size()), num_chunks, partials.data(), norms.data()},
+        num_blocks);
     return norms;
   }
 };
@@ -421,6 +450,28 @@ TEST(NormKernelOfFloat, IsFiniteWhereSquaresOverflowFloat) {
   EXPECT_NEAR(
       given.norms(NormKind::kTwo, 1)[0] / norm_by_definition(given.arrays[0], NormKind::kTwo), 1,
       1e-7);
+}
+
+// Another number of threads' sums than of float32, and so another order, but in double.
+TEST(NormKernelOfBfloat16, IsTheNormOfTheFloat32ThatTheNumbersAre) {
+  for (const std::size_t n : {1, 7, 8, 9, 4096, 16384, 16385, 70'003}) {
+    Array<float> wide(n, 0, 3);
+    Array<std::uint16_t> narrow(n, 1, 0);
+    for (std::size_t i = 0; i < n; ++i) {
+      narrow.data()[i] = bfloat16_bits(wide.data()[i]);
+      wide.data()[i] = float_of_bfloat16(narrow.data()[i]);
+    }
+    const NormArray array{narrow.data(), static_cast<std::int64_t>(n), 0};
+    const std::int64_t num_chunks = (array.n + kNormChunk - 1) / kNormChunk;
+    for (const NormKind kind : {NormKind::kOne, NormKind::kTwo, NormKind::kMax}) {
+      std::vector<double> partials(num_chunks), norm(1, -1);
+      norms_on_host({kind, Numbers::kBfloat16, &array, 1, num_chunks, partials.data(), norm.data()},
+                    3);
+      const double expected = norm_by_definition(wide, kind);
+      EXPECT_NEAR(norm[0], expected, 0.51 * std::numeric_limits<float>::epsilon() * expected) << n;
+      EXPECT_EQ(norm[0], static_cast<float>(norm[0]));
+    }
+  }
 }
 
 }  // namespace

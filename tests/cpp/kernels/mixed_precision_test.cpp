@@ -212,5 +212,52 @@ TEST_P(MixedPrecision, StepsASplitMasterToTheSameBits) {
   }
 }
 
+// Bfloat16 gradients are stepped as the float32 that they are, and may be where the weights go.
+template <typename Weights, typename Make>
+void check_bfloat16_gradients(const Make& make) {
+  for (std::size_t n : kLengths) {
+    for (bool replaces : {false, true}) {
+      State wide = random_state(n);
+      std::vector<std::uint16_t> g(n);
+      for (std::size_t i = 0; i < n; ++i) {
+        g[i] = bfloat16_bits(wide.g[i]);
+        wide.g[i] = float_of_bfloat16(g[i]);
+      }
+      State narrow = wide;
+      std::vector<std::uint16_t> high(n), out(n), wide_out(n);
+      std::vector<std::int16_t> remainder(n), wide_remainder(n);
+      for (std::size_t i = 0; i < n; ++i) {
+        const SplitFloat parts = split(wide.w[i]);
+        high[i] = parts.high, remainder[i] = wide_remainder[i] = parts.remainder;
+      }
+      std::uint16_t* to = replaces ? g.data() : out.data();
+      const std::vector<std::uint16_t> gradient = g;
+      SgdOptions sgd;
+      sgd.momentum = 0.9;
+      const auto length = static_cast<std::int64_t>(n);
+      sgd_cpu(make(wide.w, high, wide_remainder, wide_out.data()), wide.g.data(),
+              wide.momentum_buffer.data(), length, sgd);
+      sgd_cpu(Bfloat16Gradients<Weights>{make(narrow.w, high, remainder, to)}, g.data(),
+              narrow.momentum_buffer.data(), length, sgd);
+      EXPECT_EQ(bits_of_all(narrow.w), bits_of_all(wide.w)) << n;
+      EXPECT_EQ(remainder, wide_remainder) << n;
+      EXPECT_EQ(bits_of_all(narrow.momentum_buffer), bits_of_all(wide.momentum_buffer)) << n;
+      for (std::size_t i = 0; i < n; ++i) EXPECT_EQ(to[i], wide_out[i]) << i << " of " << n;
+      EXPECT_TRUE(replaces || g == gradient) << n;
+    }
+  }
+}
+
+TEST_P(MixedPrecision, StepsByBfloat16GradientsToTheBitsOfTheSameInFloat32) {
+  using Master = MasterWeights<HalfFormat::kBfloat16>;
+  check_bfloat16_gradients<Master>([](auto& master, auto&, auto&, std::uint16_t* out) {
+    return Master{master.data(), out};
+  });
+  check_bfloat16_gradients<SplitWeights>(
+      [](auto&, auto& high, auto& remainder, std::uint16_t* out) {
+        return SplitWeights{high.data(), remainder.data(), out};
+      });
+}
+
 }  // namespace
 }  // namespace pd2::kernels

@@ -138,6 +138,20 @@ def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str], fo
     assert "precision: 'bf16', trained parameters of the profiled model: torch.float32" in told
 
 
+def test_shares_and_gradients_of_16_bits_are_asked_for_and_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--width", "2", "--num-stages", "2", "--schedules", "2bw")
+    whole = printed(capsys, *ASKED, *sizes)
+    shared = printed(capsys, *ASKED, *sizes, "--shard-state")
+    assert "1/2 a replica" in shared
+    assert "a replica" not in whole
+    told = refused(capsys, *ASKED, "--gradient-dtype", "bf16")
+    assert "'bf16', it must be a dtype of torch, like bfloat16" in told
+    told = refused(capsys, *ASKED, "--gradient-dtype", "bfloat16")
+    assert "gradient_dtype: torch.bfloat16, precision: None: it must be 'bf16'" in told
+
+
 def test_the_least_price_or_memory_is_found_on_the_command_line(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:

@@ -81,6 +81,20 @@ class SparseEmbedding(nn.Module):
         ({"precision": torch.bfloat16}, TypeError, r"precision: torch.bfloat16 given.*str"),
         ({"precision": "bf16", "split_master": 1}, TypeError, r"split_master: 1 given.*bool"),
         ({"split_master": True}, ValueError, r"split_master: True, precision: None: .*'bf16'"),
+        ({"gradient_dtype": "bf16"}, TypeError, r"gradient_dtype: 'bf16' given.* torch.dtype or"),
+        (
+            {"precision": "bf16", "gradient_dtype": torch.float16},
+            ValueError,
+            r"gradient_dtype: torch.float16, known: torch.bfloat16, None",
+        ),
+        *(
+            (
+                {"precision": precision, "gradient_dtype": torch.bfloat16},
+                ValueError,
+                rf"gradient_dtype: torch.bfloat16, precision: {precision!r}: it must be 'bf16'",
+            )
+            for precision in (None, "fp16", "fp32")
+        ),
         ({"autocast": torch.float32}, ValueError, r"autocast: torch.float32, known: .*bfloat16"),
         ({"autocast": True}, TypeError, r"autocast: True given, it must be a torch.dtype"),
         (

@@ -124,6 +124,14 @@ def test_stages_take_and_hold_what_the_profile_says(
     assert sum(plan is not None and plan.num_stages > 1 for plan in plans) >= 8
 
 
+def test_replicas_hold_and_step_their_share_of_the_state() -> None:
+    plans = on_random_problems(
+        check_predictions, 60, schedules=ALL[:4], updates=(1e-10, 1e-9), shard_state=True
+    )
+    found = [plan for plan in plans if plan is not None and plan.width > 1]
+    assert sum(any(stage.state_bytes for stage in plan.stages) for plan in found) >= 8
+
+
 def check_blocks(problem: Problem) -> bool:
     """That no other blocks of a rank would do in less time; whether any are recomputed."""
     plan = check_predictions(problem)
@@ -205,6 +213,7 @@ BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
     ("chimera",): (0.1, SMALL),
     ("2bw_v_half",): (0.05, SMALL),
     ALL[:5]: (0.05, SMALL),
+    ALL[:2]: (0.02, {**LARGE, "shard_state": True}),
 }
 """By how much a plan may be slower than the best at most, and the sizes of the problems."""
 

@@ -4,8 +4,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -119,6 +123,24 @@ TEST(GradAccumulatorDtypeTest, HalfPrecisionGradientsAddUpInFloat32) {
   EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 257);
 }
 
+TEST(GradAccumulatorDtypeTest, NarrowGradientsAreRoundedAfterEachSum) {
+  EXPECT_EQ(GradAccumulator::dtype(at::kBFloat16, at::kBFloat16), at::kBFloat16);
+  EXPECT_EQ(GradAccumulator::dtype(at::kHalf, at::kBFloat16), at::kFloat);
+  EXPECT_EQ(GradAccumulator::dtype(at::kFloat, at::kBFloat16), at::kFloat);
+  const FlatPacking packing({at::ones({4}, at::kBFloat16)});
+  GradAccumulator gradients(packing, {"a"}, {packing.allocate(at::kBFloat16)});
+  const at::Tensor parameter = at::ones({4}, at::kBFloat16).requires_grad_();
+  gradients.attach(0, parameter);
+  gradients.begin_batch(0);
+  (parameter * 256).sum().backward();
+  for (int i = 0; i < 3; ++i) {
+    parameter.sum().backward();  // 257 is half way to 258, and goes to the even one
+  }
+  EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 256);
+  (parameter * 3).sum().backward();
+  EXPECT_EQ(gradients.view(0, 0)[0].item<float>(), 260);
+}
+
 TEST(GradAccumulatorDtypeTest, ASparseGradientIsRefusedByName) {
   const FlatPacking packing({at::ones({4, 2})});
   GradAccumulator gradients(packing, {"table.weight"}, {packing.allocate(at::kFloat)});
@@ -202,6 +224,109 @@ TEST_F(GradAccumulatorTest, WhatAFailedBackwardLeftIsForgottenByTheNextBatch) {
   (parameters_[0] * 2).sum().backward();
   EXPECT_EQ(gradients_.has_gradient(0), (std::vector<bool>{true, false}));
   EXPECT_EQ(gradients_.view(0, 0).sum().item<float>(), 6);
+}
+
+// Calls of operators on lists of tensors, and those whose lists differ in dtype, sizes or strides:
+// devices make a launch for each tensor of these.
+struct ListCalls {
+  int num_added = 0, num_copied = 0, num_single = 0, num_unlike = 0;
+};
+thread_local ListCalls* list_calls = nullptr;
+
+void see_lists(const at::RecordFunction& call) {
+  const std::string name = call.name();
+  list_calls->num_single += name == "aten::add_" ? 1 : 0;
+  if (name != "aten::_foreach_add_" && name != "aten::_foreach_copy_") {
+    return;
+  }
+  const bool is_copy = name == "aten::_foreach_copy_";
+  (is_copy ? list_calls->num_copied : list_calls->num_added) += 1;
+  const auto to = call.inputs()[0].toTensorVector(), from = call.inputs()[1].toTensorVector();
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    const bool is_alike = to[i].scalar_type() == to[0].scalar_type() &&
+                          from[i].scalar_type() == (is_copy ? from[0] : to[0]).scalar_type() &&
+                          to[i].sizes() == from[i].sizes() && to[i].strides() == from[i].strides();
+    list_calls->num_unlike += is_alike ? 0 : 1;
+  }
+}
+
+// Gradients of 16 bits with several strides, added to float32 at once, and in groups.
+class LiftedGroupTest : public testing::Test {
+ protected:
+  LiftedGroupTest() {
+    at::manual_seed(3);
+    const at::Tensor image = at::randn({2, 3, 4, 4}, at::kBFloat16);
+    parameters_ = {at::randn({5, 7}, at::kBFloat16), at::randn({9}, at::kBFloat16),
+                   image.contiguous(at::MemoryFormat::ChannelsLast),
+                   at::randn({300}, at::kBFloat16), at::randn({6, 4}, at::kBFloat16).t()};
+    for (const at::Tensor& parameter : parameters_) {
+      parameter.requires_grad_();
+    }
+  }
+
+  // Returns the sums of three microbatches.
+  std::vector<at::Tensor> train(std::int64_t group_bytes) {
+    const FlatPacking packing(parameters_);
+    GradAccumulator gradients(packing, std::vector<std::string>(parameters_.size(), "p"),
+                              {packing.allocate(at::kFloat)});
+    gradients.add_in_groups(group_bytes);
+    gradients.begin_batch(0);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      gradients.attach(i, parameters_[i]);
+    }
+    calls_ = {};
+    list_calls = &calls_;
+    const auto handle =
+        at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& call) {
+                                     see_lists(call);
+                                     return std::unique_ptr<at::ObserverContext>();
+                                   }).needsInputs(true));
+    for (int microbatch = 1; microbatch <= 3; ++microbatch) {
+      at::Tensor loss = at::full({}, 0, at::kFloat);
+      for (const at::Tensor& parameter : parameters_) {
+        loss = loss + (parameter * 0.3 / microbatch).exp().to(at::kFloat).sum();
+      }
+      // Another layout than its parameter's, which autograd keeps.
+      parameters_[0].mutable_grad() = at::zeros({7, 5}, at::kBFloat16).t();
+      loss.backward();
+    }
+    at::removeCallback(handle);
+    kept_bytes_ = gradients.most_kept_bytes();
+    std::vector<at::Tensor> sums;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      sums.push_back(gradients.view(0, i).clone());
+    }
+    return sums;
+  }
+
+  std::vector<at::Tensor> parameters_;
+  ListCalls calls_;
+  std::int64_t kept_bytes_ = 0;
+};
+
+TEST_F(LiftedGroupTest, GradientsOf16BitsAreAddedInTheSameLaunchesToTheSameBits) {
+  const std::vector<at::Tensor> expected = train(0);
+  EXPECT_EQ(calls_.num_added + calls_.num_copied, 0);
+  const auto check = [&](std::int64_t group_bytes) {
+    const std::vector<at::Tensor> sums = train(group_bytes);
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      EXPECT_TRUE(sums[i].equal(expected[i])) << i << " in groups of " << group_bytes;
+    }
+    EXPECT_EQ(calls_.num_unlike, 0) << group_bytes;
+  };
+  check(1 << 20);
+  // Of each microbatch but the first: made float32, then added. The first is written.
+  EXPECT_EQ(calls_.num_copied, 3);
+  EXPECT_EQ(calls_.num_added, 2);
+  const std::int64_t numel = 35 + 9 + 96 + 300 + 24;
+  EXPECT_GE(kept_bytes_, (2 + 4) * numel);
+  EXPECT_LE(kept_bytes_, (2 + 4) * numel + 5 * 64) << "pieces begin on 64 bytes";
+  for (const std::int64_t group_bytes : {1, 100, 500, 700, 900}) {
+    check(group_bytes);
+    // No parameter of more is made float32 beside others.
+    const std::int64_t largest = 2 * 300;
+    EXPECT_LE(kept_bytes_, group_bytes + largest + group_bytes + 5 * 64) << group_bytes;
+  }
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sin.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -64,15 +65,16 @@ class Exchanges {
     int root = 0;
     c10::intrusive_ptr<Work> work = c10::make_intrusive<Work>();
   };
-  explicit Exchanges(int size) : elements_sent(size), calls(size) {}
+  explicit Exchanges(int size) : bytes_sent(size), calls(size) {}
 
   c10::intrusive_ptr<c10d::Work> come(int rank, Call call) {
     const std::lock_guard lock(mutex_);
     const auto others = static_cast<std::int64_t>(calls.size()) - 1;
     if (call.from_sizes.empty()) {
-      elements_sent[rank] += rank == call.root ? others * call.from.numel() : 0;
+      bytes_sent[rank] += rank == call.root ? others * call.from.numel() : 0;
     } else {
-      elements_sent[rank] += call.from.numel() - call.from_sizes[rank];
+      EXPECT_EQ(call.from_sizes[rank], 0) << "what a rank has need not be sent";
+      bytes_sent[rank] += call.from.numel();
     }
     calls[rank].push_back(call);
     const std::size_t number = calls[rank].size() - 1;
@@ -82,8 +84,8 @@ class Exchanges {
     return call.work;
   }
 
-  std::vector<std::int64_t> elements_sent;  // by rank, to others
-  std::vector<std::vector<Call>> calls;     // [rank][in order]
+  std::vector<std::int64_t> bytes_sent;  // by rank, to others
+  std::vector<std::vector<Call>> calls;  // [rank][in order]
 
  private:
   void carry_out(std::size_t number) {
@@ -401,12 +403,12 @@ TEST_F(OrderedSumTest, EachReplicaSendsWhatARingDoes) {
   make({0, 1, 2, 3}, {kNumel - 16, 16}, 5 << 18);
   train_all(0);
   expect_sums({0, 1, 2, 3}, 0);
-  for (const std::int64_t sent : exchanges_->elements_sent) {
-    EXPECT_NEAR(static_cast<double>(sent), 2.0 * 3 / 4 * kNumel, 16) << "flags more";
+  for (const std::int64_t sent : exchanges_->bytes_sent) {
+    EXPECT_NEAR(static_cast<double>(sent), 4 * 2.0 * 3 / 4 * kNumel, 64) << "flags more";
   }
-  // Room for what two parts bring.
-  EXPECT_LE(replicas_[0].sum->bytes(), 2 * (5 << 18));
-  EXPECT_GE(replicas_[0].sum->bytes(), 2 * (4 << 18));
+  // Room for what two parts bring from the three others.
+  EXPECT_LE(replicas_[0].sum->bytes(), 2 * (5 << 18) * 3 / 4);
+  EXPECT_GE(replicas_[0].sum->bytes(), 2 * (4 << 18) * 3 / 4);
 }
 
 TEST_F(OrderedSumTest, ABatchWaitsUntilTheOneBeforeHasNothingLeftToBegin) {
@@ -417,6 +419,53 @@ TEST_F(OrderedSumTest, ABatchWaitsUntilTheOneBeforeHasNothingLeftToBegin) {
   replicas_[0].sum->begin_microbatch(1, true);
   replicas_[0].gradients[0]->add(3, gradient(0, 16));
   EXPECT_EQ(exchanges_->calls[0].size(), 2u);
+}
+
+// Shares of two buckets: what a rank gives others before it has all of its own, and what it takes.
+TEST_F(OrderedSumTest, SharesAreGivenBucketByBucket) {
+  make({0, 1, 2}, {48, 48, 48, 48, 48, 48}, 3 * 48 * 4);
+  std::vector<at::Tensor> flats;
+  for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
+    replicas_[rank].sum->share(true, {});
+    flats.push_back(at::zeros({replicas_[rank].packing->numel()}, at::kShort));
+    for (const Share& share : replicas_[rank].sum->shares()) {
+      if (share.rank == static_cast<int>(rank)) {
+        flats[rank].slice(0, share.begin, share.end).fill_(10 * (share.bucket + 1) + share.rank);
+      }
+    }
+  }
+  const auto of_bucket = [&](std::size_t rank, std::size_t bucket) {
+    const GradientBuckets::Bucket& all = replicas_[rank].sum->buckets()[bucket];
+    return flats[rank].slice(0, all.begin, all.end);
+  };
+  const auto values = [&](std::int64_t bucket) {
+    return at::tensor({10 * bucket, 10 * bucket + 1, 10 * bucket + 2}, at::kShort)
+        .repeat_interleave(48);
+  };
+  for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
+    EXPECT_EQ(exchanges_->calls[rank].size(), 0u);
+    replicas_[rank].sum->begin_gather(1, {flats[rank]});
+    EXPECT_EQ(exchanges_->calls[rank].size(), 2u) << "one for each of the others";
+  }
+  for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
+    EXPECT_TRUE(of_bucket(rank, 0).equal(values(1))) << rank;
+    EXPECT_FALSE(of_bucket(rank, 1).equal(values(2))) << rank;
+  }
+  for (int times = 0; times < 2; ++times) {  // and again from the first bucket on
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
+      threads.emplace_back(
+          [&, rank] { replicas_[rank].sum->gather(nullptr, {flats[rank]}, kGoesOn); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+    for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
+      EXPECT_EQ(exchanges_->calls[rank].size(), times == 0 ? 4u : 8u);
+      EXPECT_TRUE(of_bucket(rank, 0).equal(values(1))) << rank;
+      EXPECT_TRUE(of_bucket(rank, 1).equal(values(2))) << rank;
+    }
+  }
 }
 
 }  // namespace

@@ -412,7 +412,7 @@ TEST(FusedOptimizer, ErrorsStateTheRuleAndBothValues) {
             "slice 0: elements 48 to 65: slices must be in order, without overlap, from 0 to 64");
   EXPECT_EQ(make({{8, 4, 0}}, flat),
             "slice 0: offset 8: must be a multiple of 64 bytes, 16 elements");
-  EXPECT_NE(make({}, at::zeros({4}, at::kBFloat16)).find("BFloat16 on cpu"), std::string::npos);
+  EXPECT_NE(make({}, at::zeros({4}, at::kHalf)).find("Half on cpu"), std::string::npos);
 
   FusedOptimizer optimizer(OptimizerKind::kSgd, {{0, 64, 1}}, flat);
   const at::Tensor out = at::zeros({64});
@@ -429,6 +429,12 @@ TEST(FusedOptimizer, ErrorsStateTheRuleAndBothValues) {
   EXPECT_EQ(step(at::zeros({63}), 2, 1),
             "gradient: must be contiguous with at least 64 elements of Float on cpu, is "
             "CPUFloatType with 63");
+  const at::Tensor narrow = at::zeros({64}, at::kBFloat16), half = at::zeros({64}, at::kHalf);
+  FusedOptimizer of_narrow(OptimizerKind::kSgd, {{0, 64, 1}}, narrow);
+  EXPECT_EQ(error_of([&] { of_narrow.step(narrow, narrow, narrow, groups, {true}); }),
+            "gradient: BFloat16: without a master it must be float32 or float64");
+  EXPECT_EQ(error_of([&] { of_narrow.step(half, narrow, half, groups, {true}, flat); }),
+            "gradient: BFloat16: with a master of Half weights it must be float32");
   EXPECT_EQ(error_of([&] { optimizer.state("exp_avg"); }),
             "optimizer state \"exp_avg\": SGD has momentum_buffer");
 }

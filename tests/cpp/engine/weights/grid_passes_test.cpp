@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -64,10 +65,10 @@ struct Trained {
 };
 
 // Three steps, in which not all parameters have a gradient and the gradients are scaled.
-Trained train(OptimizerKind kind, at::ScalarType dtype, at::ScalarType master_dtype) {
+Trained train(OptimizerKind kind, at::ScalarType dtype, at::ScalarType master_dtype,
+              at::ScalarType of_gradients) {
   at::manual_seed(5);
   const bool is_plain = master_dtype == dtype;
-  const at::ScalarType of_gradients = is_plain ? dtype : at::kFloat;
   at::Tensor w = at::zeros({kNumel}, dtype), w_out = at::zeros_like(w), master;
   const at::Tensor g = at::zeros({kNumel}, of_gradients);
   for (const ParameterSlice& slice : kSlices) w.narrow(0, slice.offset, slice.numel).normal_();
@@ -91,17 +92,19 @@ Trained train(OptimizerKind kind, at::ScalarType dtype, at::ScalarType master_dt
 
 TEST_F(GridPasses, StepToTheBitsOfTheCpusPassesWithOneLaunchEach) {
   for (const OptimizerKind kind : {OptimizerKind::kSgd, OptimizerKind::kAdam}) {
-    for (const auto& [dtype, master] :
-         std::vector<std::pair<at::ScalarType, at::ScalarType>>{{at::kFloat, at::kFloat},
-                                                                {at::kDouble, at::kDouble},
-                                                                {at::kBFloat16, at::kFloat},
-                                                                {at::kHalf, at::kFloat},
-                                                                {at::kBFloat16, at::kShort}}) {
+    for (const auto& [dtype, master, of_gradients] :
+         std::vector<std::array<at::ScalarType, 3>>{{at::kFloat, at::kFloat, at::kFloat},
+                                                    {at::kDouble, at::kDouble, at::kDouble},
+                                                    {at::kBFloat16, at::kFloat, at::kFloat},
+                                                    {at::kHalf, at::kFloat, at::kFloat},
+                                                    {at::kBFloat16, at::kShort, at::kFloat},
+                                                    {at::kBFloat16, at::kFloat, at::kBFloat16},
+                                                    {at::kBFloat16, at::kShort, at::kBFloat16}}) {
       SetUp();
-      const Trained actual = train(kind, dtype, master);
+      const Trained actual = train(kind, dtype, master, of_gradients);
       EXPECT_EQ(steps_launched, 3);
       TearDown();
-      const Trained expected = train(kind, dtype, master);
+      const Trained expected = train(kind, dtype, master, of_gradients);
       EXPECT_EQ(steps_launched, 3);
       EXPECT_TRUE(actual.w.equal(expected.w)) << dtype;
       EXPECT_TRUE(!actual.master.defined() || actual.master.equal(expected.master)) << dtype;
@@ -151,12 +154,16 @@ TEST_F(GridPasses, RepeatARecordedLaunchWithWhatIsUploadedNext) {
 TEST_F(GridPasses, NormsOfAllTensorsComeFromOneLaunchPerDtype) {
   at::manual_seed(6);
   const std::vector<at::Tensor> tensors{
-      at::randn({1000}), at::randn({3}, at::kDouble), at::randn({0}), at::randn({40'000}),
+      at::randn({1000}),
+      at::randn({3}, at::kDouble),
+      at::randn({0}),
+      at::randn({40'000}),
+      at::randn({30'001}).to(at::kBFloat16),
       at::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)};
   for (const double type : {1.0, 2.0, static_cast<double>(INFINITY), 3.0}) {
     norms_launched = 0;
     const std::vector<double> norms = norms_of(tensors, type);
-    EXPECT_EQ(norms_launched, type == 3 ? 0 : 2);
+    EXPECT_EQ(norms_launched, type == 3 ? 0 : 3);
     ASSERT_EQ(norms.size(), tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (tensors[i].numel() == 0) continue;
@@ -175,6 +182,9 @@ TEST(NormsOf, AreTorchsBitForBitOnTheCpu) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       EXPECT_EQ(norms[i], at::linalg_vector_norm(tensors[i], type).item<double>());
     }
+    const at::Tensor narrow = tensors[2].to(at::kBFloat16);
+    EXPECT_EQ(norms_of({narrow}, type)[0],
+              at::linalg_vector_norm(narrow.to(at::kFloat), type).item<double>());
   }
 }
 

@@ -1,0 +1,70 @@
+#include "engine/gradients/exchange.h"
+
+#include <cstdint>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+using Sizes = std::vector<std::int64_t>;
+
+// Two names of one function, the first of which older releases of torch do not have.
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> all_to_all(Group& group, at::Tensor to, at::Tensor from,
+                                          Sizes to_sizes, Sizes from_sizes) {
+  if constexpr (requires { group.all_to_all_single(to, from, to_sizes, from_sizes); }) {
+    return group.all_to_all_single(to, from, to_sizes, from_sizes);
+  } else {
+    return group.alltoall_base(to, from, to_sizes, from_sizes);
+  }
+}
+
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor to, at::Tensor from) {
+  if constexpr (requires { group.all_gather_single(to, from); }) {
+    return group.all_gather_single(to, from);
+  } else {
+    return group._allgather_base(to, from);
+  }
+}
+
+// gloo sends neither int16, which split masters are, nor every release bfloat16.
+at::Tensor bytes_of(const at::Tensor& piece) { return piece.view(at::kByte); }
+
+}  // namespace
+
+// One all-to-all would need what it sends in one tensor, and so copies; pieces stay where they are
+// if each is the only one of an exchange.
+Exchange swap_pieces(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
+                     const std::vector<at::Tensor>& to) {
+  const int rank = group.getRank(), size = group.getSize();
+  Exchange exchange;
+  for (int distance = 1; distance < size; ++distance) {
+    const int taker = (rank + distance) % size, giver = (rank + size - distance) % size;
+    const at::Tensor sent = bytes_of(from[taker]), received = bytes_of(to[giver]);
+    Sizes sent_sizes(size, 0), received_sizes(size, 0);
+    sent_sizes[taker] = sent.numel();
+    received_sizes[giver] = received.numel();
+    exchange.push_back(
+        all_to_all(group, received, sent, std::move(received_sizes), std::move(sent_sizes)));
+  }
+  return exchange;
+}
+
+Exchange give_pieces(c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces) {
+  return swap_pieces(group, std::vector<at::Tensor>(pieces.size(), pieces[group.getRank()]),
+                     pieces);
+}
+
+Exchange gather_in_place(c10d::ProcessGroup& group, const at::Tensor& all, const at::Tensor& mine) {
+  return {all_gather(group, all, mine)};
+}
+
+Exchange broadcast_from(c10d::ProcessGroup& group, int rank, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{bytes_of(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = rank;
+  return {group.broadcast(tensors, options)};
+}
+
+}  // namespace pd2

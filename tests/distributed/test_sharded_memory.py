@@ -1,0 +1,132 @@
+"""What replicas take up, and send, that share out masters and optimizer state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from benchmarks.measuring.memory import resident_bytes
+from pipedream2bw.model.storages import return_freed_memory
+from tests.distributed.test_replica_sums import bytes_sent
+from tests.runs.launch import run_ranks
+
+NARROW: dict[str, Any] = {"precision": "bf16", "gradient_dtype": torch.bfloat16}
+NUMEL, COUNT = 128 * 128, 8
+
+
+def square_model() -> list[nn.Module]:
+    return [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(COUNT)))]
+
+
+def measured(world: int, **options: Any) -> dict[str, float]:
+    """Of a parameter: what is reported, what masters and moments take up, and bytes sent."""
+    x = torch.ones(2, 128)
+    with pd2.PipelineModule(
+        square_model(),
+        mse_loss,
+        num_microbatches=2,
+        width=world,
+        example_args=(x,),
+        **options,
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=0.01), shard_state=True)
+        sent = bytes_sent(pipe, opt, x, 2)
+        (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
+        engine, slot = stage.weights.engine, stage.weights.engine.newest_slot
+        owned = [i for i in range(COUNT) if engine.owns(i)]
+        masters = [engine.master(slot, i) for i in owned if options]
+        tensors = [master for master in masters if master is not None]
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensors += [engine.optimizer_state(name, i) for i in owned]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        reported = report.weights + report.gradients + report.masters + report.optimizer_state
+        return {
+            "reported": reported / (COUNT * NUMEL),
+            "padding": report.padding,
+            "kept": sum(each.nbytes() for each in storages.values()) / (COUNT * NUMEL),
+            "sent": sent / (2 * COUNT * NUMEL),
+        }
+
+
+def all_measured(rank: int, world: int) -> list[dict[str, float]]:
+    return [measured(world, precision="bf16"), measured(world), measured(world, **NARROW)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_takes_8_and_12_over_w_bytes(world: int) -> None:
+    results = [result.value for result in run_ranks(all_measured, world, timeout=100)]
+    for half, full, narrow in results:
+        assert half["reported"] == 8 + 12 / world
+        assert half["kept"] == pytest.approx(12 / world, abs=0.01)
+        assert full["reported"] == 12 + 8 / world
+        assert full["kept"] == pytest.approx(8 / world, abs=0.01)
+        assert narrow["reported"] == 6 + 12 / world
+        assert narrow["kept"] == pytest.approx(12 / world, abs=0.01)
+    # Gradients to whom they belong, and from there the weights as the stages compute with them.
+    for number, each in enumerate((4 + 2, 4 + 4, 2 + 2)):
+        sent = sum(result[number]["sent"] for result in results) / world
+        assert sent == pytest.approx(each * (world - 1) / world, rel=0.02)
+
+
+LARGE, NUM_LARGE = 512, 160
+
+
+def large_model() -> list[nn.Module]:
+    return [nn.Sequential(*(nn.Linear(LARGE, LARGE, bias=False) for _ in range(NUM_LARGE)))]
+
+
+def grown(rank: int, world: int) -> tuple[float, float, float]:
+    """Of a parameter: bytes by which training grows the process at most, and what is reported."""
+    torch.set_num_threads(1)
+    x = torch.ones(2, LARGE)
+    trained_one_batch(square_model(), torch.ones(2, 128), world)  # loads the libraries
+    return_freed_memory()
+    before = resident_bytes("VmRSS")
+    with pipeline_of(large_model(), x, world) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=0.01), shard_state=True)
+        return_freed_memory()
+        # What the model took up before the pipeline took it over, and whole masters, are gone.
+        Path("/proc/self/clear_refs").write_text("5")
+        for _ in range(3):
+            pipe.train_step(x, target=x)
+            opt.step()
+        pipe.flush()
+        growth = resident_bytes("VmHWM") - before
+        (report,) = pipe.memory_report().values()
+    held = report.weights + report.gradients + report.masters + report.optimizer_state
+    count = NUM_LARGE * LARGE**2
+    return growth / count, report.total / count, held / count
+
+
+def pipeline_of(model: list[nn.Module], x: torch.Tensor, world: int) -> pd2.PipelineModule:
+    return pd2.PipelineModule(
+        model,
+        mse_loss,
+        num_microbatches=2,
+        width=world,
+        example_args=(x,),
+        bucket_cap_mb=1.0,
+        **NARROW,
+    )
+
+
+def trained_one_batch(model: list[nn.Module], x: torch.Tensor, world: int) -> None:
+    with pipeline_of(model, x, world) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=0.01), shard_state=True)
+        pipe.train_step(x, target=x)
+        opt.step()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_process_grows_by_6_and_12_over_w_bytes_a_parameter(world: int) -> None:
+    for result in run_ranks(grown, world, timeout=120):
+        growth, total, held = result.value
+        assert held == 6 + 12 / world
+        assert held < total < 1.01 * held
+        assert held < growth < 1.05 * total
