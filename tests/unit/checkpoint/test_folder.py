@@ -110,7 +110,7 @@ def test_whatever_fails_in_a_place_is_an_os_error() -> None:
         with pytest.raises(OSError, match=r"Store\.Error: out of reach|Error: out of reach"):
             call()
     folder.clean()
-    folder.discard("a")
+    folder.discard("a", "b")
     folder.remove_file("a")
 
 
