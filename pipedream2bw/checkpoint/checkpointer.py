@@ -23,7 +23,7 @@ from .preemption import Preempted, Signals, ignore_in_worker
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .source import Source
 from .under_way import Saving
-from .waiting import done_by, in_time
+from .waiting import done_by, on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
@@ -179,9 +179,7 @@ class Checkpointer:
 
     def _from_first(self, action: str, call: Callable[[], _Result]) -> _Result:
         """Calls what works in the folder on rank 0; every rank returns what it gives, or raises."""
-        session, folder = self._session, self._saver.folder
-        timeout = session.control.timeout
-        return session.control.from_first(lambda: in_time(folder, timeout, action, call))
+        return on_first_rank(self._session, self._saver.folder, action, call)
 
     # ------------------------------------------------------------------ saving
 

@@ -22,7 +22,7 @@ from .folder import Folder
 from .manifest import Manifest, RankPart
 from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators
 from .source import Source
-from .waiting import in_time
+from .waiting import on_all_ranks
 
 log = logging.getLogger("pipedream2bw")
 
@@ -70,13 +70,8 @@ def load(
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
-    source = session.together(
-        lambda: in_time(
-            folder,
-            session.control.timeout,
-            "looking for checkpoints",
-            lambda: Source.newest(folder, step),
-        )
+    source = on_all_ranks(
+        session, folder, "looking for checkpoints", lambda: Source.newest(folder, step)
     )
     return load_from(source, session, opt, beside, generators=generators)
 
@@ -92,17 +87,15 @@ def load_from(
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
 
     def reading(read: Callable[[], _Read]) -> _Read:
-        timeout = session.control.timeout
-        return in_time(source.folder, timeout, f"reading {source.name}", read)
-
-    def weights() -> Checkpoint:
-        found = reading(source.weights)
-        return Checkpoint(found.names, lambda names: reading(lambda: found.read(names)))
+        return on_all_ranks(session, source.folder, f"reading {source.name}", read)
 
     if source.manifest.settings is None:
-        session.load(weights, strict=True)
+        weights = reading(source.weights)
+        mine = session.local_model.wanted(weights.names)
+        entries = reading(lambda: weights.read(mine))
+        session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
-    prepared = session.together(lambda: reading(lambda: _Prepared(source, session, opt, beside)))
+    prepared = reading(lambda: _Prepared(source, session, opt, beside))
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 

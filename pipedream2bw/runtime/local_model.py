@@ -81,7 +81,7 @@ class LocalModel:
         root = self._root
         known = set(root.state_dict().keys())
         mine = self._names() & known
-        wanted = [name for name in checkpoint.names if name in mine]
+        wanted = self.wanted(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
         given = {id(parameters[name]) for name in wanted if name in parameters}
         # One entry is enough for a parameter that has several names.
@@ -99,6 +99,11 @@ class LocalModel:
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)
+
+    def wanted(self, names: Collection[str]) -> list[str]:
+        """Those of a ``state_dict``'s names that are of this process's part."""
+        mine = self._names() & set(self._root.state_dict().keys())
+        return [name for name in names if name in mine]
 
     def trainable_names(self) -> tuple[str, ...]:
         """The whole model's trained parameters."""
