@@ -19,8 +19,16 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
+from .giving_back import GivenBack
 from .manifest import Manifest, RankPart
-from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators
+from .save import (
+    OUR_EXTRA,
+    Beside,
+    Stateful,
+    generator_states,
+    is_stateful,
+    set_generators,
+)
 from .source import Source
 from .waiting import on_all_ranks
 
@@ -54,7 +62,8 @@ def load(
         path: the folder that was given to ``save``.
         opt: the pipeline's optimizer; None: weights alone, of which others may be frozen than were.
         step: which checkpoint; the newest if None.
-        data, schedulers, extra: as they were saved; objects get their state back.
+        data, schedulers, extra: as they were saved; objects get their state back, before anything
+            of the pipeline changes. If one refuses it, on any rank, all get back what they had.
         generators: whether Python's, NumPy's and torch's default random numbers go on, too.
 
     Returns:
@@ -62,8 +71,8 @@ def load(
 
     Raises:
         DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
-        ValueError: there is no checkpoint, or it does not fit: both values are named. On every
-            rank; nothing has been loaded then.
+        ValueError: there is no checkpoint, or it does not fit: both values are named; an object
+            refuses its state. On every rank; nothing has been loaded then.
         TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
@@ -96,6 +105,12 @@ def load_from(
         session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
     prepared = reading(lambda: _Prepared(source, session, opt, beside))
+    given = GivenBack()
+    try:
+        session.together(lambda: prepared.give_back(given, generators=generators))
+    except BaseException:
+        given.take_back()  # also where another rank's object refused
+        raise
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 
@@ -300,8 +315,32 @@ class _Prepared:
 
     # ------------------------------------------------------------------ load
 
+    def give_back(self, given: GivenBack, *, generators: bool) -> None:
+        """Gives the user's objects their states; the pipeline is as it was."""
+        beside = self._beside
+        objects: list[tuple[str, Any, Any]] = [
+            (f"schedulers: number {number}", scheduler, state)
+            for number, (scheduler, state) in enumerate(
+                zip(beside.schedulers, self._schedulers, strict=True)
+            )
+        ]
+        if beside.data is not None:
+            objects.append(("data", beside.data, self._data))
+        for name, value in beside.extra.items():
+            if is_stateful(value) and name in self._extra:
+                objects.append((f"extra: {name!r}", value, self._extra[name]))
+        for name, owner, state in objects:
+            given.give(
+                f"{name}, {type(owner).__name__}", state, owner.load_state_dict, owner.state_dict
+            )
+        if self._sets(generators):
+            given.give("generators", self._generators, set_generators, generator_states)
+
+    def _sets(self, generators: bool) -> bool:
+        return generators and self._session.control.size == len(self._source.manifest.ranks)
+
     def load(self, *, generators: bool) -> dict[str, Any]:
-        """Changes the pipeline, its optimizer and the user's objects; gives values of extra."""
+        """Changes the pipeline and its optimizer; gives the values of extra."""
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
             stage.weights.load(self._weights[stage.index])
@@ -319,20 +358,12 @@ class _Prepared:
         session.local_model.after_load()
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
-        beside = self._beside
-        for scheduler, state in zip(beside.schedulers, self._schedulers, strict=True):
-            scheduler.load_state_dict(state)
-        if beside.data is not None:
-            beside.data.load_state_dict(self._data)
-        for name, value in beside.extra.items():
-            if is_stateful(value) and name in self._extra:
-                value.load_state_dict(self._extra[name])
-        if generators and session.control.size == len(manifest.ranks):
+        if self._sets(generators):  # again: a module's set_extra_state may have drawn
             set_generators(self._generators)
         return {
             name: value
             for name, value in self._extra.items()
-            if not is_stateful(beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
+            if not is_stateful(self._beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
 
 
