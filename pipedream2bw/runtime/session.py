@@ -323,10 +323,8 @@ class Session:
         Raises:
             StageError: a batch was discarded, and has been taken back.
         """
-        if self.first_unfinished is not None:
-            self.stages.drain()
-            self.first_unfinished = None
-        self.stages.finish_submitted()  # updates submitted after the last drain
+        self.stages.drain()  # also of copies submitted after the last drain
+        self.first_unfinished = None
         if (first := self.control.first_discarded()) is not None:
             self._take_back(first)
         self._show()
