@@ -187,7 +187,7 @@ def _copying(
         copies = memory.copy(live, ("weights", stage.index))
         for (kind, name), tensor in copies.items():
             cut.add(kind, {name: tensor})
-        # Nobody writes to frozen weights: they stay where they are until they are written.
+        # Only a load writes to frozen weights, and waits for the save (Session.flush_to_load).
         frozen = {name: p.detach() for name, p in weights.frozen.items() if name in mine}
         cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
 

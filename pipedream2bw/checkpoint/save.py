@@ -194,6 +194,8 @@ class Saver:
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
         saving = Saving(session, self.folder.path, head.batch)
+        if any(stage.weights.frozen for stage in session.stages):
+            session.frozen_in_use(saving.done)
         ending, fault = session.ending, session.control.fault
 
         def has_failed() -> bool:
