@@ -51,7 +51,6 @@ class Head:
     """What the manifest says and every rank knows when a save begins.
 
     Attributes:
-        model_state: what the modules of this rank's stages gave.
         own: this rank's part.
         tensors: those of the user's state that this rank writes.
     """
@@ -63,7 +62,6 @@ class Head:
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]
-    model_state: Any
     schedulers: Any
     own: RankPart
     tensors: Mapping[str, torch.Tensor]
@@ -219,6 +217,8 @@ class Writer:
 
     def _files(self, name: str) -> dict[str, Any]:
         cut, head, rank = self._cut, self._head, self._head.own.rank
+        if cut.refused is not None:
+            raise cut.refused
         ranks = head.settings.num_ranks
         tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
         tensors.setdefault("rank", {}).update(head.tensors)
@@ -241,7 +241,7 @@ class Writer:
         return {
             "nonce": head.nonce,
             "own": dataclasses.asdict(head.own),
-            "model_state": head.model_state,
+            "model_state": cut.model_state,
             "optimizer": optimizer,
             "numbers": numbers,
             "files": {key: dataclasses.asdict(file) for key, file in files.items()},

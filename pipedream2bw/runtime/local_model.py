@@ -119,10 +119,18 @@ class LocalModel:
         """What the whole model's ``state_dict`` holds."""
         return frozenset(self._root.state_dict(keep_vars=True))
 
-    def extra_state(self) -> dict[str, Any]:
-        """What this process's modules keep beside parameters and buffers, by their names."""
-        with_state = self._with_extra_state()
-        return {name: module.get_extra_state() for name, module in with_state if self._has(name)}
+    def extra_state(self, stage: int | None = None) -> dict[str, Any]:
+        """What this process's modules keep beside parameters and buffers, by their names.
+
+        Args:
+            stage: only the modules of this one of the process's stages; None: of all.
+        """
+        stages = self._stages.grid.stages if stage is None else (stage,)
+        return {
+            name: module.get_extra_state()
+            for name, module in self._with_extra_state()
+            if self._first_stage(name) in stages
+        }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Gives the modules what :meth:`extra_state` gave."""
@@ -182,13 +190,17 @@ class LocalModel:
         return lines
 
     def _has(self, module: str) -> bool:
-        """Whether the process runs the first of the stages that have a part of the module.
+        """Whether the process runs the first of the stages that have a part of the module."""
+        return self._first_stage(module) in self._stages.grid.stages
+
+    def _first_stage(self, module: str) -> int:
+        """The first of the stages that have a part of the module.
 
         One that no stage has a part of is where its nearest parent is.
         """
         while module and module not in self._first_stages:
             module = module.rpartition(".")[0]
-        return self._first_stages.get(module, 0) in self._stages.grid.stages
+        return self._first_stages.get(module, 0)
 
     def _buffer_names(self) -> set[str]:
         """Names of the first pipeline's buffers; a second one has statistics of its own."""
