@@ -104,6 +104,8 @@ class Folder:
             nonce: the same on all ranks, another one for every save.
         """
         name = self.name_at_first(step, nonce)
+        if self.is_local:
+            _make_folders(self.root)
         self.fs.makedirs(self.at(name), exist_ok=True)
         if self.is_local:
             return name
@@ -326,6 +328,15 @@ class _ReadFile:
 def name_of(step: int) -> str:
     """The folder's name of a checkpoint."""
     return f"step-{step:08d}"
+
+
+def _make_folders(path: str) -> None:
+    """Makes a folder and those it is in, so that they are on the disk."""
+    if not os.path.isdir(path):
+        parent = os.path.dirname(path)
+        _make_folders(parent)
+        os.makedirs(path, exist_ok=True)
+        _sync_folder(parent)
 
 
 def _sync_folder(path: str) -> None:
