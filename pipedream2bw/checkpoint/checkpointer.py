@@ -149,7 +149,7 @@ class Checkpointer:
             TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
-        session.flush_to_load(Operation.load)
+        session.flush_for(Operation.load)
         for each in list(self._under_way):
             self._wait_for(each)
         self._from_first("removing what interrupted saves left", folder.clean)

@@ -195,7 +195,7 @@ def _copying(
         copies = memory.copy(live, ("weights", stage.index))
         for (kind, name), tensor in copies.items():
             cut.add(kind, {name: tensor})
-        # Only a load writes to frozen weights, and waits for the save (Session.flush_to_load).
+        # Only a load writes to frozen weights, and waits for the save (FrozenInUse).
         frozen = {name: p.detach() for name, p in weights.frozen.items() if name in mine}
         cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
 

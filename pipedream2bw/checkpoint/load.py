@@ -77,7 +77,7 @@ def load(
         TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
-    session.flush_to_load(Operation.load)
+    session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
     source = on_all_ranks(

@@ -196,7 +196,7 @@ class Saver:
         )
         saving = Saving(session, self.folder.path, head.batch)
         if any(stage.weights.frozen for stage in session.stages):
-            session.frozen_in_use(saving.done)
+            session.local_model.frozen_in_use.until(saving.done)
         ending, fault = session.ending, session.control.fault
 
         def has_failed() -> bool:

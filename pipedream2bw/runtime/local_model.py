@@ -11,6 +11,7 @@ from torch import nn
 
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
+from .frozen_in_use import FrozenInUse
 from .local_stages import LocalStages
 from .stage_memory import memory_of
 
@@ -23,6 +24,7 @@ class LocalModel:
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
+        frozen_in_use: until when frozen weights must not change.
         placeholder: stands for the trainable parameters of a process that has none.
         after_load: is called, drained, when all of this process's weights have been loaded.
     """
@@ -33,6 +35,7 @@ class LocalModel:
         self._stages = stages
         self._first_stages = _first_stages(mode)
         self.after_load: Callable[[], None] = lambda: None
+        self.frozen_in_use = FrozenInUse()
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
@@ -95,7 +94,6 @@ class Session:
         self._num_evaluations = 0
         self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
-        self._frozen_in_use: list[Future[None]] = []
         self._mode_of_last_step = self.root.training
         self._mode_was_set = False  # and the stages' modules are still in the former one
         _all.add(self)
@@ -344,28 +342,8 @@ class Session:
         with self.ending.failing_closes():
             self.agree(operation, self.num_train_steps, local)
             self.drain()
-
-    def flush_to_load(self, operation: Operation) -> None:
-        """As :meth:`flush_for`, and waits for saves that read frozen weights where they are.
-
-        Raises:
-            TimeoutError: on every rank: a save has not ended within half of the timeout.
-        """
-        self.flush_for(operation)
-        self.together(self._wait_for_frozen)
-
-    def frozen_in_use(self, done: Future[None]) -> None:
-        """Frozen weights must not change until a save is done."""
-        self._frozen_in_use = [each for each in self._frozen_in_use if not each.done()]
-        self._frozen_in_use.append(done)
-
-    def _wait_for_frozen(self) -> None:
-        seconds = self.control.timeout / 2  # before other ranks give this one up
-        if wait(self._frozen_in_use, seconds).not_done:
-            raise TimeoutError(
-                f"load: a save under way has not ended within {seconds:g} s: it reads frozen "
-                "weights, which must not change until then"
-            )
+        if operation in (Operation.load, Operation.load_state_dict):
+            self.together(lambda: self.local_model.frozen_in_use.wait(self.control.timeout / 2))
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
@@ -385,7 +363,7 @@ class Session:
 
     def load(self, opened: Callable[[], Checkpoint], *, strict: bool) -> Any:
         """Loads this process's part of a checkpoint into every weight version. Drains."""
-        self.flush_to_load(Operation.load_state_dict)
+        self.flush_for(Operation.load_state_dict)
         has_failed = True
         try:
             result = self.together(lambda: self.local_model.load(opened(), strict))
