@@ -23,7 +23,7 @@ from .preemption import Preempted, Signals, ignore_in_worker
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .source import Source
 from .under_way import Saving
-from .waiting import done_by, in_time
+from .waiting import done_by, on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
@@ -118,7 +118,8 @@ class Checkpointer:
         self._evaluated = False  # since the last step()
         # The batch before which the user counted last, and at which everything goes together.
         self._stepped = session.accumulation.num_updates
-        self._began = -1  # the last save
+        # The batch that was saved or loaded last, and how many had been discarded then.
+        self._kept = (-1, 0)
         self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
@@ -162,6 +163,7 @@ class Checkpointer:
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
             return 0
+        self._kept = self._now()
         self.extra = extra
         return self._newest
 
@@ -177,9 +179,7 @@ class Checkpointer:
 
     def _from_first(self, action: str, call: Callable[[], _Result]) -> _Result:
         """Calls what works in the folder on rank 0; every rank returns what it gives, or raises."""
-        session, folder = self._session, self._saver.folder
-        timeout = session.control.timeout
-        return session.control.from_first(lambda: in_time(folder, timeout, action, call))
+        return on_first_rank(self._session, self._saver.folder, action, call)
 
     # ------------------------------------------------------------------ saving
 
@@ -217,7 +217,8 @@ class Checkpointer:
         if wish > _STOP:
             self._save_and_stop(wish - _STOP)
         every = self._frequency.batches
-        if wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0):
+        is_due = wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0)
+        if is_due and not self._has_saved():
             self._save(self._check_failures)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
@@ -255,7 +256,7 @@ class Checkpointer:
             return None
         under_way = _UnderWay(saving, session.num_train_steps)
         self._under_way.append(under_way)
-        self._newest = self._began = batch
+        self._newest, self._kept = batch, self._now()
         self._frequency.save_began()
         return under_way
 
@@ -356,11 +357,16 @@ class Checkpointer:
             self._leave()
         raise Preempted(128 + signal)
 
+    def _now(self) -> tuple[int, int]:
+        """The run's state, as far as counts tell it: after a discarded batch the data go on."""
+        session = self._session
+        return session.accumulation.num_updates, session.discarding.num_times
+
     def _has_saved(self) -> bool:
-        """Whether there is a checkpoint of this batch already; waits if it is under way."""
+        """Whether there is a checkpoint of this state already; waits if it is under way."""
         session = self._session
         batch = session.accumulation.num_updates
-        if batch != self._began:
+        if self._kept != self._now():
             return False
         session.flush_for(Operation.flush)
         for each in list(self._under_way):

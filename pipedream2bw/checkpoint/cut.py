@@ -2,10 +2,10 @@
 
 Nobody waits for the stages to come to this point. Each one's state is copied when its update of the
 batch before has been made, by a thread of its own, and stays as it is until that is done: only the
-stage's next update changes it, a batch later. Buffers are copied before the next batch's first
-forward. So the copies of all stages are of one point in the run, each taken at another time; what
-is under way between stages does not belong to it, as in Chandy and Lamport's snapshots (1985) of
-channels that are empty.
+stage's next update changes it, a batch later. Buffers, and what modules keep beside them, are
+copied before the next batch's first forward. So the copies of all stages are of one point in the
+run, each taken at another time; what is under way between stages does not belong to it, as in
+Chandy and Lamport's snapshots (1985) of channels that are empty.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from copy import deepcopy
+from typing import Any
 
 import torch
 
@@ -22,9 +23,11 @@ from ..errors import reworded
 from ..optimizer.cut import OptimizerCut, SavedOptimizers
 from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
+from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .copies import HostMemory
+from .encoding import encode
 
 MODEL, OPTIMIZER, RANK = "model", "optimizer", "rank"
 """Kinds of files: the newest weights, the optimizers' state, what is each rank's own."""
@@ -48,6 +51,8 @@ class Cut:
         batch: the number of the batch that follows.
         tensors: by kind of file and name.
         numbers: what optimizers keep of a parameter beside tensors, by its name.
+        model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
+        refused: why a module's cannot be saved.
         shared: what the optimizers share, when all stages have been copied.
         copied: done when everything is in ``tensors``.
     """
@@ -55,6 +60,8 @@ class Cut:
     batch: int
     tensors: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     numbers: dict[str, dict[str, object]] = dataclasses.field(default_factory=dict)
+    model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refused: Exception | None = None
     shared: SavedOptimizers | None = None
     copied: Future[None] = dataclasses.field(default_factory=Future)
 
@@ -129,7 +136,8 @@ def begin_cut(
         )
         stage.executor.submit_copy(stage=stage.index, version=cut.batch, copy=copy)
         pipeline = session.grid.pipeline(stage.index)
-        copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model))
+        model = session.local_model if pipeline == session.grid.replica == 0 else None
+        copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model, model))
         stage.runner.call_before(session.num_train_steps, copy)
     session.discarding.listen(cut.take_back)
     return cut
@@ -187,7 +195,7 @@ def _copying(
         copies = memory.copy(live, ("weights", stage.index))
         for (kind, name), tensor in copies.items():
             cut.add(kind, {name: tensor})
-        # Nobody writes to frozen weights: they stay where they are until they are written.
+        # Only a load writes to frozen weights, and waits for the save (FrozenInUse).
         frozen = {name: p.detach() for name, p in weights.frozen.items() if name in mine}
         cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
 
@@ -195,8 +203,14 @@ def _copying(
 
 
 def _copying_buffers(
-    stage: LocalStage, cut: Cut, memory: HostMemory, pipeline: int, in_model: Collection[str]
+    stage: LocalStage,
+    cut: Cut,
+    memory: HostMemory,
+    pipeline: int,
+    in_model: Collection[str],
+    model: LocalModel | None,
 ) -> Callable[[], None]:
+    """Copies the stage's buffers, and what its modules keep beside them if a model is given."""
     prefix = buffer_prefix(pipeline)
 
     def copy() -> None:
@@ -204,5 +218,17 @@ def _copying_buffers(
         cut.add(RANK, {prefix + name: tensor for name, tensor in copies.items()})
         if pipeline == 0:
             cut.add(MODEL, {name: copies[name] for name in copies if name in in_model})
+        if model is not None:
+            try:
+                _keep_extra_state(model.extra_state(stage.index), stage.index, cut)
+            except Exception as error:  # of the user's code: told when the stage's part is written
+                cut.refused = error
 
     return copy
+
+
+def _keep_extra_state(state: Mapping[str, Any], stage: int, cut: Cut) -> None:
+    kept: dict[str, torch.Tensor] = {}
+    cut.model_state.update(encode(state, f"stage{stage}/model_state", kept))
+    # Their owners go on changing them.
+    cut.add(RANK, {name: t.detach().to("cpu", copy=True) for name, t in kept.items()})

@@ -33,10 +33,14 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     Raises:
         TypeError: anything else; names it.
-        ValueError: it lies in too many lists and dictionaries to be read again.
+        ValueError: it lies in too many lists and dictionaries to be read again, or is a whole
+            number of too many digits.
     """
     try:
         document = _encode(value, where, tensors)
+    except RecursionError as error:
+        raise ValueError(f"{where}: {error}") from None
+    try:
         check_nesting(document, MOST_LEVELS - _LEVELS_ABOVE)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
@@ -44,7 +48,13 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        try:
+            str(value)
+        except ValueError as error:  # Python's limit, 4300 digits
+            raise ValueError(f"{where}: {error}") from None
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
@@ -62,7 +72,11 @@ def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return {"$array": _put(torch.from_numpy(value.copy()), where, tensors)}
+        try:
+            tensor = torch.from_numpy(value.copy())
+        except (TypeError, ValueError) as error:  # torch has no such dtype, or byte order
+            raise TypeError(f"{where}: an array of {value.dtype} given: {error}") from None
+        return {"$array": _put(tensor, where, tensors)}
     if numpy is not None and isinstance(value, numpy.generic):
         return _encode(value.item(), where, tensors)
     raise TypeError(

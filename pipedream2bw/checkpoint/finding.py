@@ -14,9 +14,8 @@ from .folder import MANIFEST, Folder, name_of
 from .inspecting import damage_of
 from .manifest import read_manifest
 from .source import Source
-from .waiting import in_time
+from .waiting import on_all_ranks, on_first_rank
 
-_Found = TypeVar("_Found")
 _Loaded = TypeVar("_Loaded")
 
 log = logging.getLogger("pipedream2bw")
@@ -52,23 +51,18 @@ def load_whole(
             such step.
         TimeoutError: the file system hangs.
     """
-    control = session.control
-
-    def within(action: str, call: Callable[[], _Found]) -> Callable[[], _Found]:
-        return lambda: in_time(folder, control.timeout, action, call)
-
-    looking = "looking for checkpoints"
-    steps: list[int] = control.from_first(
-        lambda: _candidates(folder, known_everywhere(within(looking, folder.steps)()), step)
+    there = on_first_rank(session, folder, "looking for checkpoints", folder.steps)
+    steps: list[int] = session.control.from_first(
+        lambda: _candidates(folder, known_everywhere(there), step)
     )
     damage: dict[int, str] = {}
     for candidate in steps:
         look = _Look(session, folder, candidate)
         reading = f"reading {name_of(candidate)}"
-        source, found = session.together(within(reading, look))
+        source, found = on_all_ranks(session, folder, reading, look)
         everyone = session.gather(found)
         decide = functools.partial(look.decide, everyone)
-        wrong = control.from_first(within(reading, decide))
+        wrong = on_first_rank(session, folder, reading, decide)
         if wrong is None:
             assert source is not None
             try:
@@ -77,7 +71,7 @@ def load_whole(
                 wrong = str(error)
             else:
                 rename = functools.partial(_set_aside_newer, folder, candidate, damage)
-                control.from_first(within("renaming newer checkpoints", rename))
+                on_first_rank(session, folder, "renaming newer checkpoints", rename)
                 return loaded
         damage[candidate] = wrong
         log.warning("%s: the next older checkpoint is taken", wrong)

@@ -104,13 +104,13 @@ class Folder:
             nonce: the same on all ranks, another one for every save.
         """
         name = self.name_at_first(step, nonce)
+        if self.is_local:
+            _make_folders(self.root)
         self.fs.makedirs(self.at(name), exist_ok=True)
         if self.is_local:
             return name
         with self.writing(name, UNFINISHED) as file:
             file.write(nonce.encode())
-        if self.is_whole(step):  # of a run that went on from less: its files are written again
-            self._remove_file(name, MANIFEST)
         return name
 
     def name_at_first(self, step: int, nonce: str) -> str:
@@ -137,7 +137,8 @@ class Folder:
     def commit(self, name: str, step: int, manifest: bytes) -> None:
         """Writes the manifest, which makes the checkpoint whole.
 
-        One rank calls it, after all ranks' files are on the disk.
+        One rank calls it, after all ranks' files are on the disk. If the step was saved before,
+        that checkpoint is whole until the manifest is there: the files have other names.
         """
         final = name_of(step)
         with self.writing(name, MANIFEST) as file:
@@ -147,16 +148,28 @@ class Folder:
                 self._remove_file(name, UNFINISHED)
             return
         _sync_folder(self.at(name))
-        if self.holds(final):  # of the same step, by a run that went on from less
-            self.set_aside(step, "replaced")
-        os.rename(self.at(name), self.at(final))
+        if self.holds(final):
+            self._move_into(final, name)
+        else:
+            os.rename(self.at(name), self.at(final))
         _sync_folder(self.root)
+
+    def _move_into(self, final: str, name: str) -> None:
+        """Moves the files of a folder into another one, the manifest last."""
+        # What lists the files of tensors, for others to read, comes after them.
+        files = sorted(os.listdir(self.at(name)), key=lambda f: (f == MANIFEST, ".json" in f))
+        for file_name in files:
+            if file_name == MANIFEST:
+                _sync_folder(self.at(final))
+            os.rename(self.at(name, file_name), self.at(final, file_name))
+        _sync_folder(self.at(final))
+        os.rmdir(self.at(name))
 
     def clean(self) -> None:
         """Removes what saves that were interrupted have left. While nothing is being saved."""
         with contextlib.suppress(OSError):
             for name in self._interrupted():
-                self.discard(name)
+                self._remove_all(name)
 
     @_errors_of_the_system()
     def _interrupted(self) -> list[str]:
@@ -170,10 +183,25 @@ class Folder:
             and not self.holds(name, MANIFEST)
         ]
 
-    def discard(self, name: str) -> None:
-        """Removes what a save has written so far, as far as possible."""
+    def discard(self, name: str, nonce: str) -> None:
+        """Removes what a save has written so far, as far as possible.
+
+        Args:
+            nonce: the save's. In an object store the names of its files have it if the step was
+                saved before; that checkpoint stays.
+        """
         with contextlib.suppress(OSError), _errors_of_the_system():
-            self._seen_now().rm(self.at(name), recursive=True)
+            if self.is_local or not self.holds(name, MANIFEST):
+                self._remove_all(name)
+                return
+            self._remove_file(name, UNFINISHED)
+            for path in self._seen_now().find(self.at(name)):
+                if nonce in path.rpartition("/")[2]:
+                    self.fs.rm_file(path)
+
+    @_errors_of_the_system()
+    def _remove_all(self, name: str) -> None:
+        self._seen_now().rm(self.at(name), recursive=True)
 
     def remove_file(self, *names: str) -> None:
         """Removes a file, if there is one and as far as possible."""
@@ -192,7 +220,7 @@ class Folder:
         if self.is_local:
             removed = f"{name}.tmp-removed"
             if self.holds(removed):  # of a removal that ended half-way
-                self.discard(removed)
+                self._remove_all(removed)
             with _errors_of_the_system():
                 os.rename(self.at(name), self.at(removed))
             name = removed
@@ -200,8 +228,7 @@ class Folder:
             with self.writing(name, UNFINISHED) as file:
                 file.write(b"")
             self.remove_file(name, MANIFEST)  # from here on it is no checkpoint
-        with _errors_of_the_system():
-            self._seen_now().rm(self.at(name), recursive=True)
+        self._remove_all(name)
 
     @_errors_of_the_system()
     def set_aside(self, step: int, suffix: str = "corrupt") -> str:
@@ -301,6 +328,15 @@ class _ReadFile:
 def name_of(step: int) -> str:
     """The folder's name of a checkpoint."""
     return f"step-{step:08d}"
+
+
+def _make_folders(path: str) -> None:
+    """Makes a folder and those it is in, so that they are on the disk."""
+    if not os.path.isdir(path):
+        parent = os.path.dirname(path)
+        _make_folders(parent)
+        os.makedirs(path, exist_ok=True)
+        _sync_folder(parent)
 
 
 def _sync_folder(path: str) -> None:

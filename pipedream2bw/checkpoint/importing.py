@@ -56,7 +56,7 @@ def import_weights(
             file.write(weights_index(files))
         folder.commit(name, 0, to_bytes(_manifest(nonce, files, model_state)))
     except BaseException:
-        folder.discard(name)
+        folder.discard(name, nonce)
         raise
 
 

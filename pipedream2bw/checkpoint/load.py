@@ -19,10 +19,18 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
+from .giving_back import GivenBack
 from .manifest import Manifest, RankPart
-from .save import OUR_EXTRA, Beside, Stateful, is_stateful, set_generators
+from .save import (
+    OUR_EXTRA,
+    Beside,
+    Stateful,
+    generator_states,
+    is_stateful,
+    set_generators,
+)
 from .source import Source
-from .waiting import in_time
+from .waiting import on_all_ranks
 
 log = logging.getLogger("pipedream2bw")
 
@@ -44,7 +52,8 @@ def load(
 
     The pipeline may have another number of stages, split, schedule of the same delay, or number of
     processes: then the run goes on with the same bits. Of a checkpoint without the older weight
-    versions that the schedule reads, the delay begins anew.
+    versions that the schedule reads, the delay begins anew. Names and shapes must be the same; for
+    a part of the weights there is ``pipe.load_checkpoint(path/step-..., strict=False)``.
 
     Weights that ``pipedream2bw checkpoint import`` made a checkpoint of are loaded as by
     :meth:`PipelineModule.load_checkpoint`. All else, and ``opt``, stays as it is: a run that has
@@ -54,7 +63,8 @@ def load(
         path: the folder that was given to ``save``.
         opt: the pipeline's optimizer; None: weights alone, of which others may be frozen than were.
         step: which checkpoint; the newest if None.
-        data, schedulers, extra: as they were saved; objects get their state back.
+        data, schedulers, extra: as they were saved; objects get their state back, before anything
+            of the pipeline changes. If one refuses it, on any rank, all get back what they had.
         generators: whether Python's, NumPy's and torch's default random numbers go on, too.
 
     Returns:
@@ -62,21 +72,16 @@ def load(
 
     Raises:
         DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
-        ValueError: there is no checkpoint, or it does not fit: both values are named. On every
-            rank; nothing has been loaded then.
+        ValueError: there is no checkpoint, or it does not fit: both values are named; an object
+            refuses its state. On every rank; nothing has been loaded then.
         TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
-    source = session.together(
-        lambda: in_time(
-            folder,
-            session.control.timeout,
-            "looking for checkpoints",
-            lambda: Source.newest(folder, step),
-        )
+    source = on_all_ranks(
+        session, folder, "looking for checkpoints", lambda: Source.newest(folder, step)
     )
     return load_from(source, session, opt, beside, generators=generators)
 
@@ -92,17 +97,21 @@ def load_from(
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
 
     def reading(read: Callable[[], _Read]) -> _Read:
-        timeout = session.control.timeout
-        return in_time(source.folder, timeout, f"reading {source.name}", read)
-
-    def weights() -> Checkpoint:
-        found = reading(source.weights)
-        return Checkpoint(found.names, lambda names: reading(lambda: found.read(names)))
+        return on_all_ranks(session, source.folder, f"reading {source.name}", read)
 
     if source.manifest.settings is None:
-        session.load(weights, strict=True)
+        weights = reading(source.weights)
+        mine = session.local_model.wanted(weights.names)
+        entries = reading(lambda: weights.read(mine))
+        session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
-    prepared = session.together(lambda: reading(lambda: _Prepared(source, session, opt, beside)))
+    prepared = reading(lambda: _Prepared(source, session, opt, beside))
+    given = GivenBack()
+    try:
+        session.together(lambda: prepared.give_back(given, generators=generators))
+    except BaseException:
+        given.take_back()  # also where another rank's object refused
+        raise
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
 
@@ -307,8 +316,32 @@ class _Prepared:
 
     # ------------------------------------------------------------------ load
 
+    def give_back(self, given: GivenBack, *, generators: bool) -> None:
+        """Gives the user's objects their states; the pipeline is as it was."""
+        beside = self._beside
+        objects: list[tuple[str, Any, Any]] = [
+            (f"schedulers: number {number}", scheduler, state)
+            for number, (scheduler, state) in enumerate(
+                zip(beside.schedulers, self._schedulers, strict=True)
+            )
+        ]
+        if beside.data is not None:
+            objects.append(("data", beside.data, self._data))
+        for name, value in beside.extra.items():
+            if is_stateful(value) and name in self._extra:
+                objects.append((f"extra: {name!r}", value, self._extra[name]))
+        for name, owner, state in objects:
+            given.give(
+                f"{name}, {type(owner).__name__}", state, owner.load_state_dict, owner.state_dict
+            )
+        if self._sets(generators):
+            given.give("generators", self._generators, set_generators, generator_states)
+
+    def _sets(self, generators: bool) -> bool:
+        return generators and self._session.control.size == len(self._source.manifest.ranks)
+
     def load(self, *, generators: bool) -> dict[str, Any]:
-        """Changes the pipeline, its optimizer and the user's objects; gives values of extra."""
+        """Changes the pipeline and its optimizer; gives the values of extra."""
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
             stage.weights.load(self._weights[stage.index])
@@ -326,20 +359,12 @@ class _Prepared:
         session.local_model.after_load()
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
-        beside = self._beside
-        for scheduler, state in zip(beside.schedulers, self._schedulers, strict=True):
-            scheduler.load_state_dict(state)
-        if beside.data is not None:
-            beside.data.load_state_dict(self._data)
-        for name, value in beside.extra.items():
-            if is_stateful(value) and name in self._extra:
-                value.load_state_dict(self._extra[name])
-        if generators and session.control.size == len(manifest.ranks):
+        if self._sets(generators):  # again: a module's set_extra_state may have drawn
             set_generators(self._generators)
         return {
             name: value
             for name, value in self._extra.items()
-            if not is_stateful(beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
+            if not is_stateful(self._beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
 
 

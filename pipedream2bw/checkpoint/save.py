@@ -157,6 +157,7 @@ class Saver:
                 raise ValueError(f"{name}: names in a checkpoint must not begin with '$'")
         for name, tensor in (*local.named_parameters(), *local.named_buffers()):
             check_saveable(name, tensor)
+        encode(local.extra_state(), "get_extra_state of the module", {})
         return Folder(path)
 
     def check(self) -> None:
@@ -194,6 +195,8 @@ class Saver:
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
         saving = Saving(session, self.folder.path, head.batch)
+        if any(stage.weights.frozen for stage in session.stages):
+            session.local_model.frozen_in_use.until(saving.done)
         ending, fault = session.ending, session.control.fault
 
         def has_failed() -> bool:
@@ -229,9 +232,6 @@ class Saver:
         schedulers = [_state_of(scheduler) for scheduler in beside.schedulers]
         shared = kept if rank == 0 else {}
         head_schedulers = encode(schedulers, "schedulers", shared)
-        # Of the first replica, as its buffers are with the weights.
-        model_state = session.local_model.extra_state() if session.grid.replica == 0 else {}
-        head_model = encode(model_state, f"rank{rank}/model_state", kept)
         # Their owners go on changing them.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
         return Head(
@@ -242,7 +242,6 @@ class Saver:
             settings=settings_of(session),
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),
-            model_state=head_model,
             schedulers=head_schedulers,
             own=own,
             tensors=tensors,

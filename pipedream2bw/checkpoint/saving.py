@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..errors import DamagedCheckpoint
 from ..json_document import Field
 from .cut import Cut
 from .encoding import encode
@@ -27,6 +28,7 @@ from .manifest import (
     SavedFile,
     SavedSettings,
     of_bytes,
+    read_manifest,
     to_bytes,
     weights_index,
 )
@@ -49,7 +51,6 @@ class Head:
     """What the manifest says and every rank knows when a save begins.
 
     Attributes:
-        model_state: what the modules of this rank's stages gave.
         own: this rank's part.
         tensors: those of the user's state that this rank writes.
     """
@@ -61,7 +62,6 @@ class Head:
     settings: SavedSettings
     trainable: tuple[str, ...]
     tied: Mapping[str, str]
-    model_state: Any
     schedulers: Any
     own: RankPart
     tensors: Mapping[str, torch.Tensor]
@@ -95,6 +95,7 @@ class Writer:
         self._has_failed = has_failed
         self._timeout = timeout
         self._then = then
+        self._mark = ""  # in the names of files, if the step was saved before
         self._written: list[str] = []
         self._missing = set(range(head.settings.num_ranks))
         """Whose parts rank 0 has not seen."""
@@ -130,12 +131,15 @@ class Writer:
             name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
             try:
                 self._folder.begin(self._cut.batch, self._head.nonce)
+                if self._folder.is_whole(self._cut.batch):
+                    self._mark = f"-{self._head.nonce}"
                 self._write_part(name)
                 took("write")
                 if self._head.own.rank == 0:
                     self._commit(name)
             except BaseException as error:
-                self._give_up(name, saving, error)
+                if not self._is_whole():  # else it failed after the manifest was written
+                    self._give_up(name, saving, error)
                 raise
             if self._head.own.rank != 0:
                 self._wait_for_commit(name)
@@ -172,7 +176,7 @@ class Writer:
             while not self._is_ended() and not is_settled():
                 waiting.look(name)
         if rank == 0:
-            self._folder.discard(name)
+            self._folder.discard(name, self._head.nonce)
 
     def _tell(self, name: str, error: str) -> bool:
         """Writes that this rank has failed, if it can; if there is no room, without a word."""
@@ -192,11 +196,10 @@ class Writer:
 
         Each rank writes its part, or that it failed, when it comes to it. Rank 0 alone.
         """
-        folder = self._folder
-        with contextlib.suppress(OSError):
-            self._missing -= {r for r in self._missing if folder.holds(name, _part_name(r))}
-            if not self._missing:
-                folder.discard(name)
+        written = {r for r in self._missing if self._read_json(name, _part_name(r)) is not None}
+        self._missing -= written
+        if not self._missing:
+            self._folder.discard(name, self._head.nonce)
         return not self._missing
 
     def _wait_for_copies(self) -> None:
@@ -214,6 +217,8 @@ class Writer:
 
     def _files(self, name: str) -> dict[str, Any]:
         cut, head, rank = self._cut, self._head, self._head.own.rank
+        if cut.refused is not None:
+            raise cut.refused
         ranks = head.settings.num_ranks
         tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
         tensors.setdefault("rank", {}).update(head.tensors)
@@ -226,7 +231,7 @@ class Writer:
         files = {}
         for kind, of_kind in sorted(tensors.items()):
             if of_kind:
-                file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+                file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}{self._mark}.safetensors"
                 self._written.append(file_name)
                 # Stages copy in any order; what is larger is first, so that all are aligned.
                 ordered = sorted(of_kind.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))
@@ -236,7 +241,7 @@ class Writer:
         return {
             "nonce": head.nonce,
             "own": dataclasses.asdict(head.own),
-            "model_state": head.model_state,
+            "model_state": cut.model_state,
             "optimizer": optimizer,
             "numbers": numbers,
             "files": {key: dataclasses.asdict(file) for key, file in files.items()},
@@ -271,11 +276,17 @@ class Writer:
         folder, head = self._folder, self._head
         parts = self._gather(name)
         manifest = _manifest(head, parts)
-        for rank in range(len(parts)):
-            folder.remove_file(name, _part_name(rank))
+        former: set[str] = set()
+        if self._mark:
+            with contextlib.suppress(OSError, ValueError, DamagedCheckpoint):
+                former = set(read_manifest(folder, head.batch).files)
+        for file_name in (*map(_part_name, range(len(parts))), _FAILED):
+            folder.remove_file(name, file_name)
         with folder.writing(name, INDEX) as file:
             file.write(weights_index(manifest.files))
         folder.commit(name, head.batch, to_bytes(manifest))
+        for file_name in former:
+            folder.remove_file(name_of(head.batch), file_name)
 
     def _gather(self, name: str) -> list[Field]:
         parts: dict[int, Field] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, Generic, TypeVar, cast
 
+from ..ranks.agreement import Announcement, Operation
 from ..ranks.deadline import Call
+from ..runtime.session import Session
 from .folder import Folder
 
 _LOOK_SECONDS = 0.02
@@ -17,6 +20,8 @@ _FAILED_SECONDS = 2.0
 """Without a byte more of other processes, once the pipeline has failed."""
 _SHARE = 0.5
 """A file system that is silent for this share of ``timeout`` hangs, before others give up."""
+_SIGN_SHARE = 0.25
+"""A rank that reads for this share of ``timeout`` tells the others that it goes on."""
 
 _Result = TypeVar("_Result")
 
@@ -33,33 +38,82 @@ def done_by(done: Future[_Result], end: float, is_over: Callable[[], bool] = lam
     return done.done()
 
 
-def in_time(folder: Folder, timeout: float, action: str, call: Callable[[], _Result]) -> _Result:
-    """Returns what ``call`` gives, which works in the folder, however long that takes.
+class FolderCall(Generic[_Result]):
+    """A call that works in a folder, however long that takes.
 
     A call into a file system that hangs cannot be ended from outside. So it is made in a thread,
     which is left behind once nothing has come of the folder for half of ``timeout``.
 
     Args:
         action: what it does, for the error.
+    """
+
+    def __init__(
+        self, folder: Folder, timeout: float, action: str, call: Callable[[], _Result]
+    ) -> None:
+        self._folder = folder
+        self._silence = _SHARE * timeout
+        self._action = action
+        self._made = Call(f"pd2 {action}", call)
+        self._seen = (-1, 0.0)  # how often the file system had been called, and since when
+
+    def is_done(self, seconds: float = math.inf) -> bool:
+        """Waits for so many seconds at most; says whether it is done.
+
+        Raises:
+            TimeoutError: the file system hangs.
+        """
+        if done_by(self._made.result, time.monotonic() + seconds, self._hangs):
+            return True
+        if self._hangs():
+            raise TimeoutError(
+                f"{self._folder.path}: {self._action}: the file system has not answered for "
+                f"{self._silence:g} s"
+            )
+        return False
+
+    def _hangs(self) -> bool:
+        now = time.monotonic()
+        if self._folder.num_calls != self._seen[0]:
+            self._seen = self._folder.num_calls, now
+        return now - self._seen[1] > self._silence
+
+    def get(self) -> _Result:
+        """Returns what it gave, or raises it. Once it is done."""
+        return self._made.get()
+
+
+def on_all_ranks(
+    session: Session, folder: Folder, action: str, call: Callable[[], _Result]
+) -> _Result:
+    """Calls on every rank what works in the folder; returns what it gives here, or raises on all.
+
+    One rank may take longer than the pipeline's ``timeout``: the others see that it lives.
 
     Raises:
-        TimeoutError: the file system hangs.
+        TimeoutError: a rank's file system hangs.
     """
-    made = Call(f"pd2 {action}", call)
-    seen, since = -1, 0.0
+    timeout = session.control.timeout
+    made = FolderCall(folder, timeout, action, call)
 
-    def hangs() -> bool:
-        nonlocal seen, since
-        now = time.monotonic()
-        if folder.num_calls != seen:
-            seen, since = folder.num_calls, now
-        return now - since > _SHARE * timeout
+    def look() -> Announcement:
+        return Announcement(wish=0 if made.is_done(_SIGN_SHARE * timeout) else 1)
 
-    if not done_by(made.result, math.inf, hangs):
-        raise TimeoutError(
-            f"{folder.path}: {action}: the file system has not answered for {_SHARE * timeout:g} s"
-        )
-    return made.get()
+    with session.ending.lost_ranks_close():
+        for number in itertools.count():
+            if not any(rank.wish for rank in session.agree(Operation.use_folder, number, look)):
+                break
+    return session.together(made.get)
+
+
+def on_first_rank(
+    session: Session, folder: Folder, action: str, call: Callable[[], _Result]
+) -> _Result:
+    """Calls on rank 0 what works in the folder; every rank returns what it gives, or raises."""
+    of_rank: Callable[[], Any] = call if session.grid.rank == 0 else lambda: None
+    found = on_all_ranks(session, folder, action, of_rank)
+    with session.ending.lost_ranks_close():
+        return cast(_Result, session.control.from_first(lambda: found))
 
 
 class Waiting:

@@ -59,6 +59,7 @@ class Operation(enum.IntEnum):
     read_loss = 17
     register_comm_hook = 18
     measure_skew = 19
+    use_folder = 20
 
 
 class BatchDiscarded(Exception):  # noqa: N818

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
+from .frozen_in_use import FrozenInUse
 from .local_stages import LocalStages
 from .stage_memory import memory_of
 
@@ -23,6 +24,7 @@ class LocalModel:
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
+        frozen_in_use: until when frozen weights must not change.
         placeholder: stands for the trainable parameters of a process that has none.
         after_load: is called, drained, when all of this process's weights have been loaded.
     """
@@ -33,6 +35,7 @@ class LocalModel:
         self._stages = stages
         self._first_stages = _first_stages(mode)
         self.after_load: Callable[[], None] = lambda: None
+        self.frozen_in_use = FrozenInUse()
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(
@@ -81,7 +84,7 @@ class LocalModel:
         root = self._root
         known = set(root.state_dict().keys())
         mine = self._names() & known
-        wanted = [name for name in checkpoint.names if name in mine]
+        wanted = self.wanted(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
         given = {id(parameters[name]) for name in wanted if name in parameters}
         # One entry is enough for a parameter that has several names.
@@ -100,6 +103,11 @@ class LocalModel:
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)
 
+    def wanted(self, names: Collection[str]) -> list[str]:
+        """Those of a ``state_dict``'s names that are of this process's part."""
+        mine = self._names() & set(self._root.state_dict().keys())
+        return [name for name in names if name in mine]
+
     def trainable_names(self) -> tuple[str, ...]:
         """The whole model's trained parameters."""
         return tuple(name for name, p in self._root.named_parameters() if p.requires_grad)
@@ -114,10 +122,18 @@ class LocalModel:
         """What the whole model's ``state_dict`` holds."""
         return frozenset(self._root.state_dict(keep_vars=True))
 
-    def extra_state(self) -> dict[str, Any]:
-        """What this process's modules keep beside parameters and buffers, by their names."""
-        with_state = self._with_extra_state()
-        return {name: module.get_extra_state() for name, module in with_state if self._has(name)}
+    def extra_state(self, stage: int | None = None) -> dict[str, Any]:
+        """What this process's modules keep beside parameters and buffers, by their names.
+
+        Args:
+            stage: only the modules of this one of the process's stages; None: of all.
+        """
+        stages = self._stages.grid.stages if stage is None else (stage,)
+        return {
+            name: module.get_extra_state()
+            for name, module in self._with_extra_state()
+            if self._first_stage(name) in stages
+        }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Gives the modules what :meth:`extra_state` gave."""
@@ -177,13 +193,17 @@ class LocalModel:
         return lines
 
     def _has(self, module: str) -> bool:
-        """Whether the process runs the first of the stages that have a part of the module.
+        """Whether the process runs the first of the stages that have a part of the module."""
+        return self._first_stage(module) in self._stages.grid.stages
+
+    def _first_stage(self, module: str) -> int:
+        """The first of the stages that have a part of the module.
 
         One that no stage has a part of is where its nearest parent is.
         """
         while module and module not in self._first_stages:
             module = module.rpartition(".")[0]
-        return self._first_stages.get(module, 0) in self._stages.grid.stages
+        return self._first_stages.get(module, 0)
 
     def _buffer_names(self) -> set[str]:
         """Names of the first pipeline's buffers; a second one has statistics of its own."""

@@ -323,10 +323,8 @@ class Session:
         Raises:
             StageError: a batch was discarded, and has been taken back.
         """
-        if self.first_unfinished is not None:
-            self.stages.drain()
-            self.first_unfinished = None
-        self.stages.finish_submitted()  # updates submitted after the last drain
+        self.stages.drain()  # also of copies submitted after the last drain
+        self.first_unfinished = None
         if (first := self.control.first_discarded()) is not None:
             self._take_back(first)
         self._show()
@@ -344,6 +342,8 @@ class Session:
         with self.ending.failing_closes():
             self.agree(operation, self.num_train_steps, local)
             self.drain()
+        if operation in (Operation.load, Operation.load_state_dict):
+            self.together(lambda: self.local_model.frozen_in_use.wait(self.control.timeout / 2))
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.

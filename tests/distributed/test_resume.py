@@ -195,6 +195,55 @@ def test_ranks_that_see_other_folders_all_raise_and_rename_nothing(tmp_path: Pat
     )
 
 
+class Moody:
+    """Its state can be set to what it was at first, and to anything else if it is willing."""
+
+    def __init__(self, is_willing: bool) -> None:
+        self.is_willing = is_willing
+        self.state = "first"
+
+    def state_dict(self) -> dict[str, str]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        if not self.is_willing and state["state"] != "first":
+            raise RuntimeError("unwilling")
+        self.state = state["state"]
+
+
+def one_refuses(rank: int, world: int, folder: str) -> dict[str, Outcome]:
+    """Rank 1 alone has an object that refuses its state."""
+    with two_layers() as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        mood = Moody(is_willing=rank != 1)
+        options: dict[str, Any] = {"every": 1, "keep": 9, "preempt": (), "extra": {"mood": mood}}
+        with pd2.Checkpointer(folder, pipe, opt, **options) as ckpt:
+            mood.state = "saved"
+            train_and_save(pipe, opt, ckpt)
+            mood.state = "first"
+            train_and_save(pipe, opt, ckpt)
+            weights = {name: value.clone() for name, value in pipe.state_dict().items()}
+            found = {"refused": attempt(lambda: ckpt.resume(step=2))}
+            assert mood.state == "first"
+            assert all(torch.equal(value, weights[n]) for n, value in pipe.state_dict().items())
+            train_and_save(pipe, opt, ckpt)
+            mood.is_willing = True
+            assert ckpt.resume(step=2) == 2
+            assert mood.state == "saved"
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_an_object_of_one_rank_that_refuses_its_state_leaves_all_ranks_as_they_were(
+    tmp_path: Path,
+) -> None:
+    refused = ["extra: 'mood', Moody: the saved state is refused: RuntimeError: unwilling"]
+    assert_raised(
+        (r.value for r in run_ranks(one_refuses, 2, args=[str(tmp_path)], timeout=100)),
+        {"refused": ("ValueError", refused)},
+    )
+
+
 def unpickling(rank: int, world: int, folder: str) -> list[Stack]:
     """What is pickled and unpickled while two ranks go on past a damaged checkpoint."""
     with two_layers() as pipe:

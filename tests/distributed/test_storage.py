@@ -132,6 +132,28 @@ def test_all_ranks_tell_where_the_file_system_of_one_hangs_and_end(tmp_path: Pat
         assert each["again"][:2] == ("nothing", "2"), each
 
 
+def reads_slowly(rank: int, world: int, folder: str) -> tuple[str, str, float]:
+    """Resumes where rank 0 takes longer than the pipeline's timeout, and each file far less."""
+    run = SavingRun(Path(folder), timeout=4.0)
+    assert run.train() == "saved"
+    run.pipe.flush()
+    stock = Folder.open
+
+    def slow(self: Folder, *names: str, **options: Any) -> Any:
+        time.sleep(0.5 if rank == 0 else 0)
+        return stock(self, *names, **options)
+
+    Folder.open = slow  # type: ignore[method-assign]
+    return told(run.ckpt.resume)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_reads_slowly_as_long_as_it_reads(tmp_path: Path) -> None:
+    for each in run_ranks(reads_slowly, 2, args=(str(tmp_path),), timeout=100):
+        assert each.value[:2] == ("nothing", "1"), each.value
+        assert each.value[2] > 4.0, "it was no slower than the timeout"
+
+
 @pytest.fixture
 def bucket() -> Iterator[str]:
     with object_store() as url:

@@ -17,10 +17,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.launch import RankResult, run_ranks
 
 WIDTH = 6
 ROWS = 24
+FIRST_SEED = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,8 @@ SETTINGS = {
 }
 
 
-def make_model(setting: Setting) -> nn.Module:
-    torch.manual_seed(3)
+def make_model(setting: Setting, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(6):
         layers += [nn.Linear(WIDTH, WIDTH, bias=not setting.norm)]
@@ -112,6 +114,8 @@ class Life:
         since, after: when they are killed: so many seconds after the beginning of the "opening", of
             the "training" or of the "closing".
         signal: by which.
+        seed: of weights and random numbers where there is a checkpoint to go on from, which brings
+            its own; else they are those of :data:`FIRST_SEED`.
     """
 
     schedule: str
@@ -123,6 +127,7 @@ class Life:
     since: str = "training"
     after: float = 0.0
     signal: int = signal.SIGKILL
+    seed: int = FIRST_SEED
 
 
 def data_of(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -166,7 +171,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     if world > 1:
         dist.barrier()  # all have the process group, whose making ends late without one of them
     diary.begin("opening")
-    model = make_model(setting)
+    model = make_model(setting, life.seed if Folder(folder).steps() else FIRST_SEED)
     x = torch.zeros(2, WIDTH)
     kinds: dict[str, Any] = {}
     if life.schedule.startswith("interleaved"):
@@ -334,4 +339,5 @@ def random_life(
         since=since,
         after=draw.uniform(0.0, seconds),
         signal=by or signal.SIGKILL,
+        seed=draw.randrange(2**31),
     )

@@ -97,3 +97,19 @@ def test_what_lies_too_deep_to_be_read_again_is_not_saved() -> None:
             deep = [deep]
         with pytest.raises(ValueError, match=r"x: .*(192 levels|recursion)"):
             encode(deep, "x", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (np.array(["a"]), TypeError, r"x\.a\.0: an array of <U1 given"),
+        (np.ones(2, ">f4"), TypeError, r"x\.a\.0: an array of >f4 given"),
+        (10**5000, ValueError, r"x\.a\.0: .*4300 digits"),
+    ],
+    ids=["strings", "other byte order", "long integer"],
+)
+def test_what_cannot_be_written_is_refused_by_its_key(
+    value: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        encode({"a": [value]}, "x", {})

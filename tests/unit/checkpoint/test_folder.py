@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def test_what_is_set_aside_or_removed_is_no_checkpoint(folder: Folder) -> None:
     assert not folder.holds("step-00000003")
 
 
+def test_all_folders_that_are_made_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noting(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    put(Folder(tmp_path / "runs" / "a"), 1)
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
+    assert synced[-1] == str(tmp_path / "runs" / "a")
+
+
 class Store(MemoryFileSystem):
     """Whose errors are its own, as those of the packages for object stores."""
 
@@ -110,7 +127,7 @@ def test_whatever_fails_in_a_place_is_an_os_error() -> None:
         with pytest.raises(OSError, match=r"Store\.Error: out of reach|Error: out of reach"):
             call()
     folder.clean()
-    folder.discard("a")
+    folder.discard("a", "b")
     folder.remove_file("a")
 
 

@@ -18,7 +18,7 @@ import pipedream2bw as pd2
 from pipedream2bw.checkpoint import saving
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.importing import import_weights
-from pipedream2bw.checkpoint.waiting import in_time
+from pipedream2bw.checkpoint.waiting import FolderCall
 from tests.unit.checkpoint.conftest import Hangs, Run, X
 
 
@@ -193,10 +193,14 @@ def test_what_is_slow_but_goes_on_is_waited_for(tmp_path: Path) -> None:
                 found += len(file.read(1))
         return found
 
-    assert in_time(folder, 1.0, "looking", look) == 10
+    call = FolderCall(folder, 1.0, "looking", look)
+    assert call.is_done()
+    assert call.get() == 10
 
 
 def test_what_the_folder_raises_is_raised(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
+    call = FolderCall(folder, 10.0, "reading", lambda: folder.read("nothing"))
+    assert call.is_done()
     with pytest.raises(FileNotFoundError):
-        in_time(folder, 10.0, "reading", lambda: folder.read("nothing"))
+        call.get()

@@ -141,3 +141,72 @@ def test_a_save_with_something_that_cannot_be_saved_is_refused(
     pd2.save(tmp_path, run.pipe, run.opt).wait()
     with pytest.raises(ValueError, match="0 checkpoints"):
         pd2.load(tmp_path / "other", run.pipe, run.opt)
+
+
+class Refuses(Keeper):
+    """Does not take what was saved, but what it had."""
+
+    def load_state_dict(self, state: Any) -> None:
+        if state != "mine":
+            self.state = "half"
+            raise KeyError("no such entry")
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("schedulers", "schedulers: number 1, Refuses"),
+        ("data", "data, Refuses"),
+        ("extra", "extra: 'c', Refuses"),
+    ],
+)
+def test_where_an_object_refuses_its_state_all_stays_as_it_was(
+    place: str, name: str, start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    def beside(what: type[Keeper], state: str) -> tuple[list[Keeper], dict[str, Any]]:
+        objects = [Keeper(state) for _ in range(6)]
+        number = {"schedulers": 1, "data": 2, "extra": 4}[place]
+        objects[number] = what(state)
+        one, two, data, a, c, e = objects
+        return objects, {
+            "schedulers": [one, two],
+            "data": data,
+            "extra": {"a": a, "c": c, "e": e},
+        }
+
+    run = start_trained(make=adamw)
+    run.train(0, 2)
+    pd2.save(tmp_path, run.pipe, run.opt, **beside(Keeper, "theirs")[1]).wait()
+    other = start_trained(make=adamw, seed=5)
+    other.train(0, 1)
+    other.pipe.flush()
+    before = {key: value.clone() for key, value in other.pipe.state_dict().items()}
+    torch.manual_seed(7)
+    random = torch.get_rng_state()
+    objects, given = beside(Refuses, "mine")
+    refused = f"{name}: the saved state is refused: KeyError: 'no such entry'"
+    with pytest.raises(ValueError, match=refused):
+        pd2.load(tmp_path, other.pipe, other.opt, **given)
+    assert [each.state for each in objects] == ["mine"] * 6
+    assert torch.equal(torch.get_rng_state(), random)
+    after = other.pipe.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    other.train(1, 2)
+    assert other.pipe.session.num_train_steps == 2
+    objects, given = beside(Keeper, "mine")
+    pd2.load(tmp_path, other.pipe, other.opt, **given)
+    assert [each.state for each in objects] == ["theirs"] * 6
+
+
+def test_generators_that_do_not_fit_are_refused_by_name(
+    start_trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_rng_state", lambda: torch.zeros(5, dtype=torch.uint8))
+        pd2.save(tmp_path, run.pipe, run.opt).wait()
+    with pytest.raises(ValueError, match="generators: the saved state is refused: "):
+        pd2.load(tmp_path, run.pipe, run.opt)
+    run.train(0, 1)
+    pd2.load(tmp_path, run.pipe, run.opt, generators=False)

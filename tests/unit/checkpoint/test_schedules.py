@@ -1,0 +1,61 @@
+"""A run that changes among schedules of one delay has the bits of one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipedream2bw as pd2
+from tests.samples.schedule_sizes import TWO_PIPELINES
+from tests.unit.checkpoint.trained_run import BATCHES, Trained
+
+MICROBATCHES = 4
+
+
+def ways(delay: int) -> dict[str, dict[str, int]]:
+    """The stages with which each schedule runs whose stages all have the delay."""
+    found = {}
+    for name in pd2.schedule_names():
+        if name in TWO_PIPELINES:  # which add gradients up in another order
+            continue
+        for num_stages, stages_per_rank in ((4, 2), (2, 1)):
+            try:
+                schedule = pd2.make_schedule(name, num_stages, MICROBATCHES, stages_per_rank)
+            except ValueError:
+                continue
+            if set(schedule.delay) == {delay}:
+                found[name] = {"num_stages": num_stages, "stages_per_rank": stages_per_rank}
+                break
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_one_run_goes_on_under_every_schedule_of_a_delay(
+    delay: int, start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    options = {"num_microbatches": MICROBATCHES}
+    found = ways(delay)
+    names = list(found)
+    batches = [*BATCHES, *BATCHES][: len(names)]
+    stays = start_trained(schedule=names[0], **options, **found[names[0]])
+    want = []
+    for x, y in batches:
+        want.append(stays.pipe.train_step(x, target=y))
+        stays.opt.step()
+    stays.pipe.flush()
+    for number, (name, (x, y)) in enumerate(zip(names, batches, strict=True)):
+        run = start_trained(schedule=name, seed=number + 1, **options, **found[name])
+        if number > 0:
+            pd2.load(tmp_path, run.pipe, run.opt)
+        loss = run.pipe.train_step(x, target=y)
+        run.opt.step()
+        saving = pd2.save(tmp_path, run.pipe, run.opt)
+        saving.wait()
+        assert float(loss) == float(want[number]), (name, names[number - 1])
+        if number < len(names) - 1:
+            run.pipe.close()
+    for name, value in run.pipe.state_dict().items():
+        assert torch.equal(value, stays.pipe.state_dict()[name]), name
