@@ -1,10 +1,16 @@
-"""Checks of numbers that callers give."""
+"""Checks of numbers and bools that callers give."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError if a value is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: {value!r} given, it must be a bool")
 
 
 def check_number(

@@ -161,8 +161,7 @@ def _check_precision(precision: object, split_master: object) -> None:
     if precision is not None and precision not in _DTYPES:
         known = ", ".join(map(repr, _DTYPES))
         raise ValueError(f"precision: {precision!r}, known: {known}")
-    if not isinstance(split_master, bool):
-        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
+    check_bool("split_master", split_master)
     if split_master and precision != "bf16":
         raise ValueError(
             f"split_master: True, precision: {precision!r}: it must be 'bf16', whose 16 bits are "

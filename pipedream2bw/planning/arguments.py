@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from ..checks import check_number, check_whole_number
+from ..checks import check_bool, check_number, check_whole_number
 from ..profiling.profile import Profile
 from .calibration import Calibration
 from .cluster import Cluster
@@ -115,8 +115,7 @@ def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
         TypeError: it is no bool.
         ValueError: they cannot.
     """
-    if not isinstance(shard_state, bool):
-        raise TypeError(f"shard_state: {shard_state!r} given, it must be a bool")
+    check_bool("shard_state", shard_state)
     if shard_state and optimizer_device is not None:
         raise ValueError(
             f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "

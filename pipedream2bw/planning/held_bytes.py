@@ -36,8 +36,7 @@ def per_trained_byte(
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
-    if not isinstance(split_master, bool):
-        raise TypeError(f"split_master: {split_master!r} given, it must be a bool")
+    check_bool("split_master", split_master)
     if split_master and precision != "bf16":
         raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
     check_gradient_dtype(gradient_dtype, precision)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..checks import check_whole_number
+from ..checks import check_bool, check_whole_number
 from ..errors import DoesNotFit
 from ..json_document import given_or_loaded
 from ..profiling.profile import Profile
@@ -137,8 +137,7 @@ def plan(
     chunks = chunks_to_try(stages_per_rank, largest)
     ways = checked_names("recompute", recompute, ("none", "stages", "blocks"))
     check_objective(objective, slack, num_batches, start_within)
-    if not isinstance(unequal_replicas, bool):
-        raise TypeError(f"unequal_replicas: {unequal_replicas!r} given, it must be a bool")
+    check_bool("unequal_replicas", unequal_replicas)
     if calibration is not None:
         profile = calibration.applied_to(profile)
     held = per_trained_byte(
