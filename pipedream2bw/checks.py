@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raises TypeError if a value is no bool."""
+def check_bool(name: str, value: object) -> bool:
+    """Returns the value; raises TypeError if it is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: {value!r} given, it must be a bool")
+    return value
 
 
 def check_number(

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
+from ..checks import check_bool
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)

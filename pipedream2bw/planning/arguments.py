@@ -115,13 +115,13 @@ def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
         TypeError: it is no bool.
         ValueError: they cannot.
     """
-    check_bool("shard_state", shard_state)
-    if shard_state and optimizer_device is not None:
+    is_shared = check_bool("shard_state", shard_state)
+    if is_shared and optimizer_device is not None:
         raise ValueError(
             f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "
             "what is where the stages are: it must be None"
         )
-    return shard_state
+    return is_shared
 
 
 def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..checks import check_bool
 from ..model.precision import check_gradient_dtype
 
 
