@@ -23,7 +23,7 @@ class PerTrainedByte(NamedTuple):
 
 
 def per_trained_byte(
-    *, optimizer: object, precision: object, split_master: object, gradient_dtype: object
+    optimizer: object, precision: object, split_master: object, gradient_dtype: object
 ) -> PerTrainedByte:
     """Returns the bytes for arguments of :func:`plan`.
 

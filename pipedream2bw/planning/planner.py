@@ -140,12 +140,7 @@ def plan(
     check_bool("unequal_replicas", unequal_replicas)
     if calibration is not None:
         profile = calibration.applied_to(profile)
-    held = per_trained_byte(
-        optimizer=optimizer,
-        precision=precision,
-        split_master=split_master,
-        gradient_dtype=gradient_dtype,
-    )
+    held = per_trained_byte(optimizer, precision, split_master, gradient_dtype)
     if check_shard_state(shard_state, optimizer_device):
         names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
     check_precision(profile, precision)
