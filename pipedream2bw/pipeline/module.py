@@ -19,8 +19,6 @@ from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
-from ..runtime.stage_memory import StageMemory, memory_of
-from ..runtime.timeline import Timeline, recording
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule
@@ -111,7 +109,12 @@ class PipelineModule(SessionModule):
             batches, and each call gives its own loss. Replicas add up gradients once per batch, as
             under DDP's ``no_sync``; see :meth:`no_sync` for numbers of calls that vary.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
-            gradients of the microbatches are added without a weight.
+            gradients of the microbatches are added, divided by the ``normalizer`` if there is one.
+        normalizer: with sums, what they are sums over: gradient and loss of a batch are the sum of
+            all its losses, divided by the sum of its replicas' normalizers. So padded or packed
+            text has the mean over its tokens, however they lie in microbatches, ``train_step``
+            calls and replicas. True: each ``train_step`` is given it. A function of the target
+            gives it, not under ``accumulate``. Where it is 0, so are gradients and loss.
         metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch in
             training, without gradients: a mean over its rows. Means over the batch are in
             ``train_step(...).metrics``, on every rank.
@@ -199,6 +202,7 @@ class PipelineModule(SessionModule):
         recompute: bool | str | Sequence[bool] | Sequence[str] | None = None,
         accumulate: int = 1,
         loss_reduction: str = "mean",
+        normalizer: bool | Callable[[Any], Any] = False,
         metrics: Mapping[str, Metric] | None = None,
         warmup_batches: int = 0,
         compile: bool | Mapping[str, Any] = False,
@@ -293,7 +297,9 @@ class PipelineModule(SessionModule):
 
     # ------------------------------------------------------------------ training
 
-    def train_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Loss:
+    def train_step(
+        self, *args: Any, target: Any = None, normalizer: Any = None, **kwargs: Any
+    ) -> Loss:
         """Forward and backward of one batch, pipelined; returns before they are done.
 
         Every rank calls it. The rank of stage 0 needs ``args`` and ``kwargs``, the rank of the last
@@ -305,14 +311,19 @@ class PipelineModule(SessionModule):
         (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
         :class:`PipelineOptimizer` once after each, or after ``accumulate`` of them.
 
+        Args:
+            normalizer: of a pipeline with ``normalizer=True``: the whole number, at least 0, of
+                what this replica's losses are sums over, in all of the batch: all its calls are
+                given the same one. Only the last stage's rank needs it.
+
         Raises:
             ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
                 rows, other arguments than the example's, a missing ``opt.step()``, some ranks under
-                :meth:`no_sync` and others not.
+                :meth:`no_sync` and others not, a missing normalizer or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
-        slot = self.session.train_step(Call(args, kwargs, target), is_train=self.training)
-        return Loss(self.session, slot)
+        call = Call(args, kwargs, target, normalizer)
+        return Loss(self.session, self.session.train_step(call, is_train=self.training))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
@@ -384,17 +395,6 @@ class PipelineModule(SessionModule):
         return self.session.model
 
     # ------------------------------------------------------------------ reports
-
-    def memory_report(self) -> dict[int, StageMemory]:
-        """Bytes by kind for each stage of this process. Drains nothing; reads what has been.
-
-        With two pipelines stage d + i is the second one's copy of stage i.
-        """
-        return {stage.index: memory_of(stage) for stage in self.session.stages}
-
-    def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
-        """Records the actions executed inside the ``with`` block; drains at its end."""
-        return recording(self.session)
 
     def extra_repr(self) -> str:
         mode = self.session.modes.first

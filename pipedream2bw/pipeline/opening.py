@@ -123,11 +123,12 @@ def check(
         ValueError, TypeError: naming the rule and both values.
     """
     check_options(options, loss_fn, arrangement.width)
+    is_one_batch = bool(arrangement.microbatches_of_replicas or options.normalizer)
     accumulation = Accumulation(
         options.accumulate,
         averages=options.loss_reduction == "mean",
         num_replicas=arrangement.width,
-        is_one_batch=bool(arrangement.microbatches_of_replicas),
+        is_one_batch=is_one_batch,
     )
     check_example(options.example_args, options.example_kwargs)
     metrics = check_metrics(options.metrics)
@@ -195,6 +196,7 @@ def check(
             optimizer_on_host=options.optimizer_device is not None,
             graphs=options.graphs,
             microbatches_of_replicas=arrangement.microbatches_of_replicas,
+            normalizer=options.normalizer,
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Options:
     recompute: bool | str | Sequence[bool] | Sequence[str] | None
     accumulate: int
     loss_reduction: str
+    normalizer: bool | Callable[[Any], Any]
     metrics: Mapping[str, Metric] | None
     warmup_batches: int
     compile: bool | Mapping[str, Any]
@@ -66,6 +67,7 @@ class Options:
         )
         return {
             **comparable(self, names),
+            "normalizer": "a function" if callable(self.normalizer) else str(self.normalizer),
             "metrics": str(metrics),
             "torch version": torch.__version__,
         }
@@ -82,6 +84,7 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     check_whole_number("width", width)
     if options.loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction: {options.loss_reduction!r}, known: 'mean', 'sum'")
+    check_normalizer(options)
     if options.random not in ("keyed", "torch"):
         raise ValueError(f"random: {options.random!r}, known: 'keyed', 'torch'")
     if not callable(loss_fn):
@@ -97,6 +100,27 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
         check_optimizer_device(options.optimizer_device)
     if options.spare_buffer not in (True, False):
         raise ValueError(f"spare_buffer: {options.spare_buffer!r}, known: True, False")
+
+
+def check_normalizer(options: Options) -> None:
+    """Raises ValueError or TypeError unless the options go with their normalizer."""
+    if callable(options.normalizer):
+        if options.accumulate != 1:
+            raise ValueError(
+                f"normalizer: a function of the target, accumulate: {options.accumulate}: a batch "
+                "of several train_steps has several targets, and their number is needed with the "
+                "first: normalizer=True, and train_step(..., normalizer=) of the whole batch"
+            )
+    elif not isinstance(options.normalizer, bool):
+        raise TypeError(
+            f"normalizer: {options.normalizer!r} given, it must be a bool or a function of the "
+            "target"
+        )
+    if options.normalizer and options.loss_reduction != "sum":
+        raise ValueError(
+            f"normalizer: {options.normalizer!r}, loss_reduction: {options.loss_reduction!r}: what "
+            "is divided by a number of one's own must be sums: loss_reduction='sum'"
+        )
 
 
 def length_of(model: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -15,6 +16,8 @@ from ..ranks.agreement import Operation
 from ..runtime.comm_hook import CommHook, register_comm_hook, replica_group
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
+from ..runtime.stage_memory import StageMemory, memory_of
+from ..runtime.timeline import Timeline, recording
 
 _PLACEHOLDER = "_placeholder"
 
@@ -39,6 +42,17 @@ class SessionModule(nn.Module):
         self.training = session.root.training
 
     # ------------------------------------------------------------------ reports
+
+    def memory_report(self) -> dict[int, StageMemory]:
+        """Bytes by kind for each stage of this process. Drains nothing; reads what has been.
+
+        With two pipelines stage d + i is the second one's copy of stage i.
+        """
+        return {stage.index: memory_of(stage) for stage in self.session.stages}
+
+    def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
+        """Records the actions executed inside the ``with`` block; drains at its end."""
+        return recording(self.session)
 
     def graph_report(self) -> dict[int, StageGraphs]:
         """What each stage of this process has recorded with ``graphs=``, and what not and why.

@@ -78,6 +78,7 @@ class Announcement(NamedTuple):
     shapes: int = -1  # their hash
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
+    normalizer: int = -1  # of the replica's losses, in the batch
     wish: int = 0  # the greatest is what all do after the batch
 
 

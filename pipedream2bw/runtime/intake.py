@@ -15,6 +15,7 @@ from ..stages.modes import Mode
 from .accumulation import BatchPart
 from .local_stages import LocalStage, LocalStages
 from .microbatch import SplitTree, common_rows, hash_of_shapes, microbatch_rows, split_values
+from .normalizer import Normalizer
 from .runner import RunInputs
 
 
@@ -58,6 +59,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
+    normalizer: Any = None
 
 
 class Intake:
@@ -76,6 +78,8 @@ class Intake:
         self._losses_are_means = losses_are_means
         self._num_microbatches = stages.schedule.total_microbatches
         self._of_replicas = stages.options.microbatches_of_replicas
+        self._is_one_batch = stages.options.is_one_batch
+        self._normalizer = Normalizer(stages.options.normalizer, self._grid)
         of_all = self._of_replicas or (self._num_microbatches,) * self._grid.width
         self._first = sum(of_all[: self._grid.replica])
         self._replicated = replicated
@@ -92,7 +96,7 @@ class Intake:
             ValueError, TypeError: the call is none that the captured model takes.
         """
         given = Given(part=part)
-        rows = target_rows = number = -1
+        rows = target_rows = number = normalizer = -1
         grid = self._grid
         # The first pipeline evaluates alone.
         stages = grid.stages if given.training else [s for s in grid.stages if s < grid.depth]
@@ -106,8 +110,11 @@ class Intake:
             target_rows = -1 if given.target.rows is None else given.target.rows
             if rows >= 0 and target_rows >= 0 and rows != target_rows:
                 raise ValueError(_rows_differ(rows, target_rows))
+            normalizer = self._normalizer.of(call.target, call.normalizer)
         ends_batch = -1 if part is None else int(part.ends)
-        given.announcement = Announcement(rows, target_rows, number, int(is_train), ends_batch)
+        given.announcement = Announcement(
+            rows, target_rows, number, int(is_train), ends_batch, normalizer
+        )
         return given
 
     def _rows(self, given: Given, mode: Mode) -> int:
@@ -132,12 +139,18 @@ class Intake:
             )
         return rows
 
-    def microbatches(self, announced: Sequence[Announcement], *, training: bool) -> Microbatches:
+    def microbatches(
+        self, announced: Sequence[Announcement], part: BatchPart | None
+    ) -> Microbatches:
         """Decides how this replica's rows are split, given what all ranks were called with.
+
+        Args:
+            part: as that of :meth:`take`.
 
         Raises:
             ValueError: on every rank: what the ranks were given does not go together.
         """
+        training = part is not None
         modes = [("eval", "train")[rank.training] for rank in announced]
         if len(set(modes)) > 1:
             listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
@@ -160,14 +173,19 @@ class Intake:
             self._layouts.setdefault((mine.shapes, size), len(self._layouts)) for size in sizes
         ]
         rows, counts = [mine.argument_rows], [count]
-        if training and self._of_replicas:
-            counts = list(self._of_replicas)
+        if training and self._is_one_batch:
+            counts = list(self._of_replicas) or [count] * grid.width
             rows = [
                 announced[grid.process_of(0, replica)].argument_rows
                 for replica in range(grid.width)
             ]
-        weights = _weights_of_means(sizes, rows, counts) if self._losses_are_means else None
-        return Microbatches(sizes, layouts, self._first, sum(rows), weights or _C.LossWeights())
+        if self._losses_are_means:
+            weights = _weights_of_means(sizes, rows, counts)
+        elif part is not None:
+            weights = self._normalizer.weights(announced, count, begins_batch=part.begins)
+        else:
+            weights = _C.LossWeights()
+        return Microbatches(sizes, layouts, self._first, sum(rows), weights)
 
     def inputs(
         self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches

@@ -14,8 +14,7 @@ def loss_board(grid: RankGrid, control: ControlPlane, options: StageOptions) -> 
     A loss is the replica's own. Where the rows of all replicas are one batch it is that batch's:
     each replica's last stage adds its part to those of the replicas before.
     """
-    is_one_batch = bool(options.microbatches_of_replicas)
-    replicas = range(grid.width) if is_one_batch else range(grid.replica, grid.replica + 1)
+    replicas = range(grid.width) if options.is_one_batch else range(grid.replica, grid.replica + 1)
     return _C.LossBoard(
         fault=control.fault,
         group="" if control.group is None else control.group.group_name,

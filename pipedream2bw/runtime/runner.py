@@ -48,8 +48,10 @@ class StageOptions:
         spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
         optimizer_on_host: whether the stages' optimizers work in the host's memory.
         graphs: whether forwards and backwards are recorded as the device's graphs.
-        microbatches_of_replicas: how many each replica has, where the rows of all are one batch.
-            Empty: each has a batch of its own.
+        microbatches_of_replicas: how many each replica has, where these numbers differ.
+            Empty: all have as many.
+        normalizer: whether each train_step is given what all losses are divided by; or a function
+            that gives it for a target. False: nothing is.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -65,6 +67,12 @@ class StageOptions:
     optimizer_on_host: bool = False
     graphs: bool | str = False
     microbatches_of_replicas: tuple[int, ...] = ()
+    normalizer: bool | Callable[[Any], Any] = False
+
+    @property
+    def is_one_batch(self) -> bool:
+        """Whether the rows of all replicas are one batch, with one loss."""
+        return bool(self.microbatches_of_replicas or self.normalizer)
 
 
 @dataclasses.dataclass

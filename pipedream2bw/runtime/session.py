@@ -228,7 +228,7 @@ class Session:
         announced = self.agree(operation, number, check)
         check_same_part(announced)
         self.agreed_wish = max(rank.wish for rank in announced)
-        return given, self._intake.microbatches(announced, training=given.training)
+        return given, self._intake.microbatches(announced, given.part)
 
     def _mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""

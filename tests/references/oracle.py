@@ -85,9 +85,17 @@ class Oracle:
         return self.train_together([batches])[0]
 
     def train_together(
-        self, steps: Sequence[Sequence[Batch]], *, averages: bool = True
+        self,
+        steps: Sequence[Sequence[Batch]],
+        *,
+        averages: bool = True,
+        normalizer: int | None = None,
     ) -> list[list[float]]:
-        """One update from several train_steps of each replica; the losses of each."""
+        """One update from several train_steps of each replica; the losses of each.
+
+        With a normalizer, of all replicas, it is that of one model with all of their microbatches,
+        whose losses are sums: divided by it, or nothing where it is 0.
+        """
         averages = averages and self.loss_reduction == "mean" and len(steps) > 1
         newest = self.versions[-1]
         if self.warmup_left > 0:
@@ -107,7 +115,7 @@ class Oracle:
         for batches in steps:
             numbers = self._numbers(len(batches))
             parts = [self._microbatches(*each) for each in zip(batches, numbers, strict=True)]
-            is_one_batch = not isinstance(self.num_microbatches, int)
+            is_one_batch = not isinstance(self.num_microbatches, int) or normalizer is not None
             sizes = [[self._rows(microbatch) for microbatch in part] for part in parts]
             if is_one_batch:
                 sizes = [[size for part in sizes for size in part]] * len(parts)
@@ -123,6 +131,8 @@ class Oracle:
                     self._set_gradients(mine)
                     with self.drawing(self.num_train_steps, number):
                         loss = self._scaled_loss(microbatch, sizes[replica])
+                        if normalizer is not None:
+                            loss = loss / normalizer if normalizer else loss * 0
                         share = loss / len(steps) if averages else loss
                         averaged = len(batches) > 1 and not is_one_batch
                         (share / len(batches) if averaged else share).backward()

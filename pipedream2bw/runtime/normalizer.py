@@ -1,0 +1,100 @@
+"""What the losses of a batch are divided by, where the caller counts it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _C
+from ..checks import check_whole_number
+from ..ranks.agreement import Announcement
+from ..ranks.grid import RankGrid
+
+_MOST = 2**62
+"""The sum over replicas is a 64-bit number, too."""
+
+
+class Normalizer:
+    """Counts what losses are sums over, and adds that up over replicas before a batch.
+
+    Args:
+        rule: as the caller of ``PipelineModule`` gave it: whether each train_step is given the
+            number; or a function that gives it for a target.
+    """
+
+    def __init__(self, rule: bool | Callable[[Any], Any], grid: RankGrid) -> None:
+        self._rule = rule
+        self._grid = grid
+        self._of_batch = 0
+
+    def of(self, target: Any, given: Any) -> int:
+        """The number of this replica; -1 where nothing is counted.
+
+        Args:
+            given: by the caller of ``train_step``; None: nothing.
+
+        Raises:
+            TypeError, ValueError: there is none, one too many, or it is no whole number.
+        """
+        if self._rule is True:
+            if given is None:
+                raise ValueError(
+                    "normalizer: None given, the pipeline's is True: train_step(..., normalizer=) "
+                    "needs the number that the batch's losses are divided by"
+                )
+            return _checked("normalizer", given)
+        if given is not None:
+            raise ValueError(
+                f"normalizer: {given!r} given, the pipeline's is {self._rule!r}: only with "
+                "normalizer=True train_step is given one"
+            )
+        return -1 if self._rule is False else _checked("normalizer(target)", self._rule(target))
+
+    def weights(
+        self, announced: Sequence[Announcement], num_microbatches: int, *, begins_batch: bool
+    ) -> _C.LossWeights:
+        """The weights of this replica's losses, given what all ranks have counted.
+
+        Raises:
+            ValueError: on every rank: what they counted does not go together.
+        """
+        total = sum(self._of_replica(replica, announced) for replica in range(self._grid.width))
+        if begins_batch:
+            self._of_batch = total
+        if total < 0:
+            return _C.LossWeights()
+        if total != self._of_batch:
+            raise ValueError(
+                f"normalizer: {total} in all replicas, in the batch's first train_step: "
+                f"{self._of_batch}: all train_steps of a batch are given the whole batch's"
+            )
+        if total == 0:
+            return _C.LossWeights(factors=[0.0] * num_microbatches)
+        return _C.LossWeights(divisor=total)
+
+    def _of_replica(self, replica: int, announced: Sequence[Announcement]) -> int:
+        grid = self._grid
+        first, *others = (
+            grid.process_of(stage, replica, shard)
+            for stage in range(grid.depth - 1, grid.num_stages, grid.depth)
+            for shard in range(grid.num_shards)
+        )
+        number = announced[first].normalizer
+        for other in others:
+            if announced[other].normalizer != number:
+                raise ValueError(
+                    f"normalizer on rank {first}: {number}, on rank {other}: "
+                    f"{announced[other].normalizer}: all last stages of a replica are given the "
+                    "same batch"
+                )
+        return number
+
+
+def _checked(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)  # of a tensor, too
+    except TypeError:
+        raise TypeError(f"{name}: {value!r}, it must be a whole number") from None
+    check_whole_number(name, number, at_least=0, at_most=_MOST)
+    return number
