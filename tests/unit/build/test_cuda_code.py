@@ -16,16 +16,18 @@ ROOT = Path(__file__).resolve().parents[3]
 KERNELS = sorted((ROOT / "csrc" / "kernels" / "cuda").glob("*.cu"))
 ARCHITECTURES = (80, 90, 120)  # of those that setup.py builds for: compiling takes seconds each
 
+# With bfloat16 gradients.
+NARROW = ("kBfloat16, narrow", "SplitWeights, narrow")
 STEPS = [
     f"{rule}/{weights}"
     for rule in ("SgdStep", "AdamStep")
-    for weights in ("float", "double", "kBfloat16", "kFloat16", "SplitWeights")
+    for weights in ("float", "double", "kBfloat16", "kFloat16", "SplitWeights", *NARROW)
 ]
 NORMS = [
     f"{kernel}/{kind}/{dtype}"
     for kernel in ("sum", "finish")
     for kind in ("kOne", "kTwo", "kMax")
-    for dtype in ("float", "double")
+    for dtype in ("float", "double", "bfloat16")
 ]
 
 
@@ -63,11 +65,13 @@ def kernel_of(symbol: str) -> str:
             ("double", "PlainWeightsIdE"),
         ):
             if part in symbol:
-                return f"{rule}/{weights}"
-    found = re.search(r"(sum|finish)_kernelILNS0_8NormKindE(\d)E([fd])E", symbol)
+                narrow = ", narrow" if "Bfloat16Gradients" in symbol else ""
+                return f"{rule}/{weights}{narrow}"
+    found = re.search(r"(sum|finish)_kernelILNS0_8NormKindE(\d)E(f|d|NS1_8Bfloat16)E", symbol)
     assert found is not None, symbol
     kinds = ("kOne", "kTwo", "kMax")
-    return f"{found[1]}/{kinds[int(found[2])]}/{'float' if found[3] == 'f' else 'double'}"
+    dtype = {"f": "float", "d": "double"}.get(found[3], "bfloat16")
+    return f"{found[1]}/{kinds[int(found[2])]}/{dtype}"
 
 
 @dataclass
@@ -131,6 +135,7 @@ def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
     compiled: Compiled, step: str
 ) -> None:
     rule, weights = step.split("/")
+    weights, _, narrow = weights.partition(", ")
     # An instruction reads 16 bytes; a pack has as many elements as 16 bytes of its smallest.
     wide = {"float": 1, "double": 1}.get(weights, 2)  # of a pack of gradients or of state
     of_weights_in = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 2}.get(weights, 1)
@@ -138,7 +143,7 @@ def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
     of_masters_out = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 1}.get(weights, 0)
     reads = writes = 0
     for num_states in (0, 1) if rule == "SgdStep" else (2, 3):
-        reads += wide * (1 + num_states) + of_weights_in
+        reads += wide * num_states + (1 if narrow else wide) + of_weights_in
         writes += wide * num_states + of_masters_out
     ptx = compiled.ptx[step]
     # Loops may be unrolled, so that an instruction is there several times, and weights are copied.
@@ -149,7 +154,7 @@ def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
     assert count(r"st\.global\S*\.v[48]\.[a-z](8|16)|st\.global\S*\.v2\.", ptx) == 0
 
 
-@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("dtype", ["float", "double", "bfloat16"])
 @pytest.mark.parametrize("kind", ["kOne", "kTwo", "kMax"])
 def test_a_norm_reads_16_bytes_at_a_time(compiled: Compiled, kind: str, dtype: str) -> None:
     ptx = compiled.ptx[f"sum/{kind}/{dtype}"]
