@@ -58,8 +58,10 @@ def check(lengths: Sequence[int], schedule: str, *, averages: bool) -> None:
             opt.step()
         state = copy_of(pipe.state_dict())
         if averages and pipelines == 1:  # else there are others beside
-            # Gradients go to the replicas that add them, and each of these gives its sum to all.
-            assert group._get_sequence_number_for_group() - sums == (1 + WIDTH) * len(lengths)
+            # Gradients go to the replicas that add them, and each of these gives its sum to all:
+            # with each of the others in turn.
+            exchanges = group._get_sequence_number_for_group() - sums
+            assert exchanges == 2 * (WIDTH - 1) * len(lengths), exchanges
         assert [float(loss) for loss in got] == want
     assert_same_state(state, {name: model.state_dict()[name] for name in state})
 

@@ -69,7 +69,12 @@ def both_modes(
         replicated=(),
         recomputed_blocks=(),
         precision=Precision(
-            model, precision=None, split_master=False, autocast=None, device_type="cpu"
+            model,
+            precision=None,
+            split_master=False,
+            gradient_dtype=None,
+            autocast=None,
+            device_type="cpu",
         ),
     )
     first = modes.capture(model.training)
