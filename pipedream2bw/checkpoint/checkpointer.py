@@ -346,12 +346,8 @@ class Checkpointer:
             signal: that a rank got; of several the greatest, so that all ranks exit alike.
         """
         try:
-            if not self._has_saved():
-                self._save(Announcement)  # however many saves have failed
-        except OSError as error:
-            warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
-        try:
-            self._finish()
+            while not self._has_saved_last():
+                pass
             self._session.close()
         finally:  # a signal that comes to this rank later than to others ends it no earlier
             self._leave()
@@ -361,6 +357,22 @@ class Checkpointer:
         """The run's state, as far as counts tell it: after a discarded batch the data go on."""
         session = self._session
         return session.accumulation.num_updates, session.discarding.num_times
+
+    def _has_saved_last(self) -> bool:
+        """Saves and drains; says whether no batch was discarded in it. Else the one left is saved."""
+        try:
+            try:
+                if not self._has_saved():
+                    self._save(Announcement)  # however many saves have failed
+            except OSError as error:
+                warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=4)
+            self._finish()
+        except StageError as error:
+            if error.discarded is None:
+                raise
+            warnings.warn(str(error), stacklevel=4)
+            return False
+        return True
 
     def _has_saved(self) -> bool:
         """Whether there is a checkpoint of this state already; waits if it is under way."""
