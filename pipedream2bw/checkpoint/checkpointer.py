@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
 from .finding import load_whole
+from .folder import Folder
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
@@ -103,13 +105,13 @@ class Checkpointer:
             lambda: _frequency(every, max_overhead, keep, keep_every),
             same={"every": every, "keep": keep, "keep_every": keep_every},
         )
-        self._keep, self._keep_every = keep, keep_every
         self._beside = Beside(
             data=data,
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
         self._saver = Saver(path, pipe, opt, self._beside)
+        self._retain = functools.partial(_retain, self._saver.folder, keep, keep_every)
         self._signals: Signals = session.control.together(lambda: Signals(preempt))
         self._saver.check()
         self._under_way: list[_UnderWay] = []
@@ -308,25 +310,6 @@ class Checkpointer:
             self._last_failure = text
         warnings.warn(f"checkpoint {step} was not saved, training goes on: {text}", stacklevel=4)
 
-    def _retain(self) -> None:
-        """Removes checkpoints that need not stay. In the thread that wrote the newest."""
-        folder = self._saver.folder
-        try:
-            steps = folder.steps()
-            newest = Source.newest(folder)
-            for name in newest.manifest.files:
-                newest.check_file(name, sums=False)
-            kept = set(steps[: self._keep])
-            before = 0
-            for step in sorted(steps):
-                every = self._keep_every
-                if step in kept or (every is not None and step // every > before // every):
-                    before = step
-                else:
-                    folder.remove(step)
-        except Exception as error:  # the new checkpoint is whole
-            log.warning("%s: older checkpoints were not removed: %s", folder.path, error)
-
     # ------------------------------------------------------------------ ending
 
     def _before_evaluation(self) -> None:
@@ -359,7 +342,7 @@ class Checkpointer:
         return session.accumulation.num_updates, session.discarding.num_times
 
     def _has_saved_last(self) -> bool:
-        """Saves and drains; says whether no batch was discarded in it. Else the one left is saved."""
+        """Saves and drains; False if a batch was discarded, so that what is left is to be saved."""
         try:
             try:
                 if not self._has_saved():
@@ -428,3 +411,21 @@ def _frequency(
     if keep_every is not None:
         check_whole_number("keep_every", keep_every)
     return Frequency(every, max_overhead)
+
+
+def _retain(folder: Folder, keep: int, keep_every: int | None) -> None:
+    """Removes checkpoints that need not stay. In the thread that wrote the newest."""
+    try:
+        steps = folder.steps()
+        newest = Source.newest(folder)
+        for name in newest.manifest.files:
+            newest.check_file(name, sums=False)
+        kept = set(steps[:keep])
+        every, before = keep_every, 0
+        for step in sorted(steps):
+            if step in kept or (every is not None and step // every > before // every):
+                before = step
+            else:
+                folder.remove(step)
+    except Exception as error:  # the new checkpoint is whole
+        log.warning("%s: older checkpoints were not removed: %s", folder.path, error)

@@ -332,7 +332,7 @@ class Session:
     def _show(self) -> None:
         for stage in self.stages:
             stage.weights.show_newest()
-            stage.runner.make_calls()
+            stage.runner.calls.make()
 
     def flush_for(
         self, operation: Operation, local: Callable[[], Announcement] = Announcement
