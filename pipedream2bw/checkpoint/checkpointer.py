@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +18,13 @@ from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.discarding import TakenBack
 from .finding import load_whole
-from .folder import Folder
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
+from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
-from .source import Source
 from .under_way import Saving
 from .waiting import done_by, on_first_rank
 
@@ -110,9 +111,9 @@ class Checkpointer:
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
-        self._saver = Saver(path, pipe, opt, self._beside)
-        self._retain = functools.partial(_retain, self._saver.folder, keep, keep_every)
         self._signals: Signals = session.control.together(lambda: Signals(preempt))
+        self._saver = Saver(path, pipe, opt, self._beside)
+        self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
         self._saver.check()
         self._under_way: list[_UnderWay] = []
         self._failures = 0  # in a row
@@ -127,6 +128,8 @@ class Checkpointer:
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
         session.wish = self._wish
         session.before_evaluation = self._before_evaluation
+        session.discarding.listen(self._taken_back)
+        self._signals.notice()
 
     worker_init_fn = staticmethod(ignore_in_worker)
     """For a ``DataLoader``: its workers outlive the signals at which the run is saved."""
@@ -316,25 +319,34 @@ class Checkpointer:
         self._evaluated = True
         for each in self._under_way:
             each.saw_evaluation = True
+        self._stop_if_told(self._session.agreed_wish)
+
+    def _taken_back(self, taken: TakenBack) -> None:
+        self._stepped = min(self._stepped, taken.batch)
+
+    def _stop_if_told(self, wish: int) -> None:
+        """Ends the run if a signal came and the user has counted all batches that are saved."""
         accumulation = self._session.accumulation
         is_counted = accumulation.is_between_batches and accumulation.num_updates == self._stepped
-        wish = self._session.agreed_wish
         if wish > _STOP and is_counted:
             self._save_and_stop(wish - _STOP)
 
-    def _save_and_stop(self, signal: int) -> None:
+    def _save_and_stop(self, number: int) -> None:
         """Saves on all ranks at one batch, closes the pipeline and ends the program.
 
         Args:
-            signal: that a rank got; of several the greatest, so that all ranks exit alike.
+            number: of the signal that a rank got; of several the greatest, so that all exit alike.
         """
         try:
             while not self._has_saved_last():
                 pass
             self._session.close()
-        finally:  # a signal that comes to this rank later than to others ends it no earlier
-            self._leave()
-        raise Preempted(128 + signal)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        # A signal that comes to this rank later than to others ends it no earlier.
+        self._leave(hands_on=False)
+        raise Preempted(128 + number)
 
     def _now(self) -> tuple[int, int]:
         """The run's state, as far as counts tell it: after a discarded batch the data go on."""
@@ -370,11 +382,37 @@ class Checkpointer:
         return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
 
     def close(self) -> None:
-        """Waits for the saves under way; signals do what they did before. Every rank calls it."""
+        """Waits for the saves under way; signals do what they did before. Every rank calls it.
+
+        A signal that came since the last :meth:`step` saves the run and ends it here. Where it
+        cannot (after an ``opt.step()`` without a :meth:`step`, or when the pipeline has ended) it
+        does now what it did before.
+
+        Raises:
+            Preempted: a signal came; the run has been saved.
+            StageError: a batch is discarded, or the pipeline has failed.
+        """
         try:
-            self._finish()
+            try:
+                self._finish()
+            except StageError as error:
+                if error.discarded is not None:
+                    self._stop_if_told(self._wish_of_all())
+                raise
+            self._stop_if_told(self._wish_of_all())
         finally:
             self._leave()
+
+    def _wish_of_all(self) -> int:
+        """The greatest wish of all ranks, which all call this. Drained."""
+        session = self._session
+        if not session.ending.is_open:
+            return _NOTHING
+        with session.ending.failing_closes():
+            announced = session.agree(
+                Operation.flush, session.num_train_steps, lambda: Announcement(wish=self._wish())
+            )
+        return max(rank.wish for rank in announced)
 
     def _finish(self) -> None:
         try:
@@ -384,10 +422,17 @@ class Checkpointer:
             for each in list(self._under_way):
                 self._wait_for(each)
 
-    def _leave(self) -> None:
-        self._signals.restore()
+    def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
+        """Gives signals back; one that came and did nothing does now what it did before."""
         self._session.wish = lambda: _NOTHING
         self._session.before_evaluation = lambda: None
+        received = self._signals.restore()
+        if received and hands_on:
+            if error is not None:  # which the signal hides if it ends the program
+                log.error(
+                    "%s came before this error", signal.Signals(received).name, exc_info=error
+                )
+            signal.raise_signal(received)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -401,7 +446,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:  # on this rank alone, perhaps
-            self._leave()
+            self._leave(error)
 
 
 def _frequency(
@@ -411,21 +456,3 @@ def _frequency(
     if keep_every is not None:
         check_whole_number("keep_every", keep_every)
     return Frequency(every, max_overhead)
-
-
-def _retain(folder: Folder, keep: int, keep_every: int | None) -> None:
-    """Removes checkpoints that need not stay. In the thread that wrote the newest."""
-    try:
-        steps = folder.steps()
-        newest = Source.newest(folder)
-        for name in newest.manifest.files:
-            newest.check_file(name, sums=False)
-        kept = set(steps[:keep])
-        every, before = keep_every, 0
-        for step in sorted(steps):
-            if step in kept or (every is not None and step // every > before // every):
-                before = step
-            else:
-                folder.remove(step)
-    except Exception as error:  # the new checkpoint is whole
-        log.warning("%s: older checkpoints were not removed: %s", folder.path, error)

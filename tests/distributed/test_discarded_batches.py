@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.discarding import Failure, Layer, Outcome, batches, by_oracle, make_model, train
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import assert_same_state
@@ -130,36 +127,6 @@ def test_a_replica_that_fails_discards_the_batch_of_all() -> None:
             assert not (got.restarts and is_spared)
             assert got.losses == want.losses
             assert_same_state(got.state, want.state)
-
-
-def is_told_to_end_in_a_bad_batch(rank: int, world: int, told: int) -> tuple[int, list[int]]:
-    """One rank gets a signal before it; gives the exit code, and which checkpoints there are."""
-    given = batches(COUNT, ROWS)
-    with pd2.PipelineModule(
-        list(make_model([Failure(1, "forward", 3 * M)] * (rank == 1), 2, norm=False)),
-        mse_loss,
-        num_microbatches=M,
-        example_args=(given[0].args[0][:2],),
-        timeout=15.0,
-    ) as pipe:
-        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        ckpt = pd2.Checkpointer("run", pipe, opt, every=100)
-        for number, batch in enumerate(given):
-            if number == 3 and rank == told:
-                os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                pipe.train_step(*batch.args, target=batch.target)
-                opt.step()
-                ckpt.step()
-            except pd2.Preempted as ended:
-                return int(str(ended.code)), Folder("run").steps()
-    raise AssertionError("the signal was lost")
-
-
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_in_a_bad_batch_saves_the_run_without_it_on_all_ranks(told: int) -> None:
-    results = run_ranks(is_told_to_end_in_a_bad_batch, 2, args=(told,), timeout=60)
-    assert [result.value for result in results] == [(128 + signal.SIGTERM, [3])] * 2
 
 
 def two_copies(rank: int, world: int) -> int:

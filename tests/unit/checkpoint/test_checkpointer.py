@@ -71,8 +71,9 @@ def test_a_forked_process_ends_when_it_is_told_to(start: Callable[..., Run]) -> 
     finally:
         child.kill()
     os.kill(os.getpid(), signal.SIGTERM)  # this process goes on noticing it
-    for run in (second, first):
-        run.ckpt.close()
+    with pytest.raises(pd2.Preempted):
+        second.ckpt.close()
+    first.ckpt.close()
 
 
 def damage(path: Path, how: str, draw: random.Random) -> None:

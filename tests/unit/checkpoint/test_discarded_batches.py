@@ -215,6 +215,23 @@ def test_a_signal_in_a_bad_batch_saves_the_run_without_it(is_known: bool, tmp_pa
     assert Folder(tmp_path).steps() == [2]
 
 
+def test_a_signal_before_the_end_saves_the_run_without_the_last_batch_that_is_bad(
+    tmp_path: Path,
+) -> None:
+    with (
+        pytest.raises(pd2.Preempted),
+        pipeline() as (pipe, opt, go),
+        pd2.Checkpointer(tmp_path, pipe, opt, every=9) as ckpt,
+    ):
+        for target in (X, BAD):
+            pipe.train_step(X, target=target)
+            opt.step()
+            ckpt.step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        go.set()
+    assert Folder(tmp_path).steps() == [1]
+
+
 def test_a_loss_from_before_a_load_is_not_one_of_a_batch_discarded_after_it(tmp_path: Path) -> None:
     with pipeline() as (pipe, opt, go):
         go.set()
