@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -25,32 +24,16 @@ from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
 from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
+from .saves_under_way import SavesUnderWay
 from .under_way import Saving
-from .waiting import done_by, on_first_rank
+from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
 _NOTHING, _SAVE, _STOP = 0, 1, 2
 """What a rank wishes that all do after the batch; to stop is ``_STOP`` and the signal's number."""
 
-_MOST_FAILURES = 3
-
 _Result = TypeVar("_Result")
-
-
-@dataclasses.dataclass(eq=False)
-class _UnderWay:
-    """A save, and how many train_steps there had been before.
-
-    Attributes:
-        copied: when everything was seen to be copied: no batch has to come for it any more.
-        saw_evaluation: whether there was one since it began.
-    """
-
-    saving: Saving
-    train_steps: int
-    copied: float | None = None
-    saw_evaluation: bool = False
 
 
 class Checkpointer:
@@ -77,8 +60,8 @@ class Checkpointer:
         max_overhead: the share of the training time that saving may add, with ``"auto"``.
         keep: how many checkpoints stay, at least 2.
         keep_every: the first one of every so many batches stays, too.
-        preempt: signals at which the run is saved after the batch under way, and ends with
-            :class:`Preempted`, on all ranks, whichever one gets the signal.
+        preempt: signals at which the run is saved after the batch under way, or in :meth:`close`,
+            and ends with :class:`Preempted`, on all ranks, whichever one gets the signal.
 
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values; also of state that
@@ -115,8 +98,7 @@ class Checkpointer:
         self._saver = Saver(path, pipe, opt, self._beside)
         self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
         self._saver.check()
-        self._under_way: list[_UnderWay] = []
-        self._failures = 0  # in a row
+        self._under_way = SavesUnderWay(session, self._saver.folder.path, self._frequency)
         self._last_step: float | None = None
         self._evaluated = False  # since the last step()
         # The batch before which the user counted last, and at which everything goes together.
@@ -155,8 +137,7 @@ class Checkpointer:
         """
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
-        for each in list(self._under_way):
-            self._wait_for(each)
+        self._under_way.wait()
         self._from_first("removing what interrupted saves left", folder.clean)
         extra = load_whole(
             session,
@@ -191,7 +172,7 @@ class Checkpointer:
     @property
     def under_way(self) -> tuple[Saving, ...]:
         """The saves that this process knows not to have ended, oldest first."""
-        return tuple(each.saving for each in self._under_way)
+        return self._under_way.savings
 
     @property
     def batches_between(self) -> int | None:
@@ -216,15 +197,15 @@ class Checkpointer:
             self._newest = batch
         if self._last_step is not None:
             seconds = None if self._evaluated else now - self._last_step
-            self._frequency.batch_ended(seconds, is_saving=bool(self._under_way))
-        self._look_at_ended()
+            self._frequency.batch_ended(seconds, is_saving=bool(self._under_way.savings))
+        self._under_way.look()
         wish = session.agreed_wish
         if wish > _STOP:
             self._save_and_stop(wish - _STOP)
         every = self._frequency.batches
         is_due = wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0)
         if is_due and not self._has_saved():
-            self._save(self._check_failures)
+            self._save(self._under_way.check)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
 
@@ -233,92 +214,38 @@ class Checkpointer:
         if self._signals.received:
             return _STOP + self._signals.received
         decides = self._session.grid.rank == 0 and not self._frequency.is_fixed
-        is_free = not self._under_way
+        is_free = not self._under_way.savings
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
 
-    def _save(self, check: Callable[[], Announcement]) -> _UnderWay | None:
-        """Begins a save; None if something cannot be saved, of which the user has been warned.
+    def _save(self, check: Callable[[], Announcement]) -> None:
+        """Begins a save, unless something cannot be saved: then it warns.
 
         Args:
-            check: raises OSError if no rank is to save.
+            check: raises OSError if no rank is to save, TimeoutError if it is put off.
         """
         session = self._session
-        # One after the other, as far as this needs no further batch.
-        for each in list(self._under_way):
-            if session.num_train_steps - each.train_steps >= session.schedule.most_batches_behind:
-                self._wait_for(each)
-        with session.ending.lost_ranks_close():
-            try:
-                session.agree(Operation.save, session.accumulation.num_updates, check)
-            except OSError:
-                self._failures = 0  # who goes on nevertheless wants it tried again
-                raise
         batch = session.accumulation.num_updates
+        self._under_way.wait(needs_no_batch=True)  # one after the other
         try:
+            with session.ending.lost_ranks_close():
+                session.agree(Operation.save, batch, check)
             saving = self._saver.save(then=self._retain)
-        except (TypeError, ValueError) as error:  # on every rank: the user's state has changed
-            self._failed(batch, error)
-            return None
-        under_way = _UnderWay(saving, session.num_train_steps)
-        self._under_way.append(under_way)
+        except (TypeError, ValueError, TimeoutError) as error:  # on every rank
+            self._frequency.save_began()  # it is not tried again at once
+            self._under_way.failed(batch, error)
+            return
+        except OSError:
+            self._under_way.count_anew()  # who goes on nevertheless wants it tried again
+            raise
+        self._under_way.add(saving)
         self._newest, self._kept = batch, self._now()
         self._frequency.save_began()
-        return under_way
-
-    def _wait_for(self, each: _UnderWay) -> None:
-        session, saving = self._session, each.saving
-
-        def is_discarded() -> bool:
-            return session.ending.is_open and session.control.discards.first is not None
-
-        since = time.monotonic() if each.copied is None else each.copied
-        if done_by(saving.done, since + session.control.timeout, is_discarded):
-            self._ended(each, saving.done.exception())
-        elif not is_discarded():  # else it may wait for that batch; the next agreement ends both
-            self._ended(each, saving.too_long())
-
-    def _check_failures(self) -> Announcement:
-        if self._failures >= _MOST_FAILURES:
-            raise OSError(
-                f"{self._saver.folder.path}: {self._failures} checkpoints in a row could not be "
-                f"saved: {self._last_failure}"
-            )
-        return Announcement()
-
-    def _look_at_ended(self) -> None:
-        now = time.monotonic()
-        for each in list(self._under_way):
-            if each.saving.done.done():
-                self._ended(each, each.saving.done.exception())
-            elif each.saving.snapshot.done():  # no batch has to come: it is being written
-                each.copied = now if each.copied is None else each.copied
-                if now - each.copied > self._session.control.timeout:
-                    self._ended(each, each.saving.too_long())
-
-    def _ended(self, each: _UnderWay, error: BaseException | None) -> None:
-        self._under_way.remove(each)
-        if error is not None:
-            self._failed(each.saving.step, error)
-            return
-        self._failures = 0
-        seconds = dict(each.saving.seconds)
-        if each.saw_evaluation:  # for which the copies may have waited
-            del seconds["snapshot"]
-        self._frequency.save_ended(sum(seconds.values()))
-
-    def _failed(self, step: int, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, StageError):  # else a batch before it was discarded
-            self._failures += 1
-            self._last_failure = text
-        warnings.warn(f"checkpoint {step} was not saved, training goes on: {text}", stacklevel=4)
 
     # ------------------------------------------------------------------ ending
 
     def _before_evaluation(self) -> None:
         self._evaluated = True
-        for each in self._under_way:
-            each.saw_evaluation = True
+        self._under_way.see_evaluation()
         self._stop_if_told(self._session.agreed_wish)
 
     def _taken_back(self, taken: TakenBack) -> None:
@@ -376,8 +303,7 @@ class Checkpointer:
         if self._kept != self._now():
             return False
         session.flush_for(Operation.flush)
-        for each in list(self._under_way):
-            self._wait_for(each)
+        self._under_way.wait()
         folder = self._saver.folder
         return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
 
@@ -419,8 +345,7 @@ class Checkpointer:
             if self._session.ending.is_open:
                 self._session.flush_for(Operation.flush)
         finally:  # a discarded batch leaves the saves before it as they are
-            for each in list(self._under_way):
-                self._wait_for(each)
+            self._under_way.wait()
 
     def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
         """Gives signals back; one that came and did nothing does now what it did before."""

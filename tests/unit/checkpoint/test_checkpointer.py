@@ -184,8 +184,8 @@ def test_after_a_failure_that_passes_it_saves_again(
         for failing in (True, True, False, True, True, False):  # noqa: B007
             run.train(1)
             run.pipe.flush()
-            for each in run.ckpt._under_way:
-                each.saving.done.exception(10)
+            for saving in run.ckpt.under_way:
+                saving.done.exception(10)
         run.ckpt.close()
     assert sum("Read-only" in str(each.message) for each in seen) == 4
     assert Folder(tmp_path / "run").steps()[0] == 6
