@@ -18,6 +18,8 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
 from ..runtime.discarding import TakenBack
+from ..runtime.session import Session
+from ..runtime.wishes import Wishes
 from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
@@ -51,7 +53,8 @@ class Checkpointer:
 
     Saving drains nothing, see :func:`save`; a save that fails (a full disk) warns, and the run goes
     on. A run that is killed at any moment goes on from the newest checkpoint that is whole, with
-    the same bits, on any number of stages. Every rank makes it and calls its methods.
+    the same bits, on any number of stages. Every rank makes it and calls its methods. A pipeline
+    has one at a time; :func:`save` saves to further places.
 
     Args:
         path, data, schedulers, extra: see :func:`save`.
@@ -86,7 +89,7 @@ class Checkpointer:
         self._session = session = pipe.session
         self._opt = opt
         self._frequency: Frequency = session.control.together(
-            lambda: _frequency(every, max_overhead, keep, keep_every),
+            lambda: _checked(session, path, every, max_overhead, keep, keep_every),
             same={"every": every, "keep": keep, "keep_every": keep_every},
         )
         self._beside = Beside(
@@ -108,8 +111,9 @@ class Checkpointer:
         self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
-        session.wish = self._wish
-        session.before_evaluation = self._before_evaluation
+        self._wishes = session.wishes = Wishes(
+            self._saver.folder.path, self._wish, self._before_evaluation
+        )
         session.discarding.listen(self._taken_back)
         self._signals.notice()
 
@@ -199,7 +203,7 @@ class Checkpointer:
             seconds = None if self._evaluated else now - self._last_step
             self._frequency.batch_ended(seconds, is_saving=bool(self._under_way.savings))
         self._under_way.look()
-        wish = session.agreed_wish
+        wish = session.wishes.agreed
         if wish > _STOP:
             self._save_and_stop(wish - _STOP)
         every = self._frequency.batches
@@ -246,7 +250,7 @@ class Checkpointer:
     def _before_evaluation(self) -> None:
         self._evaluated = True
         self._under_way.see_evaluation()
-        self._stop_if_told(self._session.agreed_wish)
+        self._stop_if_told(self._session.wishes.agreed)
 
     def _taken_back(self, taken: TakenBack) -> None:
         self._stepped = min(self._stepped, taken.batch)
@@ -349,8 +353,8 @@ class Checkpointer:
 
     def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
         """Gives signals back; one that came and did nothing does now what it did before."""
-        self._session.wish = lambda: _NOTHING
-        self._session.before_evaluation = lambda: None
+        if self._session.wishes is self._wishes:  # else another one has been made since
+            self._session.wishes = Wishes()
         received = self._signals.restore()
         if received and hands_on:
             if error is not None:  # which the signal hides if it ends the program
@@ -374,9 +378,20 @@ class Checkpointer:
             self._leave(error)
 
 
-def _frequency(
-    every: int | str, max_overhead: float, keep: int, keep_every: int | None
+def _checked(
+    session: Session,
+    path: str | os.PathLike[str],
+    every: int | str,
+    max_overhead: float,
+    keep: int,
+    keep_every: int | None,
 ) -> Frequency:
+    other = session.wishes.saves_to
+    if other is not None:
+        raise ValueError(
+            f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other}, which must be closed "
+            "before another one is made; pd2.save() saves to further places"
+        )
     check_whole_number("keep", keep, at_least=2)
     if keep_every is not None:
         check_whole_number("keep_every", keep_every)

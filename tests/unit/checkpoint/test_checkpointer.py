@@ -240,6 +240,24 @@ def test_what_every_cannot_be_is_refused(start: Callable[..., Run]) -> None:
         start(max_overhead=1.0)
 
 
+def test_a_pipeline_has_one_at_a_time(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(every=2)
+
+    def another() -> pd2.Checkpointer:
+        return pd2.Checkpointer(tmp_path / "far", run.pipe, run.opt, every="0.001s")
+
+    with pytest.raises(ValueError, match=r"/far: the pipeline has .* of .*/run, which"):
+        another()
+    run.train(2)
+    run.ckpt.close()
+    first, run.ckpt = run.ckpt, another()
+    first.close()  # again, which changes nothing for the other
+    run.train(2)
+    run.ckpt.close()
+    assert Folder(tmp_path / "run").steps() == [2]
+    assert Folder(tmp_path / "far").steps()[0] > 2
+
+
 # ---------------------------------------------------------------- frequency
 
 
