@@ -88,16 +88,17 @@ class Checkpointer:
     ) -> None:
         self._session = session = pipe.session
         self._opt = opt
-        self._frequency: Frequency = session.control.together(
-            lambda: _checked(session, path, every, max_overhead, keep, keep_every),
-            same={"every": every, "keep": keep, "keep_every": keep_every},
-        )
+        with session.ending.lost_ranks_close():
+            self._frequency: Frequency = session.control.together(
+                lambda: _checked(session, path, every, max_overhead, keep, keep_every),
+                same={"every": every, "keep": keep, "keep_every": keep_every},
+            )
         self._beside = Beside(
             data=data,
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
-        self._signals: Signals = session.control.together(lambda: Signals(preempt))
+        self._signals: Signals = session.together(lambda: Signals(preempt))
         self._saver = Saver(path, pipe, opt, self._beside)
         self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
         self._saver.check()

@@ -140,7 +140,7 @@ class Saver:
             self.session.control.agree_on_objects(
                 None, {"path": self.folder.root, "param_groups": num_groups}
             )
-        self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+            self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
