@@ -142,7 +142,7 @@ class Checkpointer:
         """
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
-        self._under_way.wait()
+        self._under_way.wait_together()
         self._from_first("removing what interrupted saves left", folder.clean)
         extra = load_whole(
             session,
@@ -230,7 +230,7 @@ class Checkpointer:
         """
         session = self._session
         batch = session.accumulation.num_updates
-        self._under_way.wait(needs_no_batch=True)  # one after the other
+        self._under_way.wait_together(needs_no_batch=True)  # one after the other
         try:
             with session.ending.lost_ranks_close():
                 session.agree(Operation.save, batch, check)
@@ -308,7 +308,7 @@ class Checkpointer:
         if self._kept != self._now():
             return False
         session.flush_for(Operation.flush)
-        self._under_way.wait()
+        self._under_way.wait_together()
         folder = self._saver.folder
         return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
 
@@ -349,8 +349,9 @@ class Checkpointer:
         try:
             if self._session.ending.is_open:
                 self._session.flush_for(Operation.flush)
+                self._under_way.wait_together()
         finally:  # a discarded batch leaves the saves before it as they are
-            self._under_way.wait()
+            self._under_way.wait_alone()
 
     def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
         """Gives signals back; one that came and did nothing does now what it did before."""

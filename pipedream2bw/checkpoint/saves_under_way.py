@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 
 from ..errors import StageError
-from ..ranks.agreement import Announcement
+from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session
 from .frequency import Frequency
 from .under_way import Saving
@@ -15,6 +16,8 @@ from .waiting import done_by
 
 _MOST_FAILURES = 3
 _MOST_LATE = 2
+_SIGN_SECONDS = 0.5
+"""After which a rank that waits shows the others that it lives."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,29 +90,57 @@ class SavesUnderWay:
         """Counts failures in a row from here on."""
         self._failures = 0
 
-    def wait(self, *, needs_no_batch: bool = False) -> None:
-        """Waits until they have ended or take too long.
+    def wait_together(self, *, needs_no_batch: bool = False) -> None:
+        """Waits until they have ended or take too long. Every rank calls it.
+
+        All agree now and then: so the time for one that is stopped begins at once, not after the
+        time for its save.
 
         Args:
             needs_no_batch: leaves out those that may need a further batch.
         """
         session = self._session
-        for each in list(self._all):
-            since = session.num_train_steps - each.train_steps
-            if not needs_no_batch or since >= session.schedule.most_batches_behind:
-                self._wait_for(each)
+        with session.ending.lost_ranks_close():
+            for number in itertools.count():
+                is_over = self._have_ended(_SIGN_SECONDS, needs_no_batch)
+                sign = Announcement(wish=0 if is_over else 1)
+                announced = session.agree(Operation.wait_for_saves, number, lambda: sign)  # noqa: B023
+                if not any(rank.wish for rank in announced):
+                    return
 
-    def _wait_for(self, each: _UnderWay) -> None:
+    def wait_alone(self) -> None:
+        """The same, on this rank."""
+        while not self._have_ended(_SIGN_SECONDS):
+            pass
+
+    def _have_ended(self, seconds: float, needs_no_batch: bool = False) -> bool:
+        """Waits for so long; says whether all have ended, or take too long."""
+        session = self._session
+        end = time.monotonic() + seconds
+        behind = session.schedule.most_batches_behind if needs_no_batch else 0
+        return all(
+            self._has_ended(each, end)
+            for each in list(self._all)
+            if session.num_train_steps - each.train_steps >= behind
+        )
+
+    def _has_ended(self, each: _UnderWay, end: float) -> bool:
         session, saving = self._session, each.saving
 
         def is_discarded() -> bool:
             return session.ending.is_open and session.control.discards.first is not None
 
-        since = time.monotonic() if each.copied is None else each.copied
-        if done_by(saving.done, since + session.control.timeout, is_discarded):
+        each.copied = time.monotonic() if each.copied is None else each.copied
+        last = each.copied + session.control.timeout
+        if done_by(saving.done, min(last, end), is_discarded):
             self._ended(each, saving.done.exception())
-        elif not is_discarded():  # else it may wait for that batch; the next agreement ends both
+        elif is_discarded():  # it may wait for that batch; the next agreement ends both
+            return True
+        elif time.monotonic() < last:
+            return False
+        else:
             self._too_long(each)
+        return True
 
     def look(self) -> None:
         """Looks which have ended, without waiting."""
