@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,38 +17,25 @@ from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.discarding import TakenBack
+from ..runtime.session import Session
+from ..runtime.wishes import Wishes
 from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
+from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
-from .source import Source
+from .saves_under_way import SavesUnderWay
 from .under_way import Saving
-from .waiting import done_by, on_first_rank
+from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
 _NOTHING, _SAVE, _STOP = 0, 1, 2
 """What a rank wishes that all do after the batch; to stop is ``_STOP`` and the signal's number."""
 
-_MOST_FAILURES = 3
-
 _Result = TypeVar("_Result")
-
-
-@dataclasses.dataclass(eq=False)
-class _UnderWay:
-    """A save, and how many train_steps there had been before.
-
-    Attributes:
-        copied: when everything was seen to be copied: no batch has to come for it any more.
-        saw_evaluation: whether there was one since it began.
-    """
-
-    saving: Saving
-    train_steps: int
-    copied: float | None = None
-    saw_evaluation: bool = False
 
 
 class Checkpointer:
@@ -65,7 +53,8 @@ class Checkpointer:
 
     Saving drains nothing, see :func:`save`; a save that fails (a full disk) warns, and the run goes
     on. A run that is killed at any moment goes on from the newest checkpoint that is whole, with
-    the same bits, on any number of stages. Every rank makes it and calls its methods.
+    the same bits, on any number of stages. Every rank makes it and calls its methods. A pipeline
+    has one at a time; :func:`save` saves to further places.
 
     Args:
         path, data, schedulers, extra: see :func:`save`.
@@ -74,8 +63,8 @@ class Checkpointer:
         max_overhead: the share of the training time that saving may add, with ``"auto"``.
         keep: how many checkpoints stay, at least 2.
         keep_every: the first one of every so many batches stays, too.
-        preempt: signals at which the run is saved after the batch under way, and ends with
-            :class:`Preempted`, on all ranks, whichever one gets the signal.
+        preempt: signals at which the run is saved after the batch under way, or in :meth:`close`,
+            and ends with :class:`Preempted`, on all ranks, whichever one gets the signal.
 
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values; also of state that
@@ -99,21 +88,21 @@ class Checkpointer:
     ) -> None:
         self._session = session = pipe.session
         self._opt = opt
-        self._frequency: Frequency = session.control.together(
-            lambda: _frequency(every, max_overhead, keep, keep_every),
-            same={"every": every, "keep": keep, "keep_every": keep_every},
-        )
-        self._keep, self._keep_every = keep, keep_every
+        with session.ending.lost_ranks_close():
+            self._frequency: Frequency = session.control.together(
+                lambda: _checked(session, path, every, max_overhead, keep, keep_every),
+                same={"every": every, "keep": keep, "keep_every": keep_every},
+            )
         self._beside = Beside(
             data=data,
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
+        self._signals: Signals = session.together(lambda: Signals(preempt))
         self._saver = Saver(path, pipe, opt, self._beside)
-        self._signals: Signals = session.control.together(lambda: Signals(preempt))
+        self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
         self._saver.check()
-        self._under_way: list[_UnderWay] = []
-        self._failures = 0  # in a row
+        self._under_way = SavesUnderWay(session, self._saver.folder.path, self._frequency)
         self._last_step: float | None = None
         self._evaluated = False  # since the last step()
         # The batch before which the user counted last, and at which everything goes together.
@@ -123,8 +112,11 @@ class Checkpointer:
         self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
-        session.wish = self._wish
-        session.before_evaluation = self._before_evaluation
+        self._wishes = session.wishes = Wishes(
+            self._saver.folder.path, self._wish, self._before_evaluation
+        )
+        session.discarding.listen(self._taken_back)
+        self._signals.notice()
 
     worker_init_fn = staticmethod(ignore_in_worker)
     """For a ``DataLoader``: its workers outlive the signals at which the run is saved."""
@@ -150,8 +142,7 @@ class Checkpointer:
         """
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
-        for each in list(self._under_way):
-            self._wait_for(each)
+        self._under_way.wait_together()
         self._from_first("removing what interrupted saves left", folder.clean)
         extra = load_whole(
             session,
@@ -186,7 +177,7 @@ class Checkpointer:
     @property
     def under_way(self) -> tuple[Saving, ...]:
         """The saves that this process knows not to have ended, oldest first."""
-        return tuple(each.saving for each in self._under_way)
+        return self._under_way.savings
 
     @property
     def batches_between(self) -> int | None:
@@ -211,15 +202,15 @@ class Checkpointer:
             self._newest = batch
         if self._last_step is not None:
             seconds = None if self._evaluated else now - self._last_step
-            self._frequency.batch_ended(seconds, is_saving=bool(self._under_way))
-        self._look_at_ended()
-        wish = session.agreed_wish
+            self._frequency.batch_ended(seconds, is_saving=bool(self._under_way.savings))
+        self._under_way.look()
+        wish = session.wishes.agreed
         if wish > _STOP:
             self._save_and_stop(wish - _STOP)
         every = self._frequency.batches
         is_due = wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0)
         if is_due and not self._has_saved():
-            self._save(self._check_failures)
+            self._save(self._under_way.check)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
 
@@ -228,139 +219,87 @@ class Checkpointer:
         if self._signals.received:
             return _STOP + self._signals.received
         decides = self._session.grid.rank == 0 and not self._frequency.is_fixed
-        is_free = not self._under_way
+        is_free = not self._under_way.savings
         return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
 
-    def _save(self, check: Callable[[], Announcement]) -> _UnderWay | None:
-        """Begins a save; None if something cannot be saved, of which the user has been warned.
+    def _save(self, check: Callable[[], Announcement]) -> None:
+        """Begins a save, unless something cannot be saved: then it warns.
 
         Args:
-            check: raises OSError if no rank is to save.
+            check: raises OSError if no rank is to save, TimeoutError if it is put off.
         """
         session = self._session
-        # One after the other, as far as this needs no further batch.
-        for each in list(self._under_way):
-            if session.num_train_steps - each.train_steps >= session.schedule.most_batches_behind:
-                self._wait_for(each)
-        with session.ending.lost_ranks_close():
-            try:
-                session.agree(Operation.save, session.accumulation.num_updates, check)
-            except OSError:
-                self._failures = 0  # who goes on nevertheless wants it tried again
-                raise
         batch = session.accumulation.num_updates
+        self._under_way.wait_together(needs_no_batch=True)  # one after the other
         try:
+            with session.ending.lost_ranks_close():
+                session.agree(Operation.save, batch, check)
             saving = self._saver.save(then=self._retain)
-        except (TypeError, ValueError) as error:  # on every rank: the user's state has changed
-            self._failed(batch, error)
-            return None
-        under_way = _UnderWay(saving, session.num_train_steps)
-        self._under_way.append(under_way)
+        except (TypeError, ValueError, TimeoutError) as error:  # on every rank
+            self._frequency.save_began()  # it is not tried again at once
+            self._under_way.failed(batch, error)
+            return
+        except OSError:
+            self._under_way.count_anew()  # who goes on nevertheless wants it tried again
+            raise
+        self._under_way.add(saving)
         self._newest, self._kept = batch, self._now()
         self._frequency.save_began()
-        return under_way
-
-    def _wait_for(self, each: _UnderWay) -> None:
-        session, saving = self._session, each.saving
-
-        def is_discarded() -> bool:
-            return session.ending.is_open and session.control.discards.first is not None
-
-        since = time.monotonic() if each.copied is None else each.copied
-        if done_by(saving.done, since + session.control.timeout, is_discarded):
-            self._ended(each, saving.done.exception())
-        elif not is_discarded():  # else it may wait for that batch; the next agreement ends both
-            self._ended(each, saving.too_long())
-
-    def _check_failures(self) -> Announcement:
-        if self._failures >= _MOST_FAILURES:
-            raise OSError(
-                f"{self._saver.folder.path}: {self._failures} checkpoints in a row could not be "
-                f"saved: {self._last_failure}"
-            )
-        return Announcement()
-
-    def _look_at_ended(self) -> None:
-        now = time.monotonic()
-        for each in list(self._under_way):
-            if each.saving.done.done():
-                self._ended(each, each.saving.done.exception())
-            elif each.saving.snapshot.done():  # no batch has to come: it is being written
-                each.copied = now if each.copied is None else each.copied
-                if now - each.copied > self._session.control.timeout:
-                    self._ended(each, each.saving.too_long())
-
-    def _ended(self, each: _UnderWay, error: BaseException | None) -> None:
-        self._under_way.remove(each)
-        if error is not None:
-            self._failed(each.saving.step, error)
-            return
-        self._failures = 0
-        seconds = dict(each.saving.seconds)
-        if each.saw_evaluation:  # for which the copies may have waited
-            del seconds["snapshot"]
-        self._frequency.save_ended(sum(seconds.values()))
-
-    def _failed(self, step: int, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, StageError):  # else a batch before it was discarded
-            self._failures += 1
-            self._last_failure = text
-        warnings.warn(f"checkpoint {step} was not saved, training goes on: {text}", stacklevel=4)
-
-    def _retain(self) -> None:
-        """Removes checkpoints that need not stay. In the thread that wrote the newest."""
-        folder = self._saver.folder
-        try:
-            steps = folder.steps()
-            newest = Source.newest(folder)
-            for name in newest.manifest.files:
-                newest.check_file(name, sums=False)
-            kept = set(steps[: self._keep])
-            before = 0
-            for step in sorted(steps):
-                every = self._keep_every
-                if step in kept or (every is not None and step // every > before // every):
-                    before = step
-                else:
-                    folder.remove(step)
-        except Exception as error:  # the new checkpoint is whole
-            log.warning("%s: older checkpoints were not removed: %s", folder.path, error)
 
     # ------------------------------------------------------------------ ending
 
     def _before_evaluation(self) -> None:
         self._evaluated = True
-        for each in self._under_way:
-            each.saw_evaluation = True
+        self._under_way.see_evaluation()
+        self._stop_if_told(self._session.wishes.agreed)
+
+    def _taken_back(self, taken: TakenBack) -> None:
+        self._stepped = min(self._stepped, taken.batch)
+
+    def _stop_if_told(self, wish: int) -> None:
+        """Ends the run if a signal came and the user has counted all batches that are saved."""
         accumulation = self._session.accumulation
         is_counted = accumulation.is_between_batches and accumulation.num_updates == self._stepped
-        wish = self._session.agreed_wish
         if wish > _STOP and is_counted:
             self._save_and_stop(wish - _STOP)
 
-    def _save_and_stop(self, signal: int) -> None:
+    def _save_and_stop(self, number: int) -> None:
         """Saves on all ranks at one batch, closes the pipeline and ends the program.
 
         Args:
-            signal: that a rank got; of several the greatest, so that all ranks exit alike.
+            number: of the signal that a rank got; of several the greatest, so that all exit alike.
         """
         try:
-            if not self._has_saved():
-                self._save(Announcement)  # however many saves have failed
-        except OSError as error:
-            warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=3)
-        try:
-            self._finish()
+            while not self._has_saved_last():
+                pass
             self._session.close()
-        finally:  # a signal that comes to this rank later than to others ends it no earlier
-            self._leave()
-        raise Preempted(128 + signal)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        # A signal that comes to this rank later than to others ends it no earlier.
+        self._leave(hands_on=False)
+        raise Preempted(128 + number)
 
     def _now(self) -> tuple[int, int]:
         """The run's state, as far as counts tell it: after a discarded batch the data go on."""
         session = self._session
         return session.accumulation.num_updates, session.discarding.num_times
+
+    def _has_saved_last(self) -> bool:
+        """Saves and drains; False if a batch was discarded, so that what is left is to be saved."""
+        try:
+            try:
+                if not self._has_saved():
+                    self._save(Announcement)  # however many saves have failed
+            except OSError as error:
+                warnings.warn(f"the run ends without a last checkpoint: {error}", stacklevel=4)
+            self._finish()
+        except StageError as error:
+            if error.discarded is None:
+                raise
+            warnings.warn(str(error), stacklevel=4)
+            return False
+        return True
 
     def _has_saved(self) -> bool:
         """Whether there is a checkpoint of this state already; waits if it is under way."""
@@ -369,30 +308,62 @@ class Checkpointer:
         if self._kept != self._now():
             return False
         session.flush_for(Operation.flush)
-        for each in list(self._under_way):
-            self._wait_for(each)
+        self._under_way.wait_together()
         folder = self._saver.folder
         return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
 
     def close(self) -> None:
-        """Waits for the saves under way; signals do what they did before. Every rank calls it."""
+        """Waits for the saves under way; signals do what they did before. Every rank calls it.
+
+        A signal that came since the last :meth:`step` saves the run and ends it here. Where it
+        cannot (after an ``opt.step()`` without a :meth:`step`, or when the pipeline has ended) it
+        does now what it did before.
+
+        Raises:
+            Preempted: a signal came; the run has been saved.
+            StageError: a batch is discarded, or the pipeline has failed.
+        """
         try:
-            self._finish()
+            try:
+                self._finish()
+            except StageError as error:
+                if error.discarded is not None:
+                    self._stop_if_told(self._wish_of_all())
+                raise
+            self._stop_if_told(self._wish_of_all())
         finally:
             self._leave()
+
+    def _wish_of_all(self) -> int:
+        """The greatest wish of all ranks, which all call this. Drained."""
+        session = self._session
+        if not session.ending.is_open:
+            return _NOTHING
+        with session.ending.failing_closes():
+            announced = session.agree(
+                Operation.flush, session.num_train_steps, lambda: Announcement(wish=self._wish())
+            )
+        return max(rank.wish for rank in announced)
 
     def _finish(self) -> None:
         try:
             if self._session.ending.is_open:
                 self._session.flush_for(Operation.flush)
+                self._under_way.wait_together()
         finally:  # a discarded batch leaves the saves before it as they are
-            for each in list(self._under_way):
-                self._wait_for(each)
+            self._under_way.wait_alone()
 
-    def _leave(self) -> None:
-        self._signals.restore()
-        self._session.wish = lambda: _NOTHING
-        self._session.before_evaluation = lambda: None
+    def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
+        """Gives signals back; one that came and did nothing does now what it did before."""
+        if self._session.wishes is self._wishes:  # else another one has been made since
+            self._session.wishes = Wishes()
+        received = self._signals.restore()
+        if received and hands_on:
+            if error is not None:  # which the signal hides if it ends the program
+                log.error(
+                    "%s came before this error", signal.Signals(received).name, exc_info=error
+                )
+            signal.raise_signal(received)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -406,12 +377,23 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:  # on this rank alone, perhaps
-            self._leave()
+            self._leave(error)
 
 
-def _frequency(
-    every: int | str, max_overhead: float, keep: int, keep_every: int | None
+def _checked(
+    session: Session,
+    path: str | os.PathLike[str],
+    every: int | str,
+    max_overhead: float,
+    keep: int,
+    keep_every: int | None,
 ) -> Frequency:
+    other = session.wishes.saves_to
+    if other is not None:
+        raise ValueError(
+            f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other}, which must be closed "
+            "before another one is made; pd2.save() saves to further places"
+        )
     check_whole_number("keep", keep, at_least=2)
     if keep_every is not None:
         check_whole_number("keep_every", keep_every)

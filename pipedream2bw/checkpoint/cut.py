@@ -134,11 +134,12 @@ def begin_cut(
         copy = then(
             _copying(stage, cut, optimizer, memory, oldest[stage.index], session.grid, tied)
         )
+        copy = stage.runner.calls.once(session.num_train_steps, copy)
         stage.executor.submit_copy(stage=stage.index, version=cut.batch, copy=copy)
         pipeline = session.grid.pipeline(stage.index)
         model = session.local_model if pipeline == session.grid.replica == 0 else None
         copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model, model))
-        stage.runner.call_before(session.num_train_steps, copy)
+        stage.runner.calls.before(session.num_train_steps, copy)
     session.discarding.listen(cut.take_back)
     return cut
 

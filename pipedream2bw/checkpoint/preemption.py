@@ -19,7 +19,7 @@ class Preempted(SystemExit):  # ends the program, and is no error
 
 
 class Signals:
-    """Notices signals, which then do nothing else.
+    """Notices signals, once told to; these then do nothing else.
 
     Args:
         names: such as ``"SIGTERM"``.
@@ -28,33 +28,35 @@ class Signals:
         received: the number of the first one that came, or 0.
 
     Raises:
-        ValueError: there is no such signal.
+        ValueError: there is no such signal, or nobody can notice it.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.received = 0
         self._before: dict[signal.Signals, object] = {}
         names = [names] if isinstance(names, str) else list(names)
-        unknown = [name for name in names if name not in signal.Signals.__members__]
-        if unknown:
-            known = ", ".join(signal.Signals.__members__)
-            raise ValueError(f"preempt: {unknown[0]!r}, it must be one of {known}")
-        if names and threading.current_thread() is not threading.main_thread():
+        for name in names:
+            if name not in _KNOWN:
+                raise ValueError(f"preempt: {name!r}, it must be one of {', '.join(_KNOWN)}")
+        self._numbers = [signal.Signals[name] for name in names]
+
+    def notice(self) -> None:
+        """Begins to."""
+        if self._numbers and threading.current_thread() is not threading.main_thread():
             warnings.warn(
                 "preempt: a Checkpointer that is not made in the main thread notices no signals",
                 stacklevel=3,
             )
-            names = []
-        for name in names:
-            number = signal.Signals[name]
+            return
+        for number in dict.fromkeys(self._numbers):
             self._before[number] = signal.signal(number, self._notice)
         _noticing.append(self)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
 
-    def restore(self) -> None:
-        """Signals do again what they did before."""
+    def restore(self) -> int:
+        """Signals do again what they did before; gives the number of the one that came, or 0."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._notice:
@@ -62,8 +64,11 @@ class Signals:
         self._before.clear()
         if self in _noticing:
             _noticing.remove(self)
+        received, self.received = self.received, 0
+        return received
 
 
+_KNOWN = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
 _noticing: list[Signals] = []
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -139,7 +140,7 @@ class Saver:
             self.session.control.agree_on_objects(
                 None, {"path": self.folder.root, "param_groups": num_groups}
             )
-        self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+            self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
@@ -168,7 +169,8 @@ class Saver:
         """Begins to save; see :func:`save`.
 
         Args:
-            then: called on rank 0 when the checkpoint is whole, in the thread that wrote it.
+            then: called on rank 0 when the checkpoint is whole, in the thread that wrote it. It
+                must not refer to the pipeline.
         """
         session = self.session
         session.ending.check_open()
@@ -197,17 +199,22 @@ class Saver:
         saving = Saving(session, self.folder.path, head.batch)
         if any(stage.weights.frozen for stage in session.stages):
             session.local_model.frozen_in_use.until(saving.done)
-        ending, fault = session.ending, session.control.fault
+        # Nothing that the thread holds refers to the pipeline: it would not end when it is dropped.
+        free = self._memory
+        saving.done.add_done_callback(lambda _: free.append(memory))
+        fault, ending = session.control.fault, weakref.ref(session.ending)
+
+        def is_ended() -> bool:
+            return fault.raised or (alive := ending()) is None or not alive.is_open
 
         def has_failed() -> bool:
-            return fault.raised or ending.has_failed
+            return fault.raised or ((alive := ending()) is not None and alive.has_failed)
 
-        saving.done.add_done_callback(lambda _: self._memory.append(memory))
         Writer(
             self.folder,
             cut,
             head,
-            is_ended=lambda: has_failed() or not ending.is_open,
+            is_ended=is_ended,
             has_failed=has_failed,
             timeout=session.control.timeout,
             then=then,

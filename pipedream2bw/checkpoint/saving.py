@@ -148,8 +148,9 @@ class Writer:
                 self._then()
             saving.done.set_result(None)
         except BaseException as error:
+            self._cut.tensors.clear()  # the error's traceback refers to them
             if self._is_ended():  # nobody looks any more
-                log.warning("checkpoint %d was not saved: %s", saving.step, error)
+                log.warning("checkpoint %d was not saved: %s", saving.step, str(error))
             for future in (saving.snapshot, saving.done):
                 if not future.done():
                     future.set_exception(error)

@@ -60,6 +60,7 @@ class Operation(enum.IntEnum):
     register_comm_hook = 18
     measure_skew = 19
     use_folder = 20
+    wait_for_saves = 21
 
 
 class BatchDiscarded(Exception):  # noqa: N818

@@ -25,6 +25,7 @@ from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
 from .microbatch_kinds import MicrobatchKinds, refusal
+from .stage_calls import StageCalls
 from .stage_weights import StageWeights
 from .written_buffers import Holder, WrittenBuffers
 
@@ -166,6 +167,9 @@ class StageRunner:
         weights: its own.
         options: how the pipeline's stages compute. With ``recompute`` a forward of a train_step is
             called again before its backward.
+
+    Attributes:
+        calls: what the stage is to call between its runs.
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class StageRunner:
         loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
         self._buffer_places = lambda: [*weights.replayed_places(), *loss_places]
         self._buffers = WrittenBuffers(lambda: [*weights.buffer_holders(), *of_losses])
+        self.calls = StageCalls()
         self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs
         self._engine = weights.engine
         self._frozen = list(weights.frozen.values())
@@ -191,7 +196,6 @@ class StageRunner:
         self._replayers: dict[int, Replayer] = {}  # by layout
         self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
         self._runs: dict[int, RunInputs] = {}
-        self._before: list[tuple[int, Callable[[], None]]] = []  # and the run
         self._taken: _Taken | None = None
         self._kinds = MicrobatchKinds(self._buffer_places)
         self.thread: list[int] = []  # the executor's, once it is known
@@ -202,18 +206,6 @@ class StageRunner:
         if run < 0:  # the stage is idle: an interrupted evaluation may have left its outputs
             self._runs = {other: kept for other, kept in self._runs.items() if other >= 0}
         self._runs[run] = inputs
-
-    def call_before(self, run: int, call: Callable[[], None]) -> None:
-        """Calls ``call`` before the first forward of the run, when those before it have ended.
-
-        Or in :meth:`make_calls`.
-        """
-        self._before.append((run, call))
-
-    def make_calls(self, run: float = math.inf) -> None:
-        """Makes the calls that are due before the run; without a run all, the stage being idle."""
-        while self._before and self._before[0][0] <= run:
-            self._before.pop(0)[1]()
 
     def outputs_of(self, run: int) -> list[Any]:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
@@ -262,8 +254,7 @@ class StageRunner:
             self.thread.append(threading.get_ident())
             if self._default_device.type != "cpu":
                 torch.set_default_device(self._default_device)
-        if self._before:
-            self.make_calls(call.run)
+        self.calls.make(call.run)
 
     def _take(self, call: _C.ForwardCall) -> tuple[RunInputs, _Given]:
         """What a microbatch of a train_step is given, out of the run's inputs."""
@@ -293,7 +284,7 @@ class StageRunner:
         """
         self._buffers.restore(run)
         self._begun = [begun for begun in self._begun if begun[0] < batch]
-        self._before = [(other, call) for other, call in self._before if other <= run]
+        self.calls.take_back(run)
         self._runs = {other: inputs for other, inputs in self._runs.items() if 0 <= other < run}
         self._replays = {key: kept for key, kept in self._replays.items() if key[0] < run}
 
@@ -353,9 +344,10 @@ class StageRunner:
             )
 
     def forget(self) -> None:
-        """Drops what was kept for microbatches that will not be finished."""
+        """Drops what was kept for microbatches that will not be finished, and for later ones."""
         self._runs.clear()
         self._replays.clear()
+        self.calls.forget()
 
     def _forward_again(self, call: _C.ForwardCall) -> _C.ForwardResult:
         bound, replay, given = self._replays.pop((call.run, call.microbatch))

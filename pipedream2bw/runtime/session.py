@@ -25,6 +25,7 @@ from .interrupts import interrupts_later, last_interrupt
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
+from .wishes import Wishes
 
 _Made = TypeVar("_Made")
 
@@ -57,9 +58,7 @@ class Session:
         optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
         first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
-        wish: gives a number of what this rank wishes that all do after a batch.
-        agreed_wish: the greatest of all ranks, when the last batch or evaluation began.
-        before_evaluation: is called when all ranks have agreed on an evaluation.
+        wishes: what a Checkpointer asks of all ranks.
     """
 
     def __init__(
@@ -88,9 +87,7 @@ class Session:
         self.optimizer: Callable[[], object] = lambda: None
         self.discarding = Discarding(stages, accumulation)
         self._interrupt_before = last_interrupt()  # when the last train_step was submitted
-        self.wish: Callable[[], int] = lambda: 0
-        self.agreed_wish = 0
-        self.before_evaluation: Callable[[], None] = lambda: None
+        self.wishes = Wishes()
         self._num_evaluations = 0
         self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
@@ -180,7 +177,7 @@ class Session:
             given, microbatches = self._take(
                 call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
             )
-        self.before_evaluation()
+        self.wishes.before_evaluation()
         with self.ending.failing_closes():
             mode = self._mode_in_use(is_train)
             self.drain()
@@ -223,11 +220,11 @@ class Session:
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
             given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
-            return given.announcement._replace(wish=self.wish())
+            return given.announcement._replace(wish=self.wishes.mine())
 
         announced = self.agree(operation, number, check)
         check_same_part(announced)
-        self.agreed_wish = max(rank.wish for rank in announced)
+        self.wishes.agreed = max(rank.wish for rank in announced)
         return given, self._intake.microbatches(announced, given.part)
 
     def _mode_in_use(self, is_train: bool) -> Mode:
@@ -332,7 +329,7 @@ class Session:
     def _show(self) -> None:
         for stage in self.stages:
             stage.weights.show_newest()
-            stage.runner.make_calls()
+            stage.runner.calls.make()
 
     def flush_for(
         self, operation: Operation, local: Callable[[], Announcement] = Announcement

@@ -66,7 +66,7 @@ def rank_0_aborts_while_the_other_is_busy(rank: int, world: int) -> dict[str, An
 @on_linux
 @pytest.mark.slow
 def test_pipelines_that_ended_leave_no_thread_file_or_group_behind() -> None:
-    """Three rounds of eight ends each; the first is that of a process's own first uses."""
+    """Three rounds of eleven ends each; the first is that of a process's own first uses."""
     results = run_ranks(
         over,
         2,

@@ -14,6 +14,9 @@ CASES = [
     Case("1f1b", 2, 1, 0, "SIGSTOP", "opening", GLOO, delay=0.02),
     Case("chimera", 2, 1, 0, "SIGSTOP", "state_dict", SHARED_MEMORY, delay=0.1, tidy=False),
     Case("2bw", 2, 2, 1, "SIGSTOP", "training", GLOO, delay=0.1, clips=True),
+    Case("2bw", 3, 1, 2, "SIGSTOP", "making a Checkpointer", GLOO, delay=0.1),
+    Case("2bw", 2, 1, 0, "SIGSTOP", "resume", SHARED_MEMORY, delay=0.02),
+    Case("2bw", 2, 1, 0, "SIGSTOP", "save", SHARED_MEMORY, delay=0.1),
     Case("2bw", 2, 1, 1, "SIGKILL", "closing", SHARED_MEMORY, delay=0.001),
 ]
 

@@ -6,12 +6,18 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
@@ -66,6 +72,57 @@ def test_all_ranks_tell_the_same_where_one_can_write_nothing_or_little(
         check(result.value, amounts, "File too large")
     first, second = ([[t == "saved" for t in p] for p in r.value["told"]] for r in results)
     assert first == second
+
+
+def hangs_on_one(rank: int, world: int, victim: int) -> list[tuple[int, str]]:
+    """What each batch's step warns of or raises, where the file system hangs on one rank."""
+    x = torch.randn(8, 4)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    told: list[tuple[int, str]] = []
+    with pd2.PipelineModule(
+        layers, mse_loss, num_microbatches=2, example_args=(x[:2],), timeout=20.0
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        ckpt = pd2.Checkpointer("run", pipe, opt, every=1, preempt=())
+        answers, begin = threading.Event(), Folder.begin
+
+        def hung(self: Folder, step: int, nonce: str) -> str:
+            assert answers.wait(60)
+            return begin(self, step, nonce)
+
+        def train(number: int) -> None:
+            pipe.train_step(x, target=x)
+            opt.step()
+            with warnings.catch_warnings(record=True) as seen:
+                try:
+                    ckpt.step()
+                except OSError as error:
+                    told.append((number, f"raised {error}"))
+            told.extend((number, str(warning.message)) for warning in seen)
+
+        with mock.patch.object(Folder, "begin", hung if rank == victim else begin):
+            with mock.patch.object(pipe.session.control, "timeout", 0.5):
+                for number in range(12):
+                    train(number)
+            answers.set()
+            time.sleep(1.0)
+        train(12)
+        ckpt.close()
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_file_system_hangs_lets_all_put_saves_off(victim: int, tmp_path: Path) -> None:
+    results = run_ranks(hangs_on_one, 2, args=(victim,), timeout=60)
+    for result in results:
+        late = [n for n, text in result.value if "are still being written" in text]
+        raised = [n for n, text in result.value if text.startswith("raised")]
+        assert late
+        assert raised
+        assert not [n for n, _ in result.value if n == 12], result.value
+    of_ranks = [[n for n, text in r.value if text.startswith("raised")] for r in results]
+    assert of_ranks[0] == of_ranks[1]
 
 
 def told(call: Callable[[], Any]) -> tuple[str, str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,6 +79,10 @@ class Pipeline:
             self.pipe.train_step(X, target=X)
             self.optimizer.step()
 
+    def begin_save(self) -> Any:
+        """Begins a save that ends with the next batch, in the folder that all ranks run in."""
+        return pd2.save("run", self.pipe, self.optimizer)
+
 
 def closes(rank: int) -> None:
     one = Pipeline(rank)
@@ -135,6 +140,37 @@ def an_exception_leaves_a_block(rank: int) -> None:
         one.train(20)
 
 
+def closes_while_a_save_waits(rank: int) -> None:
+    one = Pipeline(rank)
+    one.train()
+    saving = one.begin_save()
+    one.pipe.close()
+    saving.done.exception(20)  # the thread's end comes with it
+
+
+def is_dropped_while_a_save_waits(rank: int) -> None:
+    saving = None
+    with contextlib.suppress(pd2.errors.PeerLost):  # where the other drops it first
+        one = Pipeline(rank)
+        one.train(1)
+        saving = one.begin_save()
+    del one
+    gc.collect()
+    if saving is not None:
+        saving.done.exception(20)
+
+
+def the_last_rank_aborts_while_a_save_waits(rank: int) -> None:
+    one = Pipeline(rank)
+    one.train()
+    saving = one.begin_save()
+    if not dist.is_initialized() or rank == dist.get_world_size() - 1:
+        one.pipe.abort()
+    with contextlib.suppress(RuntimeError):
+        one.train(20)
+    saving.done.exception(20)
+
+
 def the_constructor_fails(rank: int) -> None:
     """In the check, and once all groups of replicas are made, in the capture."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -160,6 +196,9 @@ ENDS: tuple[Callable[[int], None], ...] = (
     an_update_fails,
     the_last_rank_aborts,
     an_exception_leaves_a_block,
+    closes_while_a_save_waits,
+    is_dropped_while_a_save_waits,
+    the_last_rank_aborts_while_a_save_waits,
     the_constructor_fails,
 )
 

@@ -59,7 +59,7 @@ class SavingRun:
             self.pipe.flush()
             for saving in self.ckpt.under_way:
                 saving.done.exception(30)
-            self.ckpt._look_at_ended()
+            self.ckpt._under_way.look()
         texts = [str(each.message) for each in seen if "was not saved" in str(each.message)]
         assert len(texts) <= 1, texts
         return texts[0] if texts else "saved"

@@ -14,6 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ LONGEST_DELAYS = {
     "training": 0.3,
     "evaluation": 0.3,
     "state_dict": 0.3,
+    "making a Checkpointer": 0.3,
+    "resume": 0.3,
+    "save": 0.3,
     "closing": 0.05,
 }
 """Seconds after which the signal comes at the latest, once what it shall hit has begun."""
@@ -257,6 +261,13 @@ def _do(pipe: pd2.PipelineModule, case: Case, come: Callable[[], None]) -> None:
         with torch.no_grad():
             pipe(x)
 
+    def make() -> pd2.Checkpointer:
+        return pd2.Checkpointer("run", pipe, optimizer, every=1, preempt=())
+
+    def save(ckpt: pd2.Checkpointer) -> None:
+        train()
+        ckpt.step()
+
     train()
     match case.moment:
         case "training" | "opening" | "closing":
@@ -265,6 +276,14 @@ def _do(pipe: pd2.PipelineModule, case: Case, come: Callable[[], None]) -> None:
             action = evaluate
         case "state_dict":
             action = pipe.full_state_dict
+        case "making a Checkpointer":
+            action = lambda: make().close()  # noqa: E731
+        case "resume":
+            ckpt = make()
+            save(ckpt)
+            action = ckpt.resume
+        case "save":
+            action = partial(save, make())
         case _:
             raise ValueError(case.moment)
     if case.moment not in ("opening", "closing"):

@@ -71,8 +71,9 @@ def test_a_forked_process_ends_when_it_is_told_to(start: Callable[..., Run]) -> 
     finally:
         child.kill()
     os.kill(os.getpid(), signal.SIGTERM)  # this process goes on noticing it
-    for run in (second, first):
-        run.ckpt.close()
+    with pytest.raises(pd2.Preempted):
+        second.ckpt.close()
+    first.ckpt.close()
 
 
 def damage(path: Path, how: str, draw: random.Random) -> None:
@@ -183,8 +184,8 @@ def test_after_a_failure_that_passes_it_saves_again(
         for failing in (True, True, False, True, True, False):  # noqa: B007
             run.train(1)
             run.pipe.flush()
-            for each in run.ckpt._under_way:
-                each.saving.done.exception(10)
+            for saving in run.ckpt.under_way:
+                saving.done.exception(10)
         run.ckpt.close()
     assert sum("Read-only" in str(each.message) for each in seen) == 4
     assert Folder(tmp_path / "run").steps()[0] == 6
@@ -237,6 +238,24 @@ def test_what_every_cannot_be_is_refused(start: Callable[..., Run]) -> None:
         start(preempt=["SIGNAL"])
     with pytest.raises(ValueError, match="max_overhead"):
         start(max_overhead=1.0)
+
+
+def test_a_pipeline_has_one_at_a_time(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(every=2)
+
+    def another() -> pd2.Checkpointer:
+        return pd2.Checkpointer(tmp_path / "far", run.pipe, run.opt, every="0.001s")
+
+    with pytest.raises(ValueError, match=r"/far: the pipeline has .* of .*/run, which"):
+        another()
+    run.train(2)
+    run.ckpt.close()
+    first, run.ckpt = run.ckpt, another()
+    first.close()  # again, which changes nothing for the other
+    run.train(2)
+    run.ckpt.close()
+    assert Folder(tmp_path / "run").steps() == [2]
+    assert Folder(tmp_path / "far").steps()[0] > 2
 
 
 # ---------------------------------------------------------------- frequency

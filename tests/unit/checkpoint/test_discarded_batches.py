@@ -194,6 +194,44 @@ def test_a_last_batch_that_is_bad_leaves_the_saves_before_it_and_the_signals(
         assert Folder(tmp_path).steps() == [1]
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["in the drain", "before ckpt.step()"])
+def test_a_signal_in_a_bad_batch_saves_the_run_without_it(is_known: bool, tmp_path: Path) -> None:
+    with pipeline() as (pipe, opt, go):
+        ckpt = pd2.Checkpointer(tmp_path, pipe, opt, every=100)
+        for target in (X, X, BAD):
+            if target is BAD:
+                os.kill(os.getpid(), signal.SIGTERM)
+            pipe.train_step(X, target=target)
+            opt.step()
+            if target is X:
+                ckpt.step()
+        go_later = threading.Timer(0.0 if is_known else 0.3, go.set)
+        go_later.start()
+        while is_known and pipe.session.control.discards.first is None:
+            time.sleep(0.01)
+        warns = pytest.warns(UserWarning, match="on purpose.* Discarded: train_steps 2")
+        with warns, pytest.raises(pd2.Preempted):
+            ckpt.step()
+    assert Folder(tmp_path).steps() == [2]
+
+
+def test_a_signal_before_the_end_saves_the_run_without_the_last_batch_that_is_bad(
+    tmp_path: Path,
+) -> None:
+    with (
+        pytest.raises(pd2.Preempted),
+        pipeline() as (pipe, opt, go),
+        pd2.Checkpointer(tmp_path, pipe, opt, every=9) as ckpt,
+    ):
+        for target in (X, BAD):
+            pipe.train_step(X, target=target)
+            opt.step()
+            ckpt.step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        go.set()
+    assert Folder(tmp_path).steps() == [1]
+
+
 def test_a_loss_from_before_a_load_is_not_one_of_a_batch_discarded_after_it(tmp_path: Path) -> None:
     with pipeline() as (pipe, opt, go):
         go.set()

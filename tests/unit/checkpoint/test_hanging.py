@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint import saving
+from pipedream2bw.checkpoint.copies import HostMemory
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.importing import import_weights
 from pipedream2bw.checkpoint.waiting import FolderCall
@@ -130,6 +132,45 @@ def test_loading_tensors_ends_where_the_file_system_hangs(
     hang("open")
     with pytest.raises(TimeoutError, match=r"/own: reading step-00000000: .* for 0.5 s"):
         pd2.load(tmp_path / "own", run.pipe, run.opt)
+
+
+def test_saves_that_hang_hold_three_copies_of_the_state_at_most(
+    start: Callable[..., Run],
+    hang: Hangs,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    tmp_path: Path,
+) -> None:
+    run = start()
+    monkeypatch.setattr(run.pipe.session.control, "timeout", 0.2)
+    made: list[HostMemory] = []
+
+    def counted() -> HostMemory:
+        made.append(HostMemory())
+        return made[-1]
+
+    monkeypatch.setattr("pipedream2bw.checkpoint.save.HostMemory", counted)
+    answers, errors = hang("begin"), []
+    for _ in range(12):
+        try:
+            run.train(1)
+        except OSError as error:
+            errors.append(str(error))
+    assert len(made) <= 3
+    assert len(errors) >= 2
+    assert all("in a row could not be saved" in error for error in errors)
+    assert "are still being written" in errors[-1]
+    texts = [str(warning.message) for warning in recwarn]
+    assert any("checkpoint 6 was not saved, training goes on" in text for text in texts), texts
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipedream2bw: checkpoint"):
+            thread.join(20)
+    monkeypatch.setattr(run.pipe.session.control, "timeout", 10.0)
+    run.train(2)
+    run.ckpt.close()
+    assert Folder(tmp_path / "run").steps()[0] == run.pipe.session.accumulation.num_updates
+    assert len(made) <= 3
 
 
 def test_the_first_step_ends_where_the_file_system_hangs(run: Run, hang: Hangs) -> None:

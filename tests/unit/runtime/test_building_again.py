@@ -16,7 +16,7 @@ from tests.runs.launch import run_ranks
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
 def test_pipelines_that_ended_leave_no_thread_or_file_behind() -> None:
-    """Three rounds of eight ends each, in a process of their own."""
+    """Three rounds of eleven ends each, in a process of their own."""
     (result,) = run_ranks(after_each_round, 1, args=(3,), rendezvous="none", timeout=100)
     assert is_flat(result.value), list(map(str, result.value))
 
