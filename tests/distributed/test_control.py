@@ -75,7 +75,7 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     def announce(number: int) -> list[Announcement]:
         if number % 50 == rank:
             time.sleep(0.01)
-        mine = Announcement(rank, number, -(2**62) - rank, rank % 2, rank, number)
+        mine = Announcement(rank, number, -(2**62) - rank, rank % 2, rank, number, number)
         return control.agree(Operation.train_step, number, lambda: mine)
 
     seen["tables"] = [announce(number) for number in range(500)]
