@@ -213,7 +213,9 @@ def test_memory_is_shared_where_it_can_be(results: Results) -> None:
 def test_every_rank_gets_what_all_announced(results: Results) -> None:
     for result in results[1]:
         for number, table in enumerate(result.value["tables"]):
-            want = [(rank, number, -(2**62) - rank, rank % 2, rank, number) for rank in range(3)]
+            want = [
+                (rank, number, -(2**62) - rank, rank % 2, rank, number, number) for rank in range(3)
+            ]
             assert [tuple(row) for row in table] == want
 
 
