@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
-from .device_groups import backend_for_all, backends_of, end_with_fault, errors_left_to_engine
+from .device_groups import backend_for_all, end_with_fault, errors_left_to_engine, go_over_hosts
 
 
 def number_groups_alike(store: Store, name: str) -> None:
@@ -126,7 +126,7 @@ def connect_devices(group: dist.ProcessGroup, device: torch.device, deadline: De
     Args:
         device: of this process's tensors.
     """
-    if device.type == "cpu" or backends_of(group).get(device.type, "gloo") == "gloo":
+    if go_over_hosts({device.type}):
         return
 
     def use_every_kind() -> None:
