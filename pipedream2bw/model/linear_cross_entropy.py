@@ -127,36 +127,15 @@ def _check(
 def _operator() -> Any:
     """Makes the operator: captured models call it as one."""
 
-    @torch.library.custom_op("pipedream2bw::linear_cross_entropy", mutates_args=())
-    def operator(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        num_chunks: int,
-        differentiated: Sequence[bool],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        chunks = min(num_chunks, max(1, len(target)))
-        return loss_and_gradients(
-            hidden, weight, target, bias, reduction, ignore_index, chunks, differentiated
-        )
+    operator = torch.library.custom_op(
+        "pipedream2bw::linear_cross_entropy", loss_and_gradients, mutates_args=()
+    )
 
     @operator.register_fake
-    def _(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None,
-        reduction: str,
-        ignore_index: int,
-        num_chunks: int,
-        differentiated: Sequence[bool],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        *_, differentiated = others
         loss = hidden.new_empty((), dtype=_dtype_of_sums(hidden))
-        of_hidden, of_weight, of_bias = _zeros(hidden, weight, differentiated)
-        return loss, of_hidden, of_weight, of_bias
+        return (loss, *_zeros(hidden, weight, differentiated))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         _, *gradients = output
@@ -223,6 +202,7 @@ def loss_and_gradients(
     loss = hidden.new_zeros((), dtype=dtype)
     of_hidden, of_weight, of_bias = _zeros(hidden, weight, differentiated)
     of_inputs, of_weights, of_biases = differentiated
+    num_chunks = min(num_chunks, max(1, len(target)))
     parts = (each.tensor_split(num_chunks) for each in (hidden, classes, scale, of_hidden))
     for rows, chosen, scales, of_rows in zip(*parts, strict=True):
         logits = functional.linear(rows, weight, bias).to(dtype)
