@@ -123,13 +123,6 @@ def check(
         ValueError, TypeError: naming the rule and both values.
     """
     check_options(options, loss_fn, arrangement.width)
-    is_one_batch = bool(arrangement.microbatches_of_replicas or options.normalizer)
-    accumulation = Accumulation(
-        options.accumulate,
-        averages=options.loss_reduction == "mean",
-        num_replicas=arrangement.width,
-        is_one_batch=is_one_batch,
-    )
     check_example(options.example_args, options.example_kwargs)
     metrics = check_metrics(options.metrics)
     schedules = arrangement.schedules()
@@ -167,6 +160,22 @@ def check(
     if arrangement.plan is not None:
         check_model(arrangement.plan, root, example, replicated, precision)
     split = arrangement.split
+    stage_options = StageOptions(
+        loss_fn=loss_fn,
+        precision=precision,
+        devices=devices,
+        recompute=recompute,
+        metrics=metrics,
+        compile_options=compiling,
+        bucket_cap_mb=options.bucket_cap_mb,
+        replica_sums=options.replica_sums,
+        warmup_batches=options.warmup_batches,
+        spare_buffer=options.spare_buffer,
+        optimizer_on_host=options.optimizer_device is not None,
+        graphs=options.graphs,
+        microbatches_of_replicas=arrangement.microbatches_of_replicas,
+        normalizer=options.normalizer,
+    )
     return Checked(
         arrangement=arrangement,
         root=root,
@@ -181,23 +190,13 @@ def check(
             numbers_draws=draws_by_key and not compiling,
             precision=precision,
         ),
-        accumulation=accumulation,
-        stage_options=StageOptions(
-            loss_fn=loss_fn,
-            precision=precision,
-            devices=devices,
-            recompute=recompute,
-            metrics=metrics,
-            compile_options=compiling,
-            bucket_cap_mb=options.bucket_cap_mb,
-            replica_sums=options.replica_sums,
-            warmup_batches=options.warmup_batches,
-            spare_buffer=options.spare_buffer,
-            optimizer_on_host=options.optimizer_device is not None,
-            graphs=options.graphs,
-            microbatches_of_replicas=arrangement.microbatches_of_replicas,
-            normalizer=options.normalizer,
+        accumulation=Accumulation(
+            options.accumulate,
+            averages=options.loss_reduction == "mean",
+            num_replicas=arrangement.width,
+            is_one_batch=stage_options.is_one_batch,
         ),
+        stage_options=stage_options,
     )
 
 
