@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 import warnings
 
@@ -12,7 +11,7 @@ from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session
 from .frequency import Frequency
 from .under_way import Saving
-from .waiting import done_by
+from .waiting import done_by, wait_together
 
 _MOST_FAILURES = 3
 _MOST_LATE = 2
@@ -56,7 +55,7 @@ class SavesUnderWay:
 
     @property
     def savings(self) -> tuple[Saving, ...]:
-        """Those that this process knows not to have ended, oldest first."""
+        """The saves that this process knows not to have ended, oldest first."""
         return tuple(each.saving for each in self._all)
 
     def add(self, saving: Saving) -> None:
@@ -99,17 +98,14 @@ class SavesUnderWay:
         Args:
             needs_no_batch: leaves out those that may need a further batch.
         """
-        session = self._session
-        with session.ending.lost_ranks_close():
-            for number in itertools.count():
-                is_over = self._have_ended(_SIGN_SECONDS, needs_no_batch)
-                sign = Announcement(wish=0 if is_over else 1)
-                announced = session.agree(Operation.wait_for_saves, number, lambda: sign)  # noqa: B023
-                if not any(rank.wish for rank in announced):
-                    return
+        wait_together(
+            self._session,
+            Operation.wait_for_saves,
+            lambda: self._have_ended(_SIGN_SECONDS, needs_no_batch),
+        )
 
     def wait_alone(self) -> None:
-        """The same, on this rank."""
+        """Waits until they have ended or take too long, on this rank alone."""
         while not self._have_ended(_SIGN_SECONDS):
             pass
 

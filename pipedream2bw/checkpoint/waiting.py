@@ -83,6 +83,25 @@ class FolderCall(Generic[_Result]):
         return self._made.get()
 
 
+def wait_together(session: Session, operation: Operation, is_done: Callable[[], bool]) -> None:
+    """Waits until it is done on every rank; each sees that the others live. Every rank calls it.
+
+    Args:
+        is_done: waits for a while, which is short beside the pipeline's ``timeout``.
+
+    Raises:
+        Exception: what ``is_done`` raised on any rank.
+    """
+
+    def sign() -> Announcement:
+        return Announcement(wish=0 if is_done() else 1)
+
+    with session.ending.lost_ranks_close():
+        for number in itertools.count():
+            if not any(rank.wish for rank in session.agree(operation, number, sign)):
+                return
+
+
 def on_all_ranks(
     session: Session, folder: Folder, action: str, call: Callable[[], _Result]
 ) -> _Result:
@@ -95,14 +114,7 @@ def on_all_ranks(
     """
     timeout = session.control.timeout
     made = FolderCall(folder, timeout, action, call)
-
-    def look() -> Announcement:
-        return Announcement(wish=0 if made.is_done(_SIGN_SHARE * timeout) else 1)
-
-    with session.ending.lost_ranks_close():
-        for number in itertools.count():
-            if not any(rank.wish for rank in session.agree(Operation.use_folder, number, look)):
-                break
+    wait_together(session, Operation.use_folder, lambda: made.is_done(_SIGN_SHARE * timeout))
     return session.together(made.get)
 
 
