@@ -79,9 +79,15 @@ class Deadline:
         error = made.result.exception()
         if isinstance(error, StageError) or not isinstance(error, RuntimeError):
             return made.get()
-        # torch.distributed tells a timeout from a broken connection by its text alone.
+        raise self._failure(self.kind_of_loss(start), action, str(error))
+
+    def kind_of_loss(self, start: float) -> type[PeerTimeout | PeerLost]:
+        """What a call into torch.distributed that failed has met, by the time since ``start``.
+
+        Torch tells a timeout from a broken connection by its text alone.
+        """
         is_late = time.monotonic() - start > 0.9 * self.seconds
-        raise self._failure(PeerTimeout if is_late else PeerLost, action, str(error))
+        return PeerTimeout if is_late else PeerLost
 
     def _failure(self, kind: type[StageError], action: str, cause: str) -> StageError:
         """The first failure of this process: this one, unless another one came before."""

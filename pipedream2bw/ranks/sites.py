@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ..errors import PeerLost, PeerTimeout, StageError
+from ..errors import StageError
 from .deadline import Deadline
 from .first_failure import FirstFailure
 from .joining import store_of_this_life
@@ -78,10 +78,8 @@ class SiteLink:
 
     def _lost(self, error: RuntimeError, start: float) -> StageError:
         """What to raise as waiting since ``start`` has failed: the first failure of any site."""
-        # gloo tells a timeout from a broken connection by its text alone.
-        is_late = time.monotonic() - start > 0.9 * self._deadline.seconds
         text = f"another site was lost: {error}"
-        return self._failures.report((PeerTimeout if is_late else PeerLost)(text, cause=text))
+        return self._failures.report(self._deadline.kind_of_loss(start)(text, cause=text))
 
     def _wait(self, call: Callable[[], _Result]) -> _Result:
         """Waits in the main thread."""
