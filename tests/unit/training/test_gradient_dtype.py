@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adam, AdamW
 
 import pipedream2bw as pd2
 from tests.references.mixed_oracle import MixedOracle, clip_norm, half_away, lowered
@@ -18,7 +18,16 @@ from tests.references.oracle import Batch
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, go_on, make_pipeline
 from tests.samples.models import Task
 from tests.unit.optimizer.test_loss_scale import OwnAdam
-from tests.unit.training.test_precision import GPT, MLP, SKIPS, define, float_loss, sgd, train
+from tests.unit.training.test_precision import (
+    GPT,
+    MLP,
+    OF_MASTERS,
+    SKIPS,
+    define,
+    float_loss,
+    sgd,
+    train,
+)
 
 NUM_BATCHES = 6
 NARROW: dict[str, Any] = {"precision": "bf16", "gradient_dtype": torch.bfloat16}
@@ -39,14 +48,7 @@ def test_sgd_is_the_definitions_to_the_bit(schedule: str, num_stages: int, m: in
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda ps: Adam(ps, lr=0.01, foreach=False),
-        lambda ps: AdamW(ps, lr=0.01, amsgrad=True, foreach=False),
-        lambda ps: RMSprop(ps, lr=0.01),  # its own step, on the masters
-    ],
-)
+@pytest.mark.parametrize("make", OF_MASTERS)
 def test_optimizers_step_the_masters(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], schedule: str
 ) -> None:

@@ -47,6 +47,12 @@ def task_of(name: str, **options: Any) -> Task:
     return Task(task.build, task.draw, training=task.training, cuts=task.cuts, **options)
 
 
+OF_MASTERS: list[MakeOptimizer] = [
+    lambda ps: Adam(ps, lr=0.01, foreach=False),
+    lambda ps: AdamW(ps, lr=0.01, amsgrad=True, foreach=False),
+    lambda ps: RMSprop(ps, lr=0.01),  # its own step, on the masters
+]
+
 MLP, GPT, SKIPS = task_of("mlp"), task_of("gpt"), task_of("skips")
 
 
@@ -124,14 +130,7 @@ def test_other_schedules_train_with_masters(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda ps: Adam(ps, lr=0.01, foreach=False),
-        lambda ps: AdamW(ps, lr=0.01, amsgrad=True, foreach=False),
-        lambda ps: RMSprop(ps, lr=0.01),  # its own step, on the masters
-    ],
-)
+@pytest.mark.parametrize("make", OF_MASTERS)
 def test_optimizers_step_the_masters(make: MakeOptimizer, schedule: str) -> None:
     batches = SKIPS.batches([6] * NUM_BATCHES)
     want = define(SKIPS, batches, 3, make, schedule=schedule)
