@@ -11,8 +11,8 @@ from ..checks import check_whole_number
 from ..ranks.agreement import Announcement
 from ..ranks.grid import RankGrid
 
-_MOST = 2**62
-"""The sum over replicas is a 64-bit number, too."""
+_MOST = 2**53
+"""So that the sum over a thousand replicas is a 64-bit number, too."""
 
 
 class Normalizer:
