@@ -271,7 +271,7 @@ class ReplicaSync:
                 stage.restart()
 
     def known_everywhere(self, steps: Iterable[int]) -> list[int]:
-        """Of some steps those that all sites know. Rank 0 of every site calls it."""
+        """Gives those of some steps that all sites know. Rank 0 of every site calls it."""
         mine = list(steps)
         others = self._first_link.gather(mine)
         return [step for step in mine if all(step in of_site for of_site in others)]
@@ -367,7 +367,7 @@ def _settings_of(session: Session) -> dict[str, Any]:
 
 
 def _fingerprint(weights: StageWeights) -> str:
-    """Of the tensors that sites exchange."""
+    """Gives a text that only the same tensors have, of those that sites exchange."""
     described = [
         (name, tuple(p.shape), str(p.dtype))
         for name, p in (*weights.trainable.items(), *weights.frozen.items())

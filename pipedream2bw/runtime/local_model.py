@@ -104,7 +104,7 @@ class LocalModel:
         return type(result)(missing, unexpected)
 
     def wanted(self, names: Collection[str]) -> list[str]:
-        """Those of a ``state_dict``'s names that are of this process's part."""
+        """Gives the names of a ``state_dict`` that belong to this process's part."""
         mine = self._names() & set(self._root.state_dict().keys())
         return [name for name in names if name in mine]
 
