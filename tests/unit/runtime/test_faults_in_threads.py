@@ -265,8 +265,9 @@ def test_texts_alone_make_no_type() -> None:
     def look_alike(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise ValueError("loss_fn returned shape [2] and dtype torch.float32")
 
+    pipe = build([nn.Linear(4, 4), nn.Linear(4, 4)], look_alike)  # a loss does not keep it alive
     with pytest.raises(pd2.errors.StageError) as raised:
-        float(build([nn.Linear(4, 4), nn.Linear(4, 4)], look_alike).train_step(X, target=Y))
+        float(pipe.train_step(X, target=Y))
     assert type(raised.value) is pd2.errors.StageError
 
 
