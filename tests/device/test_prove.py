@@ -33,7 +33,7 @@ def test_nothing_that_is_left_out_is_missed(
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("two processes, rings", 25), ("two replicas, clipping", 20)]
+    ("name", "every"), [("two processes, rings", 15), ("two replicas, clipping", 20)]
 )
 def test_nothing_that_one_of_two_processes_leaves_out_is_missed(name: str, every: int) -> None:
     check(two_processes.prove(name, every, timeout=90.0), [WAIT])
