@@ -42,6 +42,7 @@ from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .runtime.lazy_numbers import Loss
+from .runtime.microbatch import Microbatch
 from .runtime.stage_memory import StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
@@ -66,6 +67,7 @@ __all__ = [
     "LearningRateDiscount",
     "Loss",
     "LossScale",
+    "Microbatch",
     "NesterovCorrection",
     "OkTopkState",
     "Picture",

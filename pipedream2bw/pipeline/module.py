@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.intake import Call
 from ..runtime.lazy_numbers import Loss
+from ..runtime.microbatch import Microbatch
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule
@@ -298,7 +299,12 @@ class PipelineModule(SessionModule):
     # ------------------------------------------------------------------ training
 
     def train_step(
-        self, *args: Any, target: Any = None, normalizer: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Iterable[Microbatch] | None = None,
+        normalizer: Any = None,
+        **kwargs: Any,
     ) -> Loss:
         """Forward and backward of one batch, pipelined; returns before they are done.
 
@@ -306,23 +312,27 @@ class PipelineModule(SessionModule):
         stage ``target`` (with two pipelines both ranks that run the stage; they must be given the
         same batch); the others may pass the same or leave them out. Every tensor is split
         along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
-        its name is in ``replicated``. The microbatches are views of these tensors and are read
+        its name is in ``replicated``; fewer rows make fewer microbatches, of one row each, with the
+        same mean. The microbatches are views of these tensors and are read
         after this call has returned: write to them only after the loss of the batch after the next
         (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
         :class:`PipelineOptimizer` once after each, or after ``accumulate`` of them.
 
         Args:
+            microbatches: in place of a batch ready-made ones, at most ``num_microbatches``, each
+                with its own number of rows and shapes: lengths may differ, if the captured model
+                stands that. Their losses are weighted by their rows, as those of a batch are.
             normalizer: of a pipeline with ``normalizer=True``: the whole number, at least 0, of
                 what this replica's losses are sums over, in all of the batch: all its calls are
                 given the same one. Only the last stage's rank needs it.
 
         Raises:
-            ValueError: on every rank: fewer rows than microbatches, tensors of different numbers of
-                rows, other arguments than the example's, a missing ``opt.step()``, some ranks under
+            ValueError: on every rank: no rows, tensors of different numbers of rows, other
+                arguments than the example's, a missing ``opt.step()``, some ranks under
                 :meth:`no_sync` and others not, a missing normalizer or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
-        call = Call(args, kwargs, target, normalizer)
+        call = Call(Microbatch(*args, target=target, **kwargs), microbatches, normalizer)
         return Loss(self.session, self.session.train_step(call, is_train=self.training))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -379,7 +389,7 @@ class PipelineModule(SessionModule):
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "
                 "under torch.no_grad() or after eval()"
             )
-        return self.session.evaluate(Call(args, kwargs), is_train=self.training)
+        return self.session.evaluate(Call(Microbatch(*args, **kwargs)), is_train=self.training)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.

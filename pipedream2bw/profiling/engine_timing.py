@@ -14,6 +14,7 @@ from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
 from ..runtime.intake import Call
 from ..runtime.local_stages import LocalStages
+from ..runtime.microbatch import Microbatch
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
 from ..schedules.load import make_schedule
@@ -114,7 +115,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         stage.weights.engine.set_optimizers({"sgd": [0, 0]})
 
     def train_step() -> None:
-        session.train_step(Call((rows,), {}, rows), is_train=True)
+        session.train_step(Call(Microbatch(rows, target=rows)), is_train=True)
         with session.update() as run:
             for stage in session.stages:
                 stage.executor.submit_update(

@@ -80,6 +80,7 @@ class Announcement(NamedTuple):
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
     normalizer: int = -1  # of the replica's losses, in the batch
+    is_list: int = -1  # whether the microbatches are ready-made, 0 or 1
     wish: int = 0  # the greatest is what all do after the batch
 
 
@@ -192,9 +193,7 @@ class ControlPlane:
         if self.group is None:
             assert error is not None
             return error, has_version
-        told: list[Any] = [None] * self.size
-        mine = (None if error is None else to_document(error), has_version)
-        self.deadline.wait("agreeing", lambda: dist.all_gather_object(told, mine, group=self.group))
+        told = self.told_by_all((None if error is None else to_document(error), has_version))
         document = next(document for document, _ in told if document is not None)
         return from_document(document), all(has for _, has in told)
 
@@ -209,17 +208,23 @@ class ControlPlane:
         self._check_same_operation(table)
         return table
 
+    def told_by_all(self, value: _Made) -> list[_Made]:
+        """Every rank's ``value``, on every rank. It costs more than :meth:`agree`."""
+        if self.group is None:
+            return [value]
+        told: list[Any] = [None] * self.size
+        self.deadline.wait(
+            "agreeing", lambda: dist.all_gather_object(told, value, group=self.group)
+        )
+        return told
+
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
         if self.group is None:
             if error is not None:
                 raise error
             return
-        everyone: list[Any] = [None] * self.size
-        mine = (_describe(error), settings)
-        self.deadline.wait(
-            "agreeing", lambda: dist.all_gather_object(everyone, mine, group=self.group)
-        )
+        everyone = self.told_by_all((_describe(error), settings))
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]
             if any(value != values[0] for value in values):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from .. import _C
 from ..capture.capture import split_model_args
@@ -14,21 +14,43 @@ from ..ranks.agreement import Announcement
 from ..stages.modes import Mode
 from .accumulation import BatchPart
 from .local_stages import LocalStage, LocalStages
-from .microbatch import SplitTree, common_rows, hash_of_shapes, microbatch_rows, split_values
+from .microbatch import (
+    Microbatch,
+    SplitTree,
+    combined_hash,
+    common_rows,
+    hash_of_shapes,
+    microbatch_rows,
+    split_values,
+)
 from .normalizer import Normalizer
 from .runner import RunInputs
+
+_Part = TypeVar("_Part")
+
+
+class Listed(NamedTuple):
+    """What a rank knows of ready-made microbatches, in their order; empty: nothing."""
+
+    rows: tuple[int, ...] = ()  # of the arguments
+    shapes: tuple[int, ...] = ()  # hashes of the arguments' other dimensions
+    target_rows: tuple[int, ...] = ()  # -1: a target has no rows
 
 
 @dataclasses.dataclass(kw_only=True)
 class Given:
-    """A train_step's or an evaluation's data on this rank: checked, not yet split."""
+    """A train_step's or an evaluation's data on this rank: checked, not yet split.
+
+    Its parts are a batch, which is to be split, or ready-made microbatches.
+    """
 
     part: BatchPart | None  # what the train_step is of its batch; None: it is an evaluation
     # What the other ranks need to know of it.
     announcement: Announcement = dataclasses.field(default_factory=Announcement)
-    values: list[Any] = dataclasses.field(default_factory=list)  # stage 0: the model's inputs
+    listed: Listed | None = None  # of ready-made microbatches
+    values: list[list[Any]] = dataclasses.field(default_factory=list)  # stage 0: by part
     whole: list[bool] = dataclasses.field(default_factory=list)
-    target: SplitTree | None = None  # last stage
+    targets: list[SplitTree] = dataclasses.field(default_factory=list)  # last stage: by part
 
     @property
     def training(self) -> bool:
@@ -38,9 +60,12 @@ class Given:
 class Microbatches(NamedTuple):
     """A replica's microbatches, the same on all its ranks.
 
+    Where a batch has fewer than the schedule, those of each pipeline that are missing are its last
+    ones.
+
     Attributes:
-        sizes: rows of each.
-        layouts: numbers of equal shapes.
+        sizes: rows of each; 0: it is missing.
+        layouts: numbers of equal shapes; -1: it is missing.
         first: the number of the first one among those of all replicas.
         rows: of the batch that they are of: the replica's, or all replicas'.
         loss_weights: of their losses in the batch's.
@@ -54,12 +79,40 @@ class Microbatches(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Arguments and target of a train_step or an evaluation."""
+    """What the caller gave: a batch, which is to be split, or ready-made microbatches."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any = None
+    batch: Microbatch
+    microbatches: Iterable[Microbatch] | None = None
     normalizer: Any = None
+
+    @property
+    def is_list(self) -> bool:
+        return self.microbatches is not None
+
+    def parts(self) -> list[tuple[str, Microbatch]]:
+        """The batch, or each microbatch, with what an error's text about it begins with.
+
+        Raises:
+            ValueError, TypeError: both are given, or something else.
+        """
+        if self.microbatches is None:
+            return [("", self.batch)]
+        if not self.batch.is_empty:
+            raise ValueError(
+                "train_step: a batch and microbatches= given, it must be one of them: each of "
+                "microbatches has its own arguments and target"
+            )
+        if not isinstance(self.microbatches, Iterable):
+            raise TypeError(
+                f"microbatches: {type(self.microbatches).__name__}, it must be a list of Microbatch"
+            )
+        parts = list(self.microbatches)
+        for number, part in enumerate(parts):
+            if not isinstance(part, Microbatch):
+                raise TypeError(
+                    f"microbatches[{number}]: {type(part).__name__}, it must be a Microbatch"
+                )
+        return [(f"microbatch {number}: ", part) for number, part in enumerate(parts)]
 
 
 class Intake:
@@ -77,11 +130,11 @@ class Intake:
         self._grid = stages.grid
         self._losses_are_means = losses_are_means
         self._num_microbatches = stages.schedule.total_microbatches
-        self._of_replicas = stages.options.microbatches_of_replicas
         self._is_one_batch = stages.options.is_one_batch
         self._normalizer = Normalizer(stages.options.normalizer, self._grid)
-        of_all = self._of_replicas or (self._num_microbatches,) * self._grid.width
-        self._first = sum(of_all[: self._grid.replica])
+        of_replicas = stages.options.microbatches_of_replicas
+        self._of_replicas = of_replicas or (self._num_microbatches,) * self._grid.width
+        self._first = sum(self._of_replicas[: self._grid.replica])
         self._replicated = replicated
         self._layouts: dict[tuple[int, int], int] = {}  # (hash of shapes, rows) -> number
 
@@ -96,55 +149,67 @@ class Intake:
             ValueError, TypeError: the call is none that the captured model takes.
         """
         given = Given(part=part)
-        rows = target_rows = number = normalizer = -1
+        rows: list[int] = []
+        shapes: list[int] = []
+        target_rows: list[int] = []
+        normalizer = -1
         grid = self._grid
         # The first pipeline evaluates alone.
         stages = grid.stages if given.training else [s for s in grid.stages if s < grid.depth]
-        if any(map(grid.is_first, stages)):
-            given.values = split_model_args(mode.captured, call.args, call.kwargs)
+        is_first = any(map(grid.is_first, stages))
+        is_last = given.training and any(map(grid.is_last, stages))
+        parts = call.parts() if is_first or is_last else []
+        if call.is_list and (is_first or is_last):
+            self._check_number("microbatches", len(parts), most=self._num_microbatches)
+        if is_first:
             given.whole = mode.whole
-            rows = self._rows(given, mode)
-            number = hash_of_shapes(given.values, given.whole, (is_train, given.training))
-        if any(map(grid.is_last, stages)) and given.training:
-            given.target = SplitTree.of(call.target, "target", self._replicated)
-            target_rows = -1 if given.target.rows is None else given.target.rows
-            if rows >= 0 and target_rows >= 0 and rows != target_rows:
-                raise ValueError(_rows_differ(rows, target_rows))
-            normalizer = self._normalizer.of(call.target, call.normalizer)
-        ends_batch = -1 if part is None else int(part.ends)
+            for place, each in parts:
+                values = split_model_args(mode.captured, each.args, each.kwargs)
+                given.values.append(values)
+                rows.append(_rows_of(values, mode, place))
+                shapes.append(hash_of_shapes(values, mode.whole, (is_train, given.training)))
+            if given.training and not call.is_list:
+                self._check_number("rows of the batch", rows[0])
+        if is_last:
+            for place, each in parts:
+                target = SplitTree.of(each.target, place + "target", self._replicated)
+                given.targets.append(target)
+                target_rows.append(-1 if target.rows is None else target.rows)
+            _check_rows(rows, target_rows)
+            normalizer = self._normalizer.of([each.target for _, each in parts], call.normalizer)
+        if call.is_list:
+            given.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
         given.announcement = Announcement(
-            rows, target_rows, number, int(is_train), ends_batch, normalizer
+            argument_rows=sum(rows) if rows else -1,
+            target_rows=_total(target_rows),
+            shapes=combined_hash(rows, shapes) if call.is_list else next(iter(shapes), -1),
+            training=int(is_train),
+            ends_batch=-1 if part is None else int(part.ends),
+            normalizer=normalizer,
+            is_list=int(call.is_list) if is_first or is_last else -1,
         )
         return given
 
-    def _rows(self, given: Given, mode: Mode) -> int:
-        captured = mode.captured
-        named = [
-            (f"argument {captured.signature.tensors[position].path}", value)
-            for position, value, keep in zip(
-                captured.input_positions, given.values, given.whole, strict=True
-            )
-            if not keep
-        ]
-        rows = common_rows(named)
-        if rows is None:
+    def _check_number(self, what: str, number: int, most: int | None = None) -> None:
+        least = self._grid.num_pipelines
+        if number < least:
+            why = f": each of the schedule's {least} pipelines has a microbatch" * (least > 1)
+            raise ValueError(f"{what}: {number}, at least {least} needed{why}")
+        if most is not None and number > most:
             raise ValueError(
-                "arguments: no tensor to split into microbatches; a batch needs one with rows "
-                "in dimension 0 that is not in replicated"
+                f"{what}: {number}, num_microbatches: {most}: a train_step has at most so many"
             )
-        if given.training and rows < self._num_microbatches:
-            raise ValueError(
-                f"rows of the batch: {rows}, num_microbatches: {self._num_microbatches}: every "
-                "microbatch needs at least 1 row"
-            )
-        return rows
 
     def microbatches(
-        self, announced: Sequence[Announcement], part: BatchPart | None
+        self,
+        announced: Sequence[Announcement],
+        listed: Sequence[Listed | None],
+        part: BatchPart | None,
     ) -> Microbatches:
         """Decides how this replica's rows are split, given what all ranks were called with.
 
         Args:
+            listed: of each rank; empty: nobody was given ready-made microbatches.
             part: as that of :meth:`take`.
 
         Raises:
@@ -153,39 +218,49 @@ class Intake:
         training = part is not None
         modes = [("eval", "train")[rank.training] for rank in announced]
         if len(set(modes)) > 1:
-            listed = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
-            raise ValueError(f"train() or eval() must be the same on every rank, got {listed}")
+            shown = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
+            raise ValueError(f"train() or eval() must be the same on every rank, got {shown}")
         grid = self._grid
         for replica in range(grid.width):
-            first = announced[grid.process_of(0, replica, 0)]
-            begins = range(0, grid.num_stages, grid.depth) if training else (0,)
-            for shard, begin in itertools.product(range(grid.num_shards), begins):
-                last = announced[grid.process_of(begin + grid.depth - 1, replica, shard)]
-                if last.target_rows >= 0 and first.argument_rows != last.target_rows:
-                    raise ValueError(_rows_differ(first.argument_rows, last.target_rows))
-                self._check_same_batch(announced, replica, shard, begin)
-        mine = announced[grid.process_of(0)]
-        count = self._num_microbatches
-        if not training:
-            count = max(1, min(mine.argument_rows, count))
-        sizes = microbatch_rows(mine.argument_rows, count)
+            self._check_replica(announced, listed, replica, training=training)
+
+        def sizes_of(replica: int) -> list[int]:
+            first = grid.process_of(0, replica)
+            if listed and (mine := listed[first]) is not None:
+                return list(mine.rows)
+            rows = announced[first].argument_rows
+            return microbatch_rows(rows, max(1, min(rows, self._of_replicas[replica])))
+
+        sizes = sizes_of(grid.replica)
+        first = grid.process_of(0)
+        mine = listed[first] if listed else None
+        shapes = [announced[first].shapes] * len(sizes) if mine is None else mine.shapes
         layouts = [
-            self._layouts.setdefault((mine.shapes, size), len(self._layouts)) for size in sizes
+            self._layouts.setdefault(each, len(self._layouts))
+            for each in zip(shapes, sizes, strict=True)
         ]
-        rows, counts = [mine.argument_rows], [count]
+        of_batch = sizes
         if training and self._is_one_batch:
-            counts = list(self._of_replicas) or [count] * grid.width
-            rows = [
-                announced[grid.process_of(0, replica)].argument_rows
-                for replica in range(grid.width)
-            ]
+            of_batch = [size for replica in range(grid.width) for size in sizes_of(replica)]
+        if training:
+            sizes, layouts = self._placed(sizes, 0), self._placed(layouts, -1)
         if self._losses_are_means:
-            weights = _weights_of_means(sizes, rows, counts)
+            weights = _weights_of_means(sizes, of_batch)
         elif part is not None:
-            weights = self._normalizer.weights(announced, count, begins_batch=part.begins)
+            weights = self._normalizer.weights(announced, len(sizes), begins_batch=part.begins)
         else:
             weights = _C.LossWeights()
-        return Microbatches(sizes, layouts, self._first, sum(rows), weights)
+        return Microbatches(sizes, layouts, self._first, sum(of_batch), weights)
+
+    def _placed(self, numbers: Sequence[int], missing: int) -> list[int]:
+        """The microbatches' numbers at their places in the schedule's batch."""
+        pipelines = self._grid.num_pipelines
+        room = self._num_microbatches // pipelines
+        remaining = iter(numbers)
+        placed: list[int] = []
+        for count in microbatch_rows(len(numbers), pipelines):
+            placed += [next(remaining) for _ in range(count)] + [missing] * (room - count)
+        return placed
 
     def inputs(
         self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
@@ -193,16 +268,22 @@ class Intake:
         """The stage's share of what was given."""
         grid, streams = self._grid, stage.weights.streams
         sizes, layouts, _, rows, weights = microbatches
-        mine = slice(None)
+        present = [size for size in sizes if size] if given.training else sizes
+        # The stage's microbatches: at their places in the batch, and among those that are there.
+        placed = mine = slice(0, len(sizes))
         if given.training:  # a pipeline's part of the microbatches
             count = len(sizes) // grid.num_pipelines
-            first = grid.pipeline(stage.index) * count
-            mine = slice(first, first + count)
+            begin = grid.pipeline(stage.index) * count
+            before, here = (
+                sum(size > 0 for size in part)
+                for part in (sizes[:begin], sizes[begin : begin + count])
+            )
+            placed, mine = slice(begin, begin + here), slice(before, before + here)
         inputs = RunInputs(
             bound=stage.bound[mode.wiring],
-            sizes=sizes[mine],
+            sizes=present[mine],
             total_rows=rows,
-            layouts=layouts[mine],
+            layouts=layouts[placed],
             training=given.training,
         )
         if given.part is not None:
@@ -214,14 +295,47 @@ class Intake:
             )
             factors: Sequence[float | None] = weights.factors or [None] * len(sizes)
             inputs.loss_weights = [
-                dataclasses.replace(weight, factor=factor) for factor in factors[mine]
+                dataclasses.replace(weight, factor=factor) for factor in factors[placed]
             ]
         if grid.is_first(stage.index):
-            inputs.values = split_values(given.values, given.whole, sizes, streams)[mine]
+            inputs.values = _by_microbatch(
+                given.values, present, lambda part, of: split_values(part, given.whole, of, streams)
+            )[mine]
         if grid.is_last(stage.index) and given.training:
-            assert given.target is not None
-            inputs.targets = given.target.split(sizes, streams)[mine]
+            inputs.targets = _by_microbatch(
+                given.targets, present, lambda part, of: part.split(of, streams)
+            )[mine]
         return inputs
+
+    def _check_replica(
+        self,
+        announced: Sequence[Announcement],
+        listed: Sequence[Listed | None],
+        replica: int,
+        *,
+        training: bool,
+    ) -> None:
+        """Raises ValueError unless a replica's ranks were given one batch."""
+        grid = self._grid
+        begins = range(0, grid.num_stages, grid.depth) if training else (0,)
+        one = grid.process_of(0, replica, 0)
+        for shard, begin in itertools.product(range(grid.num_shards), begins):
+            last = grid.process_of(begin + grid.depth - 1, replica, shard)
+            if not training:
+                continue
+            kinds = [announced[rank].is_list for rank in (one, last)]
+            if kinds[0] != kinds[1]:
+                told = [("a batch", "microbatches=")[kind] for kind in kinds]
+                raise ValueError(
+                    f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: the ranks of "
+                    "a replica are given the same"
+                )
+            first, other = (listed[rank] if listed else None for rank in (one, last))
+            if first is not None and other is not None:
+                _check_rows(first.rows, other.target_rows)
+            else:
+                _check_rows([announced[one].argument_rows], [announced[last].target_rows])
+            self._check_same_batch(announced, replica, shard, begin)
 
     def _check_same_batch(
         self, announced: Sequence[Announcement], replica: int, shard: int, begin: int
@@ -243,24 +357,63 @@ class Intake:
             )
 
 
-def _weights_of_means(
-    sizes: Sequence[int], rows: Sequence[int], counts: Sequence[int]
-) -> _C.LossWeights:
-    """The weights of a replica's microbatches in the mean over the batch's rows.
+def _rows_of(values: Sequence[Any], mode: Mode, place: str) -> int:
+    captured = mode.captured
+    named = [
+        (f"{place}argument {captured.signature.tensors[position].path}", value)
+        for position, value, keep in zip(captured.input_positions, values, mode.whole, strict=True)
+        if not keep
+    ]
+    rows = common_rows(named)
+    if rows is None:
+        raise ValueError(
+            f"{place}arguments: no tensor to split into microbatches; a batch needs one with rows "
+            "in dimension 0 that is not in replicated"
+        )
+    if place and rows == 0:
+        raise ValueError(f"{place}rows: 0, at least 1 is needed")
+    return rows
+
+
+def _by_microbatch(
+    parts: Sequence[_Part],
+    sizes: Sequence[int],
+    split: Callable[[_Part, Sequence[int]], list[Any]],
+) -> list[Any]:
+    """What ``split`` makes of one part, or of each of the ready-made microbatches."""
+    if len(parts) == 1:
+        return split(parts[0], sizes)
+    return [split(part, [size])[0] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossWeights:
+    """The weights of microbatches in the mean over the batch's rows.
 
     Args:
-        sizes: rows of each of them.
-        rows, counts: of each part of the batch, which makes so many microbatches.
+        sizes: rows of each of a replica's.
+        of_batch: of each of the batch's.
     """
-    kinds = {divmod(of_part, count) for of_part, count in zip(rows, counts, strict=True)}
-    are_alike = len(kinds) == 1 and kinds.pop()[1] == 0
-    if are_alike:
-        return _C.LossWeights(divisor=sum(counts))
-    return _C.LossWeights(factors=[size / sum(rows) for size in sizes])
+    if len(set(of_batch)) == 1:
+        return _C.LossWeights(divisor=len(of_batch))
+    return _C.LossWeights(factors=[size / sum(of_batch) for size in sizes])
 
 
-def _rows_differ(rows: int, target_rows: int) -> str:
-    return (
-        f"rows of the arguments: {rows}, rows of the target: {target_rows}: they must agree; name "
-        "a tensor in replicated=() to pass it whole to every microbatch"
-    )
+def _total(rows: Sequence[int]) -> int:
+    return sum(rows) if rows and min(rows) >= 0 else -1
+
+
+def _check_rows(rows: Sequence[int], target_rows: Sequence[int]) -> None:
+    """Raises ValueError unless arguments and targets go together; empty: not given here."""
+    if rows and target_rows and len(rows) != len(target_rows):
+        raise ValueError(
+            f"microbatches: {len(rows)} with arguments, {len(target_rows)} with targets: the ranks "
+            "of a replica are given the same"
+        )
+    for number, (of_arguments, of_target) in enumerate(zip(rows, target_rows, strict=False)):
+        if of_arguments >= 0 and of_target >= 0 and of_arguments != of_target:
+            place = f"microbatch {number}: " if len(rows) > 1 else ""
+            raise ValueError(
+                f"{place}rows of the arguments: {of_arguments}, rows of the target: {of_target}: "
+                "they must agree; name a tensor in replicated=() to pass it whole to every "
+                "microbatch"
+            )

@@ -1,4 +1,4 @@
-"""Splitting a batch into microbatches along dimension 0."""
+"""Microbatches: ready-made ones, and a batch's, split along dimension 0."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _C
+
+
+class Microbatch:
+    """One microbatch of a ``train_step``: arguments of the model, and the target.
+
+    A list of them is a batch whose microbatches the caller has made: of different lengths, or
+    packed. Rows, and tensors named in ``replicated``, are as those of a batch.
+    """
+
+    def __init__(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.target = target
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.args and not self.kwargs and self.target is None
 
 
 def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
@@ -115,7 +132,16 @@ def hash_of_shapes(values: Sequence[Any], whole: Sequence[bool], mode: object) -
         for value, keep in zip(values, whole, strict=True)
         if isinstance(value, torch.Tensor)
     ]
-    digest = hashlib.blake2b(repr((mode, described)).encode(), digest_size=8).digest()
+    return _hash((mode, described))
+
+
+def combined_hash(rows: Sequence[int], shapes: Sequence[int]) -> int:
+    """A 62-bit number for ready-made microbatches of so many rows, with such hashes of shapes."""
+    return _hash((list(rows), list(shapes)))
+
+
+def _hash(described: object) -> int:
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 

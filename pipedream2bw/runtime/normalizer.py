@@ -28,10 +28,11 @@ class Normalizer:
         self._grid = grid
         self._of_batch = 0
 
-    def of(self, target: Any, given: Any) -> int:
+    def of(self, targets: Sequence[Any], given: Any) -> int:
         """The number of this replica; -1 where nothing is counted.
 
         Args:
+            targets: the batch's, or those of its microbatches.
             given: by the caller of ``train_step``; None: nothing.
 
         Raises:
@@ -49,7 +50,10 @@ class Normalizer:
                 f"normalizer: {given!r} given, the pipeline's is {self._rule!r}: only with "
                 "normalizer=True train_step is given one"
             )
-        return -1 if self._rule is False else _checked("normalizer(target)", self._rule(target))
+        if self._rule is False:
+            return -1
+        counted = [_checked("normalizer(target)", self._rule(target)) for target in targets]
+        return _checked("normalizer(target), of all microbatches", sum(counted))
 
     def weights(
         self, announced: Sequence[Announcement], num_microbatches: int, *, begins_batch: bool

@@ -225,7 +225,9 @@ class Session:
         announced = self.agree(operation, number, check)
         check_same_part(announced)
         self.wishes.agreed = max(rank.wish for rank in announced)
-        return given, self._intake.microbatches(announced, given.part)
+        are_listed = any(rank.is_list > 0 for rank in announced)
+        listed = self.control.told_by_all(given.listed) if are_listed else []
+        return given, self._intake.microbatches(announced, listed, given.part)
 
     def _mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""

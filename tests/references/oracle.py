@@ -6,7 +6,8 @@ A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient 
 PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. In a warm-up
 of n batches g(t) is the gradient at W(t), afterwards at W(max(t - delay, n - 1)). With two
 pipelines (arXiv 2107.06925) each has half of the microbatches and g(t) is one's sum plus the
-other's. Several train_steps may be one batch: g(t) is the mean of theirs, or their sum. This file
+other's. Several train_steps may be one batch: g(t) is the mean of theirs, or their sum. A batch of
+fewer rows than microbatches has fewer of these, which are shared out among the pipelines. This file
 shares nothing with the package: it imports torch only.
 """
 
@@ -31,6 +32,12 @@ class Batch(NamedTuple):
     args: tuple[Any, ...] = ()
     target: Any = None
     kwargs: Mapping[str, Any] = {}
+
+
+class ReadyMade(NamedTuple):
+    """A batch whose microbatches the caller has made."""
+
+    microbatches: Sequence[Batch]
 
 
 class Oracle:
@@ -86,7 +93,7 @@ class Oracle:
 
     def train_together(
         self,
-        steps: Sequence[Sequence[Batch]],
+        steps: Sequence[Sequence[Batch | ReadyMade]],
         *,
         averages: bool = True,
         normalizer: int | None = None,
@@ -121,12 +128,12 @@ class Oracle:
                 sizes = [[size for part in sizes for size in part]] * len(parts)
             losses.append([])
             total: torch.Tensor | None = None
-            number = 0  # of the microbatch among those of all replicas
             for replica, part in enumerate(parts):
                 if not is_one_batch:
                     total = None
-                for j, microbatch in enumerate(part):
-                    pipeline = j * self.num_pipelines // len(part)
+                places = self._places(len(part), numbers[replica])
+                for (pipeline, place), microbatch in zip(places, part, strict=True):
+                    number = sum(numbers[:replica]) + place  # among those of all replicas
                     mine = sums[replica * self.num_pipelines + pipeline]
                     self._set_gradients(mine)
                     with self.drawing(self.num_train_steps, number):
@@ -136,7 +143,6 @@ class Oracle:
                         share = loss / len(steps) if averages else loss
                         averaged = len(batches) > 1 and not is_one_batch
                         (share / len(batches) if averaged else share).backward()
-                    number += 1
                     mine[:] = [parameter.grad for parameter in self.parameters]
                     total = loss.detach() if total is None else total + loss.detach()
                 assert total is not None
@@ -171,7 +177,17 @@ class Oracle:
         ]
         return tensors[0].shape[0]
 
-    def _microbatches(self, batch: Batch, number: int) -> list[Batch]:
+    def _places(self, count: int, number: int) -> list[tuple[int, int]]:
+        """Of so many microbatches that there are: the pipeline, and the number in a whole batch."""
+        room = number // self.num_pipelines
+        shares = torch.arange(count).tensor_split(self.num_pipelines)
+        return [(p, p * room + i) for p, share in enumerate(shares) for i in range(len(share))]
+
+    def _microbatches(self, batch: Batch | ReadyMade, number: int) -> list[Batch]:
+        if isinstance(batch, ReadyMade):
+            return list(batch.microbatches)
+        number = min(number, self._rows(batch))
+
         def part(tree: Any, j: int) -> Any:
             def split(path: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, torch.Tensor) or self._is_whole(path):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from tests.references.oracle import Batch, Oracle
+from tests.references.oracle import Batch, Oracle, ReadyMade
 from tests.samples.models import Task, whole
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -68,9 +68,21 @@ def drawing(train_step: int, microbatch: int) -> contextlib.AbstractContextManag
 _RANDOM_SEED = 2**63 + 5
 
 
+def train_on(pipe: pd2.PipelineModule, batch: Batch | ReadyMade) -> pd2.Loss:
+    """A train_step on a batch, or on ready-made microbatches."""
+    if isinstance(batch, Batch):
+        return pipe.train_step(*batch.args, target=batch.target, **batch.kwargs)
+    return pipe.train_step(
+        microbatches=[
+            pd2.Microbatch(*each.args, target=each.target, **each.kwargs)
+            for each in batch.microbatches
+        ]
+    )
+
+
 def by_pipeline(
     task: Task,
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | ReadyMade],
     num_stages: int,
     num_microbatches: int | Sequence[int],
     make_optimizer: MakeOptimizer = sgd,
@@ -80,14 +92,15 @@ def by_pipeline(
     example: Batch | None = None,
     **options: Any,
 ) -> Trajectory:
-    example = batches[0] if example is None else example
+    if example is None:
+        (example,) = (batches[0],) if isinstance(batches[0], Batch) else batches[0].microbatches[:1]
     pipe = make_pipeline(task, num_stages, num_microbatches, example, **options)
     with pipe:
         optimizer = pd2.PipelineOptimizer(make_optimizer(pipe.parameters()), staleness=staleness)
         losses = []
         for number, batch in enumerate(batches):
             between(number, pipe, optimizer)
-            losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
+            losses.append(train_on(pipe, batch))
             if (number + 1) % options.get("accumulate", 1) == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -105,7 +118,7 @@ def go_on(
     """Trains a pipeline on batches, each of which is one step."""
     losses = []
     for number, batch in enumerate(batches):
-        losses.append(pipe.train_step(*batch.args, target=batch.target, **batch.kwargs))
+        losses.append(train_on(pipe, batch))
         optimizer.step()
         if number in flush_after:
             pipe.flush()
@@ -115,7 +128,7 @@ def go_on(
 
 def by_oracle(
     task: Task,
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | ReadyMade],
     num_microbatches: int,
     make_optimizer: MakeOptimizer = sgd,
     between: Between = do_nothing,

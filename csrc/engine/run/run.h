@@ -25,9 +25,13 @@ namespace pd2 {
 // A pass of `layouts.size()` microbatches through the stages: a train_step, or an evaluation. One
 // training run, or several in a row, are a batch, whose gradients are added up for one update.
 struct Run {
+  static constexpr LayoutId kAbsent = -1;
+
   std::int64_t id = 0;
   int wiring = 0;
-  std::vector<LayoutId> layouts;  // by microbatch, of all pipelines
+  // By microbatch, of all pipelines; kAbsent: this run has no such microbatch. Those of a pipeline
+  // that are absent are its last, and never all.
+  std::vector<LayoutId> layouts;
   LossWeights loss_weights{};
   std::int64_t batch = 0;  // updates before it; an evaluation's comes after all that have begun
   bool begins_batch = true;

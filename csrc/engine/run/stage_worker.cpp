@@ -42,7 +42,9 @@ std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
 void StageWorker::expect_values(const Run& run, int num_microbatches) {
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
     for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
-      edge.values->expect(layout(run, microbatch));
+      if (!is_absent(run, microbatch)) {
+        edge.values->expect(layout(run, microbatch));
+      }
     }
   }
 }
@@ -148,11 +150,18 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
   if (result.metrics.defined()) {
     loss_.metrics = loss_.metrics.defined() ? loss_.metrics + result.metrics : result.metrics;
   }
-  if (microbatch == last_microbatch()) {
-    loss_.ready = Fence::of(stage_->streams().compute);
-    loss_.stream = stage_->streams().losses;
-    setup_.on_loss(run.id, std::exchange(loss_, {}), setup_.schedule.pipeline(mine_.index));
+}
+
+void StageWorker::hand_over_loss(const Run& run) {
+  RunLoss loss;
+  if (is_discarded(run)) {
+    loss.is_discarded = true;
+  } else {
+    loss = std::exchange(loss_, {});
+    loss.ready = Fence::of(stage_->streams().compute);
+    loss.stream = stage_->streams().losses;
   }
+  setup_.on_loss(run.id, std::move(loss), setup_.schedule.pipeline(mine_.index));
 }
 
 void StageWorker::finish_joint_updates(ActionKind kind, const Run& run) {
@@ -165,6 +174,9 @@ void StageWorker::finish_joint_updates(ActionKind kind, const Run& run) {
 }
 
 void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
+  if (is_absent(run, microbatch)) {
+    return;
+  }
   const Wiring& wiring = wirings_.at(run.wiring);
   if (kind == ActionKind::kForward) {
     for (const InboundEdge& edge : wiring.inbound) {
@@ -181,6 +193,9 @@ void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
 }
 
 void StageWorker::post(const Run& run, int microbatch, int sender, void (Receiver::*step)()) {
+  if (is_absent(run, microbatch)) {
+    return;
+  }
   const Wiring& wiring = wirings_.at(run.wiring);
   for (const InboundEdge& edge : wiring.inbound) {
     if (edge.producer == sender) {
@@ -196,6 +211,15 @@ void StageWorker::post(const Run& run, int microbatch, int sender, void (Receive
 }
 
 void StageWorker::forward(const Run& run, int microbatch) {
+  if (!is_absent(run, microbatch)) {
+    forward_present(run, microbatch);
+  }
+  if (setup_.schedule.is_last(mine_.index) && microbatch == last_microbatch()) {
+    hand_over_loss(run);
+  }
+}
+
+void StageWorker::forward_present(const Run& run, int microbatch) {
   // From here on, as receives of its gradients may begin before its values are sent.
   InFlight& in_flight = in_flight_[{run.id, microbatch}];
   in_flight.layout = layout(run, microbatch);
@@ -204,11 +228,6 @@ void StageWorker::forward(const Run& run, int microbatch) {
   std::optional<ForwardResult> result;
   if (!is_discarded(run)) {
     result = compute(run, microbatch, std::move(call), in_flight);
-  }
-  if (!result && setup_.schedule.is_last(mine_.index) && microbatch == last_microbatch()) {
-    RunLoss none;
-    none.is_discarded = true;
-    setup_.on_loss(run.id, std::move(none), setup_.schedule.pipeline(mine_.index));
   }
   const bool has_result = result.has_value();
   const bool has_graph = has_result && is_differentiable(*result);

@@ -121,6 +121,10 @@ class StageWorker {
   LayoutId layout(const Run& run, int microbatch) const {
     return run.layouts.at(first_microbatch_ + microbatch);
   }
+  // Nothing is computed of it, sent or received.
+  bool is_absent(const Run& run, int microbatch) const {
+    return layout(run, microbatch) == Run::kAbsent;
+  }
   int last_microbatch() const { return setup_.schedule.num_microbatches - 1; }
   bool is_discarded(const Run& run) const {
     return setup_.discards && setup_.discards->covers(run.batch);
@@ -134,7 +138,9 @@ class StageWorker {
   // Learns from a message that is void.
   void look_at(const Message& message, const Run& run) const;
   ForwardCall receive_values(const Run& run, int microbatch, InFlight& in_flight) const;
-  // What forward() does between receiving and sending; none if the batch is discarded.
+  // What forward() does for a microbatch that is not absent.
+  void forward_present(const Run& run, int microbatch);
+  // What that does between receiving and sending; none if the batch is discarded.
   std::optional<ForwardResult> compute(const Run& run, int microbatch, ForwardCall call,
                                        InFlight& in_flight);
   // `is_only`: the action sends nothing else.
@@ -172,6 +178,7 @@ class StageWorker {
   bool lets_sums_begin(const Run& run, int microbatch) const;
   void end_flight(std::int64_t run, int microbatch);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
+  void hand_over_loss(const Run& run);
   ExecutedAction begin(ActionKind kind, std::int64_t run, int microbatch,
                        std::int64_t version) const;
   void log(ExecutedAction action, double end) const;

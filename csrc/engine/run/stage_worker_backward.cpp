@@ -33,7 +33,7 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
   if (in_flight_.contains({run.id, microbatch})) {
     return false;
   }
-  if (!is_discarded(run)) {
+  if (!is_discarded(run) && !is_absent(run, microbatch)) {
     log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
   }
   return true;
