@@ -96,11 +96,15 @@ void ReplicaSum::make_ready(std::size_t bucket) {
   if (hook_ || (before_ && !before_->is_over)) {
     return;
   }
+  begin(*next_);
+}
+
+void ReplicaSum::begin(Batch& batch) {
   if (stream_) {
     Fence::here(stream_->device()).hold_back(stream_);
   }
   const OnStream guard(stream_);
-  while (advance(*next_, nullptr)) {
+  while (advance(batch, nullptr)) {
   }
 }
 
@@ -110,6 +114,9 @@ ReplicaSum::UnderWay ReplicaSum::end_batch(std::size_t buffer) {
   next_->buffer = buffer;
   buckets_.end_batch();
   before_ = std::exchange(next_, std::make_shared<Batch>());
+  if (stream_ && !hook_ && !before_->is_settled) {
+    begin(*before_);
+  }
   return before_;
 }
 

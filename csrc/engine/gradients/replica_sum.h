@@ -50,7 +50,8 @@ struct Replicas {
 //
 // The stage's executor thread announces microbatches and ends batches; finish() may be called by
 // the thread that makes the batch's update. All else is done by whichever of them may: a batch's
-// exchanges begin when the batch before has none left to begin.
+// exchanges begin when the batch before has none left to begin. Of a device's sums the executor's
+// thread begins all, as Stage::exchanges_in_order() says why.
 class ReplicaSum {
  public:
   using IsStopped = std::function<bool()>;
@@ -137,6 +138,8 @@ class ReplicaSum {
   bool is_ordered() const { return !replicas_.order.empty(); }
   MaybeStream here() const;  // the current one of the stream's device
   void make_ready(std::size_t bucket);
+  // Whatever may begin now, without waiting: on a device all that is ready.
+  void begin(Batch& batch);
   void fill(std::size_t buffer);
   // Begins what is next of the batch: parts are sent until all lanes are taken, then one is summed
   // before another one is sent. Returns false if it has to wait first; null: it must not.

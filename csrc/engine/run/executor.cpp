@@ -359,23 +359,24 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
   }
   const std::vector<Action>& actions = pd2::actions(this->actions(), list);
   for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
-    int microbatch = actions[i].microbatch;
-    const Run* run = find(microbatch);
-    const OnStream guard(worker(actions[i].stage).streams().compute);
+    Action action = actions[i];
+    const Run* run = find(action.microbatch);
+    const OnStream guard(worker(action.stage).streams().compute);
     if (run) {
-      doing_ = {actions[i].stage, actions[i].kind, run->id, microbatch, false};
+      doing_ = {action.stage, action.kind, run->id, action.microbatch, false};
     }
-    begin_action(i, run, actions[i]);
+    begin_action(i, run, action);
     if (run) {
-      worker(actions[i].stage).prepare(actions[i].kind, *run, microbatch);
-      execute(actions[i], *run, microbatch);
+      worker(action.stage).prepare(action.kind, *run, action.microbatch);
+      execute(action, *run);
     }
     end_action();
   }
   begin_action(static_cast<int>(actions.size()));
 }
 
-void Executor::execute(const Action& action, const Run& run, int microbatch) {
+void Executor::execute(const Action& action, const Run& run) {
+  const int microbatch = action.microbatch;
   StageWorker& worker = this->worker(action.stage);
   switch (action.kind) {
     case ActionKind::kForward:

@@ -122,7 +122,7 @@ class Executor {
   // Lets the device be behind by so many runs at most: the memory of more would be needed at once.
   void wait_for_device(std::size_t most_runs_behind);
   void run_actions(ListKind list, std::int64_t last);
-  void execute(const Action& action, const Run& run, int microbatch);
+  void execute(const Action& action, const Run& run);
   // Gives the run of a microbatch of a list, and its number there; or null.
   using FindRun = std::function<const Run*(int& microbatch)>;
   // These post the receives of the plan that belong there: the second once, the last one too. The

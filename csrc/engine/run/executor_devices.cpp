@@ -57,7 +57,7 @@ void Executor::begin_action(int action, const Run* run, const Action& what) {
       }
     }
     if (run != nullptr) {
-      worker(what.stage).finish_joint_updates(what.kind, *run);
+      worker(what.stage).finish_updates_before(what.kind, *run, what.microbatch);
     }
   }
   post(Moment::kBefore);

@@ -164,11 +164,15 @@ void StageWorker::hand_over_loss(const Run& run) {
   setup_.on_loss(run.id, std::move(loss), setup_.schedule.pipeline(mine_.index));
 }
 
-void StageWorker::finish_joint_updates(ActionKind kind, const Run& run) {
-  const bool is_needed = kind == ActionKind::kForward
-                             ? version_of_batch(run.batch) > stage_->versions().newest()
-                             : kind == ActionKind::kUpdate && run.ends_batch;
-  if (is_needed && updates_.are_joint()) {
+void StageWorker::finish_updates_before(ActionKind kind, const Run& run, int microbatch) {
+  const bool reads_or_updates = kind == ActionKind::kForward
+                                    ? version_of_batch(run.batch) > stage_->versions().newest()
+                                    : kind == ActionKind::kUpdate && run.ends_batch;
+  // The next batch's sums begin in its last backward, when replicas have exchanged their shares.
+  const bool lets_sums_begin =
+      (kind == ActionKind::kBackward || kind == ActionKind::kWeightGrad) &&
+      this->lets_sums_begin(run, microbatch) && stage_->exchanges_in_order();
+  if (updates_.are_joint() ? reads_or_updates : lets_sums_begin) {
     updates_.finish();
   }
 }

@@ -68,8 +68,9 @@ class StageWorker {
   void drop_connections();
 
   // Waits for the updates that other stages wait for, too, and without which the action cannot be
-  // done: before its receives are posted, where these keep a device busy (see plan_receives()).
-  void finish_joint_updates(ActionKind kind, const Run& run);
+  // done: before its receives are posted, where these keep a device busy (see plan_receives()). Of
+  // others for those whose replicas must exchange shares before the action.
+  void finish_updates_before(ActionKind kind, const Run& run, int microbatch);
   // Begins the transfers of what the action will receive.
   void prepare(ActionKind kind, const Run& run, int microbatch);
   // Calls `step`, reserve() or post(), for what another stage sends for the microbatch, the next in

@@ -264,14 +264,8 @@ void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
       replicas_->let_end(*sum, is_stopped);
     }
     if (replicas_->is_shared()) {  // others may wait for what they think has been stepped
-      std::vector<at::Tensor> anything;
-      for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
-        const at::ScalarType dtype = packings_[buffer]->dtype();
-        const at::Tensor bytes = gradients_[buffer]->gradients(update_.gradients).view(at::kByte);
-        const auto size = static_cast<std::int64_t>(c10::elementSize(dtype));
-        anything.push_back(bytes.narrow(0, 0, packings_[buffer]->numel() * size).view(dtype));
-      }
-      replicas_->gather(sum.get(), anything, is_stopped);
+      update_.sum = sum;
+      update_.is_stepped = false;
     }
   }
   if (host_) {

@@ -238,8 +238,13 @@ class Stage {
   // Instead of write_next(): W(t+1) is W(t), nothing is stepped.
   void repeat_newest();
 
-  // After the step: replicas that share the parameters out give each other what they have stepped,
-  // as far as they do not since write_next(), and wait for it.
+  // Whether exchange_shares() is for the thread that gives the device its backwards: an exchange
+  // keeps a device busy until the other replicas begin theirs, and a thread that waits for its
+  // device keeps others from beginning anything. So all of them begin exchanges between the same
+  // actions.
+  bool exchanges_in_order() const { return is_shared() && !on_host(); }
+  // After the step, or let_sums_end(): replicas that share the parameters out give each other what
+  // they have stepped, as far as they do not since write_next(), and wait for it.
   void exchange_shares(const std::function<bool()>& is_stopped);
 
   // Instead of reduce() and all that follows it: waits for the sums that have begun, whose results
@@ -287,6 +292,7 @@ class Stage {
     ReplicaSum::UnderWay sum = nullptr;  // null: none, or all has been exchanged
     double gradient_scale = 1;           // by which the step multiplies
     bool is_reduced = false;
+    bool is_stepped = true;  // false: let_sums_end() took the place of that
   };
   std::size_t gradient_buffer(std::int64_t batch) const;
   // Whether the gradients are added up with those of replicas or of the stage's copy.

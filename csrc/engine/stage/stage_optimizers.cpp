@@ -88,7 +88,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     step_on_host(groups);
     return to;
   }
-  const bool gives_early = is_shared() && steps_all();
+  const bool gives_early = is_shared() && !exchanges_in_order() && steps_all();
   for (Fused& fused : optimizers_) {
     if (gives_early) {
       replicas_->begin_gather(fused.bucket, slots_[to]);

@@ -134,8 +134,18 @@ std::vector<at::Tensor> Stage::whole_masters(const std::function<bool()>& is_sto
 }
 
 void Stage::exchange_shares(const std::function<bool()>& is_stopped) {
-  if (const auto sum = std::exchange(update_.sum, nullptr)) {
+  const auto sum = std::exchange(update_.sum, nullptr);
+  if (sum && update_.is_stepped) {
     replicas_->gather(sum.get(), slots_[update_.to], is_stopped);
+  } else if (sum) {  // anything will do
+    std::vector<at::Tensor> gradients;
+    for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
+      const at::ScalarType dtype = packings_[buffer]->dtype();
+      const at::Tensor bytes = gradients_[buffer]->gradients(update_.gradients).view(at::kByte);
+      const auto size = static_cast<std::int64_t>(c10::elementSize(dtype));
+      gradients.push_back(bytes.narrow(0, 0, packings_[buffer]->numel() * size).view(dtype));
+    }
+    replicas_->gather(sum.get(), gradients, is_stopped);
   }
 }
 

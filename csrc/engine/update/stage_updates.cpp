@@ -61,6 +61,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   if (!stage_.has_slack() && !waits && has_begun_) {
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
+    stage_.exchange_shares(callbacks_.is_stopped);
     end_update(gradients);
     return;
   }
@@ -77,9 +78,12 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     complete.hold_back(stage_.streams().update);
     try {
       is_made_ = make();
-      end_ = Fence::of(stage_.streams().update);
-      if (is_made_) {
-        begin_copies(gradients.batch + 1, {end_});
+      if (!stage_.exchanges_in_order()) {
+        stage_.exchange_shares(callbacks_.is_stopped);
+        end_ = Fence::of(stage_.streams().update);
+        if (is_made_) {
+          begin_copies(gradients.batch + 1, {end_});
+        }
       }
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
@@ -110,6 +114,14 @@ void StageUpdates::finish() {
   }
   wait_for(*background_);
   is_under_way_ = false;
+  if (stage_.exchanges_in_order()) {
+    const OnStream guard(stage_.streams().update);
+    stage_.exchange_shares(callbacks_.is_stopped);
+    end_ = Fence::of(stage_.streams().update);
+    if (is_made_) {
+      begin_copies(made_next_, {end_});
+    }
+  }
   if (stage_.streams().update) {
     ends_[made_next_] = std::exchange(end_, {});
   }
@@ -293,7 +305,6 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
     } else {
       stage_.repeat_newest();
     }
-    stage_.exchange_shares(callbacks_.is_stopped);
   });
   if (!is_made) {
     drop(gradients);
