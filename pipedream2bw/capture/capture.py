@@ -20,6 +20,7 @@ from .arguments import CallSignature
 from .captured import Captured, build_captured, first_layers
 from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
 from .exporting import export
+from .shape_rule import ShapeRule
 from .tracing import reason_of, trace
 
 
@@ -31,6 +32,7 @@ def capture(
     example_kwargs: Mapping[str, Any] | None = None,
     split: str | Sequence[str] = "auto",
     replicated: Sequence[str] = (),
+    dynamic_shapes: bool = False,
     prefer: str | None = None,
     why_not: Callable[[Captured], str | None] | None = None,
 ) -> Captured:
@@ -46,6 +48,7 @@ def capture(
             may have any number of rows >= 1 in dimension 0.
         split: "auto", or the qualified names where the later stages begin.
         replicated: names of arguments whose dimension 0 is no batch dimension.
+        dynamic_shapes: whether torch.export leaves all sizes open that the model leaves open.
         prefer: the way by which the model's other mode was captured, tried first: "fx" skips
             nn.Sequential's children as layers, "export" is tried before "fx".
         why_not: a further demand: gives the reason why a capture does not serve, None if it does.
@@ -65,6 +68,7 @@ def capture(
         num_stages=num_stages,
         names=() if isinstance(split, str) else tuple(split),
         replicated=set(replicated),
+        dynamic_shapes=dynamic_shapes,
         demand=why_not or (lambda captured: None),
     )
     with plain_modes():
@@ -93,6 +97,7 @@ class _Search:
     num_stages: int
     names: tuple[str, ...]
     replicated: set[str]
+    dynamic_shapes: bool
     demand: Callable[[Captured], str | None]
     reasons: list[str] = dataclasses.field(default_factory=list)
 
@@ -110,18 +115,21 @@ class _Search:
         for how in ("export", "fx") if prefer == "export" else ("fx", "export"):
             scratch = structural_clone(root, {})
             leaves: dict[str, str] = {}
+            rule: ShapeRule | None = None
             try:
                 if how == "fx":
                     module = scratch
                     graph, leaves = trace(scratch, signature)
                 else:
-                    graph, module = export(scratch, signature, self.replicated)
+                    graph, module, rule = export(
+                        scratch, signature, self.replicated, dynamic_shapes=self.dynamic_shapes
+                    )
             except Exception as error:
                 self.reasons.append(f"{how}: {reason_of(error)}")
                 continue
             as_a_whole = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
             notes = [*self.reasons, *as_a_whole]
-            captured = build_captured(root, how, graph, signature, notes, module)
+            captured = build_captured(root, how, graph, signature, notes, module, rule)
             reason = self._why_not(captured) or _why_unbalanced(captured, self.num_stages, leaves)
             if reason is None:
                 return captured

@@ -16,6 +16,7 @@ from .attribute import Attribute, nodes_with_attributes
 from .chain import call_chained
 from .costs import LayerCosts, dry_run
 from .reorder import gather_lookups
+from .shape_rule import ShapeRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Captured:
         attribute_of: returns what a get_attr or call_module node of the graph refers to.
         signature: the tensors of the example call.
         input_positions: the position of each of ``model_inputs`` among the signature's tensors.
+        shape_rule: which shapes of these tensors the graph is valid for; None: the model's own code
+            decides.
     """
 
     how: str
@@ -66,6 +69,7 @@ class Captured:
     attribute_of: Callable[[fx.Node], Attribute] = dataclasses.field(repr=False)
     signature: CallSignature = dataclasses.field(repr=False)
     input_positions: tuple[int, ...] = dataclasses.field(repr=False)
+    shape_rule: ShapeRule | None = dataclasses.field(repr=False)
 
 
 def is_layer(node: fx.Node) -> bool:
@@ -134,6 +138,7 @@ def build_captured(
     signature: CallSignature,
     notes: Sequence[str],
     traced: nn.Module | None = None,
+    shape_rule: ShapeRule | None = None,
 ) -> Captured:
     """Finds out what the layers of ``graph`` use and cost.
 
@@ -144,6 +149,7 @@ def build_captured(
             nodes name modules, parameters and buffers as ``root`` does.
         signature: the tensors of the example call.
         traced: the module that has the graph's other names; ``root`` if there are none.
+        shape_rule: as in :class:`Captured`.
     """
     names = _Names(root, _constants(root, graph, traced or root))
     gather_lookups(graph, names.module_of, lambda node: names.used_by(node)[0])
@@ -183,6 +189,7 @@ def build_captured(
         attribute_of=names.attribute_of,
         signature=signature,
         input_positions=positions,
+        shape_rule=shape_rule,
     )
 
 

@@ -1,7 +1,8 @@
 """Capturing by torch.export, for models whose own forward cannot be traced by torch.fx.
 
 The number of rows (dimension 0 of every tensor that carries the batch) stays symbolic, since
-microbatches and evaluation batches have other numbers of rows than the example.
+microbatches and evaluation batches have other numbers of rows than the example. Other sizes are
+the example's, or, at up to three times the cost, whatever the model leaves open.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..model.surroundings import (
     torch_reports_silenced,
 )
 from .arguments import CallSignature, TensorLeaf
+from .shape_rule import ShapeRule
 
 
 class HookedError(Exception):
@@ -31,14 +33,17 @@ class SpecializedError(Exception):
 
 
 def export(
-    root: nn.Module, signature: CallSignature, replicated: set[str]
-) -> tuple[fx.Graph, nn.Module]:
+    root: nn.Module, signature: CallSignature, replicated: set[str], *, dynamic_shapes: bool
+) -> tuple[fx.Graph, nn.Module, ShapeRule]:
     """Exports ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses. Returns the graph, whose get_attr
-    nodes name parameters and buffers as ``root`` does, and the module that its other names
-    (constants, regions) refer to. The output node's ``meta["out_spec"]`` restores the type of the
-    model's output.
+    nodes name parameters and buffers as ``root`` does, the module that its other names (constants,
+    regions) refer to, and the shapes that it is valid for. The output node's ``meta["out_spec"]``
+    restores the type of the model's output.
+
+    Args:
+        dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
 
     Raises:
         Exception: whatever torch.export raises.
@@ -49,7 +54,8 @@ def export(
     args, kwargs = signature.rebuild(examples)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf, example in zip(signature.tensors, examples, strict=True):
-        dimensions: dict[int, Any] = dict.fromkeys(range(example.dim()))
+        others = torch.export.Dim.AUTO if dynamic_shapes else torch.export.Dim.STATIC
+        dimensions: dict[int, Any] = dict.fromkeys(range(example.dim()), others)
         if leaf.carries_batch(replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
@@ -61,7 +67,7 @@ def export(
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
         refuse_random_numbers(before)
-    _check_rows(program, signature, replicated)
+    rule = ShapeRule(_checked_inputs(program, signature, replicated))
     module = program.module(check_guards=False)
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -74,7 +80,7 @@ def export(
             restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    return graph, module
+    return graph, module, rule
 
 
 def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
@@ -86,7 +92,10 @@ def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
     return example.clone()
 
 
-def _check_rows(program: Any, signature: CallSignature, replicated: set[str]) -> None:
+def _checked_inputs(
+    program: Any, signature: CallSignature, replicated: set[str]
+) -> list[torch.Tensor]:
+    """What stands for the call's tensors in the program, whose numbers of rows are open."""
     values = [
         node.meta.get("val")
         for node in program.graph.nodes
@@ -99,7 +108,7 @@ def _check_rows(program: Any, signature: CallSignature, replicated: set[str]) ->
             "the example call"
         )
     for leaf, value in zip(signature.tensors, tensors, strict=True):
-        if tuple(value.shape[1:]) != tuple(leaf.example.shape[1:]):
+        if value.dim() != leaf.example.dim():
             raise SpecializedError(
                 f"argument {leaf.path}: shape {tuple(value.shape)} in the exported program, "
                 f"{tuple(leaf.example.shape)} in the example call"
@@ -117,6 +126,7 @@ def _check_rows(program: Any, signature: CallSignature, replicated: set[str]) ->
             raise SpecializedError(
                 f"the rows of {leaf.path} have to be between {limits.lower} and {limits.upper}"
             )
+    return tensors
 
 
 def _keep_tensor_inputs(graph: fx.Graph, signature: CallSignature) -> None:

@@ -17,7 +17,7 @@ from ..model.metrics import Metric
 from ..planning.plan import Plan
 from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
-from ..runtime.intake import Call
+from ..runtime.given import Call
 from ..runtime.lazy_numbers import Loss
 from ..runtime.microbatch import Microbatch
 from .opening import open_session
@@ -46,12 +46,10 @@ class PipelineModule(SessionModule):
     and trains as ``"2bw"`` does.
 
     ``"chimera"`` (arXiv 2107.06925) runs two pipelines in opposite directions over one model: rank
-    r holds stage r and a copy of stage d-1-r; a batch's first half goes through one pipeline, the
-    second half through the other. It drains at every batch and trains as plain accumulation does,
-    but that the gradient is the first half's sum plus the second half's. The ranks 0 and d-1 of a
-    replica are both first and last: both need the arguments and the target. ``"chimera_doubled"``
-    is its forward doubling. BatchNorm statistics are each pipeline's own; the first one's are shown
-    and saved, and it alone evaluates.
+    r holds stage r and a copy of stage d-1-r; the gradient is the sum of a batch's first half plus
+    that of the second. It drains at every batch. Ranks 0 and d-1 of a replica are both first and
+    last: both need the arguments and the target. ``"chimera_doubled"`` is its forward doubling.
+    BatchNorm statistics are each pipeline's own; the first one's are shown and saved.
 
     Args:
         model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
@@ -67,8 +65,7 @@ class PipelineModule(SessionModule):
             profiled, and planned for all processes, or in one process for all ``devices``. The
             plan keeps to ``schedule`` (so what is trained does not depend on it) and to
             num_microbatches, width and stages_per_rank if they are given; a replica's batch has
-            the rows of ``example_target``. It takes some seconds: two for each of up to three
-            sizes of microbatches, and between processes one more for each process.
+            the rows of ``example_target``. It takes some seconds.
         num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
             ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"`` m >= 2d-1, ``"pipedream"`` 1
         schedule: ``"2bw"`` (or None), ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``,
@@ -91,15 +88,17 @@ class PipelineModule(SessionModule):
         mesh: which process is which, in place of ``width`` and adjacent ranks: of all processes,
             with the dimensions "pp" (stages), and "dp" (replicas) where there are several. With
             "tp" every stage of a replica is that many processes, each with the shard of it that the
-            model it was given holds: the stages' modules do the collectives among these, in
-            forward and backward, and hold plain tensors (no DTensor). All of them are given the
-            same batches.
+            model it was given holds, in plain tensors: the stages' modules do the collectives among
+            these. All of them are given the same batches.
         devices: in one process, the device of each stage; the model's own if None. A copy of a
             stage is on the device of the stage that shares its rank.
         replicated: arguments that every microbatch gets whole; others are split along dimension 0.
+        dynamic_shapes: True: where torch.export captures the model, sizes beside the rows stay open
+            where the model leaves them open (lengths of text), which takes up to three times as
+            long. False: they are the example's. Other ways of capture leave them to the model.
         recompute: True: every stage keeps of a microbatch in flight only what it received, and
-            runs its forward again before the backward, while the gradient is still under way
-            (arXiv 1604.06174); the same random numbers are drawn, and buffers change once.
+            runs its forward again before the backward (arXiv 1604.06174); the same random numbers
+            are drawn, and buffers change once.
             ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
             or names of modules: of each of these only the inputs are kept, and it runs again when
             its gradient arrives. Hooks run twice, and Python code with effects of its own; where a
@@ -136,9 +135,8 @@ class PipelineModule(SessionModule):
             float32 masters, gradients and moments; each version is the master's rounding (arXiv
             1710.03740). ``loss_fn`` gets outputs of the stages' dtype, and targets as they are.
             ``parameters()``, ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and
-            take the masters: nothing is lost. ``"fp32"``: everything is float32. None: the model's
-            own dtypes, stepped in them. A dtype in which the device multiplies no matrices is
-            refused; another operator that it lacks in it ends the first microbatch, by an error.
+            take the masters. ``"fp32"``: everything is float32. None: the model's own dtypes,
+            stepped in them. A dtype in which the device multiplies no matrices is refused.
         split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
             not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
@@ -148,27 +146,23 @@ class PipelineModule(SessionModule):
             replicas; every sum is rounded, and what a loss scale or clipping multiplies. Norms are
             float32, and so is the step. None: gradients are float32.
         optimizer_device: ``"cpu"``: the optimizer steps in the host's memory, which has its state
-            and the masters; bucket by bucket gradients go down in the last microbatch's backward,
-            weights up beside the next batch. The device keeps versions and gradients: with Adam,
-            ``"2bw"`` and ``"bf16"`` 8 bytes per parameter. The bits are the CPU optimizer's: SGD,
-            Adam or AdamW. ``parameters()`` are the stages' weights, as with ``split_master``.
-            Stages on the CPU do so anyway. None: state is where its stage is.
+            and the masters; gradients go down in the last microbatch's backward, weights up beside
+            the next batch. The device keeps versions and gradients: with Adam, ``"2bw"`` and
+            ``"bf16"`` 8 bytes per parameter. The bits are the CPU optimizer's: SGD, Adam or AdamW.
+            ``parameters()`` are the stages' weights, as with ``split_master``.
         autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
-            ``torch.autocast`` of that dtype, recomputed ones and evaluations too, without its cache
-            of cast weights: every use casts anew, and a weight's gradients add up in its own dtype.
+            ``torch.autocast`` of that dtype, without its cache of cast weights.
         random: ``"keyed"``: the random numbers that training draws (dropout) follow from
             :attr:`random_seed`, the train_step, the microbatch among those of all replicas and the
             draw's number in the unsplit model. So they are the same in threads and processes, under
             every schedule, at every depth and with ``recompute``, and torch's default generators,
             which the rest of the script uses, are left alone. :func:`reference_random` makes the
-            unsplit model draw them. Processes that run shards of one stage draw the same ones.
-            ``"torch"``: stages draw from torch's default generators, which all threads share; not
-            with ``recompute``. Evaluation always does. Python's and NumPy's generators are theirs.
+            unsplit model draw them. ``"torch"``: stages draw from torch's default generators, which
+            all threads share; not with ``recompute``. Evaluation always does.
         spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
-            of their gradients, in which the next batch's are added up until no stage of any replica
-            can fail in the batch before: a batch is discarded without a trace, whatever failed in
-            it. The planner does not count it. False: after some failures (in a backward before the
-            last stage, or with replicas) the delay begins anew: the error's ``restarts_delay``.
+            of their gradients: a batch is discarded without a trace, whatever failed in it. The
+            planner does not count it. False: after some failures (in a backward before the last
+            stage, or with replicas) the delay begins anew: the error's ``restarts_delay``.
         graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
             without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -200,6 +194,7 @@ class PipelineModule(SessionModule):
         mesh: DeviceMesh | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
+        dynamic_shapes: bool = False,
         recompute: bool | str | Sequence[bool] | Sequence[str] | None = None,
         accumulate: int = 1,
         loss_reduction: str = "mean",
@@ -357,8 +352,7 @@ class PipelineModule(SessionModule):
     def flush(self) -> None:
         """Drains the pipeline: every batch's backward is done when this returns.
 
-        Every rank calls it. Changes timing, never numbers. An update whose ``opt.step()`` has not
-        been called yet waits for it.
+        Every rank calls it. Changes timing, never numbers.
 
         Raises:
             StageError: the pipeline has failed.
@@ -368,8 +362,7 @@ class PipelineModule(SessionModule):
     def discard_batch(self) -> tuple[int, ...]:
         """Takes back the ``train_step`` calls since the last ``opt.step()``; gives their numbers.
 
-        Every rank calls it; drains. For a loop that leaves a batch in the middle. Where an
-        interrupt did that in a notebook, the next ``train_step`` does it by itself.
+        Every rank calls it; drains. After an interrupt the next ``train_step`` does it by itself.
         """
         return self.session.discard_batch()
 
@@ -377,9 +370,8 @@ class PipelineModule(SessionModule):
         """The model's output on the newest weights, computed by the pipeline without gradients.
 
         Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
-        the output in the process of the last stage, None elsewhere; the rank of stage 0 needs the
-        arguments. Of two pipelines the first one does it, see :attr:`gives_output`. Any number of
-        rows; outputs are joined along dimension 0, floating-point numbers averaged over the rows.
+        the output where :attr:`gives_output`, None elsewhere; the rank of stage 0 needs the
+        arguments. Any number of rows; outputs are joined along dimension 0, numbers averaged.
 
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
@@ -453,8 +445,6 @@ class PipelineModule(SessionModule):
         One rank may call it alone; what was submitted is dropped. The others raise a
         :class:`PeerLost` that names this rank, as soon as they wait for anyone, and so does every
         later call here. After that all ranks may build a pipeline again, in the same process group.
-        Code of the model's that a stage's thread is executing is finished first, as Python cannot
-        end a thread.
         """
         if self.session.ending.is_open:
             self.session.ending.abort("abort() was called", kind=PeerLost)

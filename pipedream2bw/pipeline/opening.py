@@ -187,6 +187,7 @@ def check(
             split=split if isinstance(split, str) else tuple(split),
             replicated=replicated,
             recomputed_blocks=blocks,
+            dynamic_shapes=options.dynamic_shapes,
             numbers_draws=draws_by_key and not compiling,
             precision=precision,
         ),

@@ -38,6 +38,7 @@ class Options:
     mesh: DeviceMesh | None
     devices: Sequence[torch.device | str] | None
     replicated: Sequence[str]
+    dynamic_shapes: bool
     recompute: bool | str | Sequence[bool] | Sequence[str] | None
     accumulate: int
     loss_reduction: str
@@ -64,6 +65,7 @@ class Options:
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
             *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
             *("graphs", "timeout", "optimizer_device", "replica_sums", "gradient_dtype"),
+            "dynamic_shapes",
         )
         return {
             **comparable(self, names),
@@ -98,8 +100,9 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
     if options.optimizer_device is not None:
         check_optimizer_device(options.optimizer_device)
-    if options.spare_buffer not in (True, False):
-        raise ValueError(f"spare_buffer: {options.spare_buffer!r}, known: True, False")
+    for name in ("spare_buffer", "dynamic_shapes"):
+        if (value := getattr(options, name)) not in (True, False):
+            raise ValueError(f"{name}: {value!r}, known: True, False")
 
 
 def check_normalizer(options: Options) -> None:

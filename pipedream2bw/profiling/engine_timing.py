@@ -12,7 +12,7 @@ from ..ranks.agreement import ControlPlane
 from ..ranks.deadline import Deadline
 from ..ranks.grid import RankGrid
 from ..runtime.accumulation import Accumulation
-from ..runtime.intake import Call
+from ..runtime.given import Call
 from ..runtime.local_stages import LocalStages
 from ..runtime.microbatch import Microbatch
 from ..runtime.runner import StageOptions

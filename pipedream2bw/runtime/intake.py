@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from .. import _C
 from ..capture.capture import split_model_args
@@ -13,9 +13,9 @@ from ..model.added_loss import LossWeight
 from ..ranks.agreement import Announcement
 from ..stages.modes import Mode
 from .accumulation import BatchPart
+from .given import Call, Given, Listed, Microbatches
 from .local_stages import LocalStage, LocalStages
 from .microbatch import (
-    Microbatch,
     SplitTree,
     combined_hash,
     common_rows,
@@ -27,92 +27,6 @@ from .normalizer import Normalizer
 from .runner import RunInputs
 
 _Part = TypeVar("_Part")
-
-
-class Listed(NamedTuple):
-    """What a rank knows of ready-made microbatches, in their order; empty: nothing."""
-
-    rows: tuple[int, ...] = ()  # of the arguments
-    shapes: tuple[int, ...] = ()  # hashes of the arguments' other dimensions
-    target_rows: tuple[int, ...] = ()  # -1: a target has no rows
-
-
-@dataclasses.dataclass(kw_only=True)
-class Given:
-    """A train_step's or an evaluation's data on this rank: checked, not yet split.
-
-    Its parts are a batch, which is to be split, or ready-made microbatches.
-    """
-
-    part: BatchPart | None  # what the train_step is of its batch; None: it is an evaluation
-    # What the other ranks need to know of it.
-    announcement: Announcement = dataclasses.field(default_factory=Announcement)
-    listed: Listed | None = None  # of ready-made microbatches
-    values: list[list[Any]] = dataclasses.field(default_factory=list)  # stage 0: by part
-    whole: list[bool] = dataclasses.field(default_factory=list)
-    targets: list[SplitTree] = dataclasses.field(default_factory=list)  # last stage: by part
-
-    @property
-    def training(self) -> bool:
-        return self.part is not None
-
-
-class Microbatches(NamedTuple):
-    """A replica's microbatches, the same on all its ranks.
-
-    Where a batch has fewer than the schedule, those of each pipeline that are missing are its last
-    ones.
-
-    Attributes:
-        sizes: rows of each; 0: it is missing.
-        layouts: numbers of equal shapes; -1: it is missing.
-        first: the number of the first one among those of all replicas.
-        rows: of the batch that they are of: the replica's, or all replicas'.
-        loss_weights: of their losses in the batch's.
-    """
-
-    sizes: list[int]
-    layouts: list[int]
-    first: int
-    rows: int
-    loss_weights: _C.LossWeights
-
-
-class Call(NamedTuple):
-    """What the caller gave: a batch, which is to be split, or ready-made microbatches."""
-
-    batch: Microbatch
-    microbatches: Iterable[Microbatch] | None = None
-    normalizer: Any = None
-
-    @property
-    def is_list(self) -> bool:
-        return self.microbatches is not None
-
-    def parts(self) -> list[tuple[str, Microbatch]]:
-        """The batch, or each microbatch, with what an error's text about it begins with.
-
-        Raises:
-            ValueError, TypeError: both are given, or something else.
-        """
-        if self.microbatches is None:
-            return [("", self.batch)]
-        if not self.batch.is_empty:
-            raise ValueError(
-                "train_step: a batch and microbatches= given, it must be one of them: each of "
-                "microbatches has its own arguments and target"
-            )
-        if not isinstance(self.microbatches, Iterable):
-            raise TypeError(
-                f"microbatches: {type(self.microbatches).__name__}, it must be a list of Microbatch"
-            )
-        parts = list(self.microbatches)
-        for number, part in enumerate(parts):
-            if not isinstance(part, Microbatch):
-                raise TypeError(
-                    f"microbatches[{number}]: {type(part).__name__}, it must be a Microbatch"
-                )
-        return [(f"microbatch {number}: ", part) for number, part in enumerate(parts)]
 
 
 class Intake:
@@ -168,6 +82,8 @@ class Intake:
                 given.values.append(values)
                 rows.append(_rows_of(values, mode, place))
                 shapes.append(hash_of_shapes(values, mode.whole, (is_train, given.training)))
+                sizes = rows[-1:] if call.is_list else self._sizes(rows[-1])
+                self._check_shapes(values, shapes[-1], mode, sizes, place)
             if given.training and not call.is_list:
                 self._check_number("rows of the batch", rows[0])
         if is_last:
@@ -189,6 +105,38 @@ class Intake:
             is_list=int(call.is_list) if is_first or is_last else -1,
         )
         return given
+
+    def _sizes(self, rows: int, replica: int | None = None) -> list[int]:
+        """Rows of each microbatch of a replica's batch, which is to be split."""
+        replica = self._grid.replica if replica is None else replica
+        return microbatch_rows(rows, max(1, min(rows, self._of_replicas[replica])))
+
+    def _check_shapes(
+        self, values: Sequence[Any], number: int, mode: Mode, sizes: Sequence[int], place: str
+    ) -> None:
+        """Raises ValueError unless microbatches of these sizes have shapes that were captured.
+
+        Args:
+            number: of these shapes, but for the rows.
+        """
+        captured, rule = mode.captured, mode.captured.shape_rule
+        for size in set(sizes):
+            if rule is None or (number, size) in self._layouts:
+                continue
+            shapes = {
+                position: (
+                    captured.signature.tensors[position].path,
+                    value.shape if whole else (size, *value.shape[1:]),
+                )
+                for position, value, whole in zip(
+                    captured.input_positions, values, mode.whole, strict=True
+                )
+            }
+            if (reason := rule.why_not(shapes)) is not None:
+                raise ValueError(
+                    f"{place}{reason}: torch.export has captured the model for these shapes; "
+                    "dynamic_shapes=True captures it for all that it leaves open"
+                )
 
     def _check_number(self, what: str, number: int, most: int | None = None) -> None:
         least = self._grid.num_pipelines
@@ -228,8 +176,7 @@ class Intake:
             first = grid.process_of(0, replica)
             if listed and (mine := listed[first]) is not None:
                 return list(mine.rows)
-            rows = announced[first].argument_rows
-            return microbatch_rows(rows, max(1, min(rows, self._of_replicas[replica])))
+            return self._sizes(announced[first].argument_rows, replica)
 
         sizes = sizes_of(grid.replica)
         first = grid.process_of(0)

@@ -20,7 +20,8 @@ from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding
 from .ending import Ending
-from .intake import Call, Given, Intake, Microbatches
+from .given import Call, Given, Microbatches
+from .intake import Intake
 from .interrupts import interrupts_later, last_interrupt
 from .local_model import LocalModel
 from .local_stages import LocalStages

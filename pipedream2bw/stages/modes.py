@@ -39,6 +39,7 @@ class Modes:
 
     Args:
         recomputed_blocks: names of the modules whose forward is run again in the backward.
+        dynamic_shapes: whether all sizes of arguments are left open that the model leaves open.
         numbers_draws: whether the stages number the random draws of their layers.
     """
 
@@ -51,6 +52,7 @@ class Modes:
         split: str | Sequence[str],
         replicated: Sequence[str],
         recomputed_blocks: Sequence[str],
+        dynamic_shapes: bool = False,
         numbers_draws: bool = False,
         precision: Precision,
     ) -> None:
@@ -60,6 +62,7 @@ class Modes:
         self._split = split
         self._replicated = replicated
         self._recomputed_blocks = recomputed_blocks
+        self._dynamic_shapes = dynamic_shapes
         self._numbers_draws = numbers_draws
         self._precision = precision
         self._by_training: dict[bool, Mode] = {}
@@ -89,6 +92,7 @@ class Modes:
                 "example_args": args,
                 "example_kwargs": kwargs,
                 "replicated": self._replicated,
+                "dynamic_shapes": self._dynamic_shapes,
             }
             if self._by_training:
                 captured = self._capture_like_first(root, options)

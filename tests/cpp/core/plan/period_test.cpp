@@ -3,6 +3,7 @@
 #include "core/schedule/generate.h"
 #include "core/schedule/schedule.h"
 #include "raises.h"
+#include "sanitized.h"
 
 #include <gtest/gtest.h>
 
@@ -120,7 +121,7 @@ double simulated(const Instance& instance) {
 
 TEST(PlanSchedules, ClosedFormOfTwoVersionsIsThePeriod) {
   std::mt19937 random(1);
-  for (int round = 0; round < 300; ++round) {
+  for (int round = 0; round < (testing::kSanitized ? 60 : 300); ++round) {
     for (const char* name : {"2bw", "2bw_eager", "2bw_v", "2bw_v_half"}) {
       const double hop = round % 3 * 0.3;
       const Instance instance = random_instance(random, name, round % 2 * 0.8, hop);
@@ -168,7 +169,7 @@ TEST(PlanSchedules, ClosedFormsOfOthersKnowSkips) {
   std::mt19937 random(5);
   for (const std::string& name : planned_schedules()) {
     double sum = 0;
-    constexpr int kRounds = 100;
+    constexpr int kRounds = testing::kSanitized ? 20 : 100;
     for (int round = 0; round < kRounds; ++round) {
       Instance instance = random_instance(random, name, 0.3, 0.05);
       const int d = instance.shape.depth();
@@ -198,7 +199,7 @@ TEST(PlanSchedules, ClosedFormsOfOthersAreNearThePeriod) {
   for (const std::string& name : planned_schedules()) {
     double sum = 0;
     double worst = 0;
-    constexpr int kRounds = 200;
+    constexpr int kRounds = testing::kSanitized ? 40 : 200;
     for (int round = 0; round < kRounds; ++round) {
       const Instance instance =
           random_instance(random, name, round % 2 * 0.3, round % 4 < 2 ? 0 : 0.05);
@@ -239,7 +240,7 @@ TEST(PlanSchedules, TheSecondBatchTakesAboutThePeriodOfAFlush) {
   for (const std::string& name : planned_schedules()) {
     if (!planned_method(name).is_flushed()) continue;
     double sum = 0;
-    constexpr int kRounds = 100;
+    constexpr int kRounds = testing::kSanitized ? 20 : 100;
     for (int round = 0; round < kRounds; ++round) {
       const Instance instance = random_instance(random, name, round % 2 * 0.3, round % 4 * 0.1);
       const PipelineShape& shape = instance.shape;
@@ -260,7 +261,7 @@ TEST(PlanSchedules, LargeBatchesTakeAStraightLine) {
     double sum = 0;
     double sum_of_forms = 0;
     double worst = 0;
-    constexpr int kRounds = 40;
+    constexpr int kRounds = testing::kSanitized ? 8 : 40;
     for (int round = 0; round < kRounds; ++round) {
       Instance instance = random_instance(random, name, round % 2 * 0.3, round % 4 * 0.1);
       PipelineShape& shape = instance.shape;

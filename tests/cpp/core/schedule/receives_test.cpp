@@ -234,7 +234,7 @@ std::string joint_execution(const Schedule& schedule, Posting posting,
 }
 
 TEST(Receives, NoUpdateThatOthersWaitForWaitsForAReceive) {
-  for (const Schedule& schedule : made_schedules(testing::kSanitized ? 4 : 5, 6)) {
+  for (const Schedule& schedule : made_schedules(testing::kSanitized ? 3 : 5, 6)) {
     const int last = schedule.depth() - 1;
     if (last == 0) continue;
     for (const auto& joint : {all_stages(schedule), stages_of_copies(schedule, 0, last),

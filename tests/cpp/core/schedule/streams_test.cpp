@@ -85,7 +85,7 @@ bool has_rank_without_inputs(const Schedule& schedule) {
 // needs to wait for both.
 TEST(Streams, AllFencesButOneAreNeeded) {
   for (const GradientPlaces places : kPlaces) {
-    for (const Schedule& schedule : made_schedules(4, 4)) {
+    for (const Schedule& schedule : made_schedules(testing::kSanitized ? 3 : 4, 4)) {
       std::set<FenceKind> needed = needed_fences(schedule, places);
       needed.erase(kVersionReady);
       needed.erase(kGradientsFree);
@@ -102,7 +102,7 @@ TEST(Streams, AllFencesButOneAreNeeded) {
 // for updates: one of the two is enough but in a few schedules.
 TEST(Streams, OneOfTheFencesAfterAnUpdateImpliesTheOther) {
   for (const GradientPlaces places : kPlaces) {
-    for (const Schedule& schedule : made_schedules(4, 4)) {
+    for (const Schedule& schedule : made_schedules(testing::kSanitized ? 3 : 4, 4)) {
       const std::set<FenceKind> needed = needed_fences(schedule, places);
       const int delay = *std::ranges::max_element(schedule.delay);
       const bool waits_to_read = needed.contains(kVersionReady);

@@ -1,0 +1,98 @@
+"""What a train_step or an evaluation is given, and what that is split into."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .. import _C
+from ..ranks.agreement import Announcement
+from .accumulation import BatchPart
+from .microbatch import Microbatch, SplitTree
+
+
+class Listed(NamedTuple):
+    """What a rank knows of ready-made microbatches, in their order; empty: nothing."""
+
+    rows: tuple[int, ...] = ()  # of the arguments
+    shapes: tuple[int, ...] = ()  # hashes of the arguments' other dimensions
+    target_rows: tuple[int, ...] = ()  # -1: a target has no rows
+
+
+@dataclasses.dataclass(kw_only=True)
+class Given:
+    """A train_step's or an evaluation's data on this rank: checked, not yet split.
+
+    Its parts are a batch, which is to be split, or ready-made microbatches.
+    """
+
+    part: BatchPart | None  # what the train_step is of its batch; None: it is an evaluation
+    # What the other ranks need to know of it.
+    announcement: Announcement = dataclasses.field(default_factory=Announcement)
+    listed: Listed | None = None  # of ready-made microbatches
+    values: list[list[Any]] = dataclasses.field(default_factory=list)  # stage 0: by part
+    whole: list[bool] = dataclasses.field(default_factory=list)
+    targets: list[SplitTree] = dataclasses.field(default_factory=list)  # last stage: by part
+
+    @property
+    def training(self) -> bool:
+        return self.part is not None
+
+
+class Microbatches(NamedTuple):
+    """A replica's microbatches, the same on all its ranks.
+
+    Where a batch has fewer than the schedule, those of each pipeline that are missing are its last
+    ones.
+
+    Attributes:
+        sizes: rows of each; 0: it is missing.
+        layouts: numbers of equal shapes; -1: it is missing.
+        first: the number of the first one among those of all replicas.
+        rows: of the batch that they are of: the replica's, or all replicas'.
+        loss_weights: of their losses in the batch's.
+    """
+
+    sizes: list[int]
+    layouts: list[int]
+    first: int
+    rows: int
+    loss_weights: _C.LossWeights
+
+
+class Call(NamedTuple):
+    """What the caller gave: a batch, which is to be split, or ready-made microbatches."""
+
+    batch: Microbatch
+    microbatches: Iterable[Microbatch] | None = None
+    normalizer: Any = None
+
+    @property
+    def is_list(self) -> bool:
+        return self.microbatches is not None
+
+    def parts(self) -> list[tuple[str, Microbatch]]:
+        """The batch, or each microbatch, with what an error's text about it begins with.
+
+        Raises:
+            ValueError, TypeError: both are given, or something else.
+        """
+        if self.microbatches is None:
+            return [("", self.batch)]
+        if not self.batch.is_empty:
+            raise ValueError(
+                "train_step: a batch and microbatches= given, it must be one of them: each of "
+                "microbatches has its own arguments and target"
+            )
+        if not isinstance(self.microbatches, Iterable):
+            raise TypeError(
+                f"microbatches: {type(self.microbatches).__name__}, it must be a list of Microbatch"
+            )
+        parts = list(self.microbatches)
+        for number, part in enumerate(parts):
+            if not isinstance(part, Microbatch):
+                raise TypeError(
+                    f"microbatches[{number}]: {type(part).__name__}, it must be a Microbatch"
+                )
+        return [(f"microbatch {number}: ", part) for number, part in enumerate(parts)]
