@@ -189,10 +189,12 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
-bench-smoke: $(STAMPS)/test $(STAMPS)/delays
-	set -e; for file in $(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
-	    $(STUDY)/study.py $(STUDY)/precision.py; do echo "== $$file"; \
-	    $(BIN)/python $$file --smoke; done
+SMOKES := $(addprefix smoke/,$(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
+    $(STUDY)/study.py $(STUDY)/precision.py)
+.PHONY: $(SMOKES)
+bench-smoke: $(SMOKES)
+$(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
+	$(BIN)/python $* --smoke
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)

@@ -169,9 +169,9 @@ void StageWorker::finish_updates_before(ActionKind kind, const Run& run, int mic
                                     ? version_of_batch(run.batch) > stage_->versions().newest()
                                     : kind == ActionKind::kUpdate && run.ends_batch;
   // The next batch's sums begin in its last backward, when replicas have exchanged their shares.
-  const bool lets_sums_begin =
-      (kind == ActionKind::kBackward || kind == ActionKind::kWeightGrad) &&
-      this->lets_sums_begin(run, microbatch) && stage_->exchanges_in_order();
+  const bool lets_sums_begin = (kind == ActionKind::kBackward || kind == ActionKind::kWeightGrad) &&
+                               this->lets_sums_begin(run, microbatch) &&
+                               stage_->exchanges_in_order();
   if (updates_.are_joint() ? reads_or_updates : lets_sums_begin) {
     updates_.finish();
   }
