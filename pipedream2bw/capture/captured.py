@@ -157,6 +157,9 @@ def build_captured(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     positions = tuple(i for i, node in enumerate(placeholders) if node.users)
     uses = [names.used_by(node) for node in layer_nodes]
+    if uses:  # what the model returns as it is belongs to where it is returned
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        uses[-1] = _joined(uses[-1], names.used_by(output))
     sizes = {
         name: parameter.numel() * parameter.element_size()
         for name, parameter in root.named_parameters()
@@ -191,6 +194,15 @@ def build_captured(
         input_positions=positions,
         shape_rule=shape_rule,
     )
+
+
+def _joined(
+    uses: tuple[tuple[str, ...], tuple[str, ...]], more: tuple[tuple[str, ...], tuple[str, ...]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    parameters, buffers = (
+        tuple(dict.fromkeys([*mine, *others])) for mine, others in zip(uses, more, strict=True)
+    )
+    return parameters, buffers
 
 
 def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def wrong_batches(rank: int, world: int, mistakes: bool) -> dict[str, Any]:
     optimizer = sgd(own)
     losses = []
     for _ in range(3):
-        mistake("few rows", lambda: pipe.train_step(X[: 1 if rank == 0 else 8], target=Y))
+        mistake("no rows", lambda: pipe.train_step(X[: 0 if rank == 0 else 8], target=Y))
         mistake("rows", lambda: pipe.train_step(X, target=Y[: 8 if rank == 0 else 6]))
         mistake("form", lambda: pipe.train_step([X] if rank == 0 else X, target=Y))
         mistake("no arguments", lambda: pipe.train_step(target=Y))
@@ -211,7 +211,7 @@ BATCHES: Expected = {
     "foreign": ("ValueError", ["belong to 0 open pipelines"]),
     "missing": ("ValueError", ["trainable parameters", "missing in the optimizer: 1"]),
     "optimizers": ("ValueError", ["optimizer must be the same", "0: SGD", "1: Adam"]),
-    "few rows": ("ValueError", ["rows of the batch: 1, num_microbatches: 2"]),
+    "no rows": ("ValueError", ["rows of the batch: 0, at least 1 needed"]),
     "rows": ("ValueError", ["rows of the arguments: 8, rows of the target: 6"]),
     "form": ("TypeError", ["list given, a tensor in the example call"]),
     "no arguments": ("ValueError", ["arguments do not fit"]),

@@ -107,7 +107,7 @@ def both_ends_are_given_the_batch(rank: int, d: int) -> None:
         for wrong, message in (
             (x[:-1] if rank == d - 1 else x, "rows of the arguments"),
             (x.double() if rank == d - 1 else x, "their shapes or dtypes differ"),
-            (x[: m - 1], f"rows of the batch: {m - 1}, num_microbatches: {m}"),
+            (x[:1], "rows of the batch: 1, at least 2 needed: each of the schedule's 2 pipelines"),
         ):
             target = batches[0].target[: wrong.shape[0]] if ends else None
             with pytest.raises(ValueError, match=message):
