@@ -3,6 +3,7 @@
 #   make             virtual environment, torch if there is none, extension
 #   make demo        trains a small GPT with two stages under torchrun
 #   make test        C++ tests (also under address and undefined-behaviour sanitizers), then pytest
+#   make test-all    the same with further sizes, for twice as long, and test-tsan
 #   make test-device  what is tested on a device without hardware that checks the order of all work
 #   make check       in three minutes: lint, and the tests of what changed (SINCE=commit) and the core
 #   make test-tsan   C++ tests that start threads, under the thread sanitizer
@@ -41,7 +42,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build check demo test test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
+.PHONY: build check demo test test-all test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
     bench bench-smoke study clean distclean
 .DELETE_ON_ERROR:
 
@@ -84,6 +85,9 @@ demo: $(STAMPS)/demo $(STAMPS)/extension
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo
 
 test: test-cpp test-python test-device
+
+test-all: PYTEST_ARGS += -m ''
+test-all: test test-tsan
 
 # As in setup.py, which says why.
 CXX_TEST_FLAGS := -ffp-contract=off -Wno-unknown-warning-option -Wno-restrict

@@ -16,6 +16,7 @@ from pipedream2bw.ranks.device_groups import runs_on_device
 from pipedream2bw.ranks.groups import new_group
 from tests.device import checked
 from tests.device.on_device import batch_on, check_on_device, on
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import (
     Trajectory,
@@ -77,8 +78,15 @@ def train_schedules(rank: int, world: int, schedules: list[str], name: str) -> N
                 )
 
 
-@pytest.mark.parametrize("train", [train_over_a_group, train_every_schedule])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "train"),
+    [
+        (2, train_over_a_group),
+        (4, train_over_a_group),
+        (3, train_every_schedule),
+        *exhaustive((3, train_over_a_group), (2, train_every_schedule), (4, train_every_schedule)),
+    ],
+)
 def test_every_schedule_in_processes(world: int, train: Callable[..., None]) -> None:
     run_ranks(
         train,

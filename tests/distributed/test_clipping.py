@@ -11,6 +11,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import copy_of, make_pipeline
@@ -88,7 +89,7 @@ def clip(rank: int, world: int, width: int) -> None:
         disagree(rank, world)
 
 
-@pytest.mark.parametrize(("world", "width"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "width"), [(2, 1), (4, 2), *exhaustive((2, 2), (4, 1))])
 def test_every_rank_clips_as_the_unsplit_model_does(world: int, width: int) -> None:
     run_ranks(clip, world, args=[width], timeout=150)
 

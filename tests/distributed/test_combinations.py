@@ -21,7 +21,7 @@ from tests.runs.combinations import (
 )
 from tests.runs.launch import run_ranks
 
-NUM_COMBINATIONS = 12
+NUM_COMBINATIONS = 8
 
 
 def unequal(of: Combination, width: int, numbers: random.Random) -> tuple[int, ...]:

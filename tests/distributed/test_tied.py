@@ -12,6 +12,7 @@ import torch
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import copy_of, make_pipeline
@@ -142,7 +143,7 @@ def own_names_and_states(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "width", "longest_delay"),
-    [(2, 1, 0.0), (4, 1, 0.0), (4, 1, 0.02), (4, 2, 0.0), (4, 2, 0.02)],
+    [(2, 1, 0.0), (4, 1, 0.02), (4, 2, 0.0), *exhaustive((4, 1, 0.0), (4, 2, 0.02))],
 )
 def test_tied_weights_train_as_one(world: int, width: int, longest_delay: float) -> None:
     run_ranks(train, world, args=(width, longest_delay), timeout=180)

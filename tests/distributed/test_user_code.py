@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import copy_of, drawing, make_pipeline, sgd
@@ -81,6 +82,6 @@ def user_code_runs(rank: int, world_size: int, width: int) -> None:
         ranges_are_the_timelines_actions(width, schedule, m)
 
 
-@pytest.mark.parametrize(("num_ranks", "width"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "width"), [(2, 1), (4, 2), *exhaustive((2, 2), (4, 1))])
 def test_user_code_runs_in_processes_as_in_one(num_ranks: int, width: int) -> None:
     run_ranks(user_code_runs, num_ranks, args=[width], timeout=150)

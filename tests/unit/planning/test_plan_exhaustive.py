@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import pipedream2bw as pd2
 from pipedream2bw.errors import DoesNotFit
+from tests.exhaustive import exhaustive
 from tests.references.plan_oracle import (
     ROUNDING,
     VS,
@@ -113,7 +114,7 @@ def check_predictions(problem: Problem) -> pd2.Plan | None:
     return plan
 
 
-@pytest.mark.parametrize("is_chain", [True, False])
+@pytest.mark.parametrize("is_chain", [False, *exhaustive(True)])
 @pytest.mark.parametrize("schedules", [*[(name,) for name in ALL + IN_A_V], ALL])
 def test_stages_take_and_hold_what_the_profile_says(
     schedules: tuple[str, ...], is_chain: bool
@@ -218,7 +219,7 @@ BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
 """By how much a plan may be slower than the best at most, and the sizes of the problems."""
 
 
-@pytest.mark.parametrize("largest_message", [0, 4000])
+@pytest.mark.parametrize("largest_message", [4000, *exhaustive(0)])
 @pytest.mark.parametrize("schedules", BEST_OF)
 def test_plans_are_near_the_best_of_all_and_refused_only_if_nothing_fits(
     schedules: tuple[str, ...], largest_message: int
