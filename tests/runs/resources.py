@@ -13,7 +13,12 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """Counts, but for ``resident``, which is bytes."""
+    """Counts, but for ``resident``, which is bytes.
+
+    Attributes:
+        descriptors: without those of other processes: of each peer a board has one from the first
+            wait on that takes long, whenever that comes.
+    """
 
     threads: int
     descriptors: int
@@ -40,8 +45,15 @@ def resources() -> Resources:
     maps = (own / "maps").read_text(encoding="utf-8")
     return Resources(
         threads=len(list((own / "task").iterdir())),
-        descriptors=len(list((own / "fd").iterdir())),
+        descriptors=sum(not _is_of_process(each) for each in (own / "fd").iterdir()),
         memory_files=sum("memfd:" in line or "/dev/shm" in line for line in maps.splitlines()),
         groups=len(dist.distributed_c10d._world.pg_map),
         resident=int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def _is_of_process(descriptor: Path) -> bool:
+    try:
+        return os.readlink(descriptor) == "anon_inode:[pidfd]"
+    except FileNotFoundError:  # the one by which the folder is read
+        return False
