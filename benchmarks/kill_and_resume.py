@@ -151,7 +151,8 @@ def _wrong_ends(results: Sequence[RankResult]) -> list[str]:
 def _starts_after(results: Sequence[RankResult], may_start: range) -> range:
     """From which batches the next life may go on."""
     starts = [told(result)["start"] for result in results if "start" in told(result)]
-    ends = [told(result).get("batch", 0) for result in results]
+    # One that was resumed at its end tells of no further batch.
+    ends = [max(told(result).get(word, 0) for word in ("start", "batch")) for result in results]
     if all(result.exit_code == _PREEMPTED for result in results):
         return range(ends[0], ends[0] + 1) if len(set(ends)) == 1 else range(0)
     least = starts[0] if starts else may_start[0]

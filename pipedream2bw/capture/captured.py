@@ -124,11 +124,29 @@ def describe_layer(captured: Captured, index: int) -> str:
     return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
 
 
+def place_of(captured: Captured, index: int) -> str:
+    """The innermost module that a layer is in, or its own name outside of all."""
+    around = _modules_around(captured.layer_nodes[index])
+    return around[-1] if around else captured.layers[index].name
+
+
+def block_around(captured: Captured, index: int) -> str | None:
+    """The outermost member of a list or sequence of modules that a layer is in."""
+    for name in _modules_around(captured.layer_nodes[index]):
+        if name.rpartition(".")[2].isdigit():
+            return name
+    return None
+
+
 def _modules_around(node: fx.Node) -> list[str]:
     """Returns the qualified names of the modules that a node was traced in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     names = (str(name).removeprefix("L['self']").lstrip(".") for name, _ in stack.values())
-    return [name for name in names if name]
+    return [name for name in names if name and name != _NO_MODULE]
+
+
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""What torch.export calls the place of a node that it has made outside of all modules."""
 
 
 def build_captured(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
 from .frozen_in_use import FrozenInUse
@@ -168,7 +169,7 @@ class LocalModel:
         has_copies = any(stage.weights.pipeline > 0 for stage in self._stages)
         lines = []
         for program in mode.programs:
-            names = [mode.captured.layers[i].name for i in program.layers]
+            names = [place_of(mode.captured, i) for i in program.layers]
             shown = names[0] if len(names) < 2 else f"{names[0]} ... {names[-1]}" if names else "-"
             line = f"stage {program.index}: {len(names)} layers ({shown})"
             for stage in self._stages:

@@ -10,12 +10,16 @@ from .. import _C
 from ..capture.captured import (
     Bonds,
     Captured,
+    block_around,
     bonds_of,
     describe_layer,
     first_layers,
     values_between,
 )
 from .program import StageProgram
+
+_FOR_WHOLE_BLOCKS = 1.01
+"""How much slower a split may be that cuts between blocks, which readers know by their names."""
 
 
 def choose_boundaries(
@@ -155,7 +159,35 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
         _C.LayerCost(forward=layer.forward_cost, input_grad=layer.backward_cost)
         for layer in captured.layers
     ]
-    return _C.split_stages(layers, num_stages, can_cut, crossing_values(captured))
+    values = crossing_values(captured)
+    fastest = _C.split_stages(layers, num_stages, can_cut, values)
+    between_blocks = [
+        can and block_around(captured, cut - 1) != block_around(captured, cut)
+        for cut, can in enumerate(can_cut, 1)
+    ]
+    if sum(between_blocks) < num_stages - 1:
+        return fastest
+    whole_blocks = _C.split_stages(layers, num_stages, between_blocks, values)
+    least, found = (_slowest(split, layers, values) for split in (fastest, whole_blocks))
+    return whole_blocks if found <= _FOR_WHOLE_BLOCKS * least else fastest
+
+
+def _slowest(
+    boundaries: Sequence[int], layers: Sequence[_C.LayerCost], values: Sequence[_C.Value]
+) -> float:
+    """Seconds of the slowest stage, by the rule of :func:`_C.split_stages`."""
+
+    def stage_of(layer: int) -> int:
+        return bisect.bisect(boundaries, layer) - 1
+
+    seconds = [0.0] * len(boundaries)
+    for number, layer in enumerate(layers):
+        seconds[stage_of(number)] += layer.forward + layer.input_grad
+    for value in values:
+        touched = {stage_of(layer) for layer in (value.producer, *value.consumers)}
+        for stage in touched if len(touched) > 1 else ():
+            seconds[stage] += value.seconds
+    return max(seconds)
 
 
 def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:

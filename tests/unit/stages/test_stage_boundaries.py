@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipedream2bw import PipelineModule
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.captured import Captured
+from pipedream2bw.capture.captured import Captured, block_around
 from pipedream2bw.model.precision import Precision
 from pipedream2bw.stages.boundaries import choose_boundaries, crossing_values, place_like
 from pipedream2bw.stages.cut import split_into_stages
@@ -422,3 +424,46 @@ def test_one_batch_norm_used_on_two_stages_is_refused_where_it_writes(
         _, programs = cut(model, 2, X, split=["b"])
         assert "norm.running_mean" in programs[0].buffers
         assert "norm.running_mean" in programs[1].buffers
+
+
+class Towers(nn.Module):
+    """Blocks that begin with cheap layers, so that the fastest split cuts into one of them."""
+
+    def __init__(self, depth: int = 4, *, uneven: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16) for _ in range(depth)])
+        self.last = nn.Linear(16, 2000 if uneven else 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != 16:  # which torch.fx cannot trace
+            raise ValueError("width")
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("how", ["fx", "export"])
+def test_stages_begin_where_blocks_do_if_that_is_hardly_slower(how: str) -> None:
+    program = captured(2, Towers() if how == "export" else Net())
+    assert program.how == how
+    _, first = choose_boundaries(program, 2)
+    assert (block_around(program, first - 1), block_around(program, first)) == (
+        "blocks.1",
+        "blocks.2",
+    )
+    assert choose_boundaries(program, 2, ["blocks.2"])[1] == first
+
+
+def test_a_block_is_cut_where_whole_ones_would_be_slower() -> None:
+    program = captured(2, Towers(3))
+    _, first = choose_boundaries(program, 2)
+    assert block_around(program, first - 1) == block_around(program, first) == "blocks.1"
+
+
+def test_stages_of_an_exported_model_are_shown_by_its_modules() -> None:
+    with PipelineModule(
+        Towers(), nn.functional.mse_loss, num_stages=2, num_microbatches=2, example_args=X
+    ) as pipe:
+        text = repr(pipe)
+    assert re.search(r"stage 0: \d+ layers \(blocks.0.norm ... blocks.1\)", text)
+    assert re.search(r"stage 1: \d+ layers \(blocks.2.norm ... last\)", text)
