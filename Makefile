@@ -107,13 +107,13 @@ endef
 # libtorch's headers take minutes to compile.
 test-cpp: $(STAMPS)/test $(STAMPS)/extension
 	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;transport;kernels' \
-	    -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)",--timeout 120)
-	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 240)
+	    -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)",--timeout 300)
+	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 600)
 
 test-tsan: export TSAN_OPTIONS = \
     ignore_noninstrumented_modules=1 suppressions=$(abspath tests/cpp/tsan.supp)
 test-tsan: $(STAMPS)/test
-	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 240)
+	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 600)
 
 test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
