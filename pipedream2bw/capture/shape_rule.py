@@ -24,8 +24,21 @@ class ShapeRule:
         ]
         if symbolic:
             environment = symbolic[0].node.shape_env
-            self._conditions = [
+            conditions = [
                 guard.expr.xreplace(environment.replacements) for guard in environment.guards
+            ]
+            # Numbers of rows come in all sizes. That they are not by chance as large as something
+            # else is what torch.export takes for granted, and nothing that the program needs.
+            rows = {
+                symbol
+                for sizes in self._sizes
+                if sizes and not isinstance(sizes[0], int)
+                for symbol in sizes[0].free_symbols
+            }
+            self._conditions = [
+                condition
+                for condition in conditions
+                if not (isinstance(condition, sympy.Ne) and condition.free_symbols <= rows)
             ]
 
     def why_not(self, given: Mapping[int, tuple[str, Sequence[int]]]) -> str | None:

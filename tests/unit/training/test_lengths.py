@@ -81,6 +81,22 @@ def test_lengths_for_which_the_model_was_not_captured_are_refused(
         opt.step()
 
 
+class Comparing(Windowed):
+    """Asks whether rows and length are the same, as code that guesses at layouts does."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if tokens.shape[0] == tokens.shape[1]:
+            tokens = tokens.clone()
+        return super().forward(tokens, mask)
+
+
+def test_as_many_rows_as_another_size_are_not_refused() -> None:
+    task = dataclasses.replace(TASKS["mlp"], build=Comparing)
+    batches = [batch_of(32, 8), batch_of(8, 8), batch_of(9, 8)]
+    got = by_pipeline(task, batches, 2, 4, example=batch_of(3, 8))
+    assert_same(got, by_oracle(task, batches, 4))
+
+
 def test_a_mask_of_another_length_is_refused() -> None:
     task = dataclasses.replace(TASKS["mlp"], build=Windowed)
     with make_pipeline(task, 2, 4, batch_of(8, 8), dynamic_shapes=True) as pipe:
