@@ -67,7 +67,7 @@ def bad_batches(rank: int, device: str) -> dict[str, tuple[Any, Any]]:
     x, y = good(device)
     same = torch.Tensor.detach
     change: dict[str, tuple[int, Callable[[Any], Any], Callable[[Any], Any]]] = {
-        "few rows": (0, lambda x: x[:1], same),
+        "no rows": (0, lambda x: x[:0], same),
         "list": (0, lambda x: [x], same),
         "rows of the target": (1, same, lambda y: y[:6]),
         "dtype": (0, torch.Tensor.double, same),
@@ -93,7 +93,7 @@ def both(rank: int, world: int) -> list[dict[str, Any]]:
 
 EXPECTED: Expected = {
     # What is seen before anything of the batch is done.
-    "few rows": ("ValueError", ["rows of the batch: 1, num_microbatches: 2"]),
+    "no rows": ("ValueError", ["rows of the batch: 0, at least 1 needed"]),
     "list": ("TypeError", ["list given, a tensor in the example call"]),
     "rows of the target": ("ValueError", ["rows of the arguments: 8, rows of the target: 6"]),
     # What only the model or the loss can tell: the batch is discarded.
