@@ -120,9 +120,9 @@ class Intake:
             number: of these shapes, but for the rows.
         """
         captured, rule = mode.captured, mode.captured.shape_rule
-        for size in set(sizes):
-            if rule is None or (number, size) in self._layouts:
-                continue
+        if rule is None:
+            return
+        for size in {size for size in sizes if (number, size) not in self._layouts}:
             shapes = {
                 position: (
                     captured.signature.tensors[position].path,
@@ -268,10 +268,8 @@ class Intake:
         one = grid.process_of(0, replica, 0)
         for shard, begin in itertools.product(range(grid.num_shards), begins):
             last = grid.process_of(begin + grid.depth - 1, replica, shard)
-            if not training:
-                continue
             kinds = [announced[rank].is_list for rank in (one, last)]
-            if kinds[0] != kinds[1]:
+            if training and kinds[0] != kinds[1]:
                 told = [("a batch", "microbatches=")[kind] for kind in kinds]
                 raise ValueError(
                     f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: the ranks of "
@@ -342,7 +340,8 @@ def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossW
     """
     if len(set(of_batch)) == 1:
         return _C.LossWeights(divisor=len(of_batch))
-    return _C.LossWeights(factors=[size / sum(of_batch) for size in sizes])
+    rows = sum(of_batch)
+    return _C.LossWeights(factors=[size / rows for size in sizes])
 
 
 def _total(rows: Sequence[int]) -> int:

@@ -161,6 +161,9 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
         assert (output is not None) == pipe.gives_output
         if output is not None:
             assert_close("output", output, whole(*example).detach(), within=within)
+        if tp is not None:
+            with pytest.raises(ValueError, match="first stages of a replica are given the same"):
+                pipe(*(x[: len(x) - tp.get_local_rank()] for x in example))
     same("losses", torch.tensor(ours), torch.tensor(want))
     assert state
     for local_name, tensor in state.items():
