@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..accelerator import module_of
@@ -171,11 +170,7 @@ def _measured_profile(
     with random_state_kept():
         action = seconds_per_action(device)
     if control.group is not None:
-        everyone: list[Any] = [None] * control.size
-        mine = (measured, update, action)
-        control.deadline.wait(
-            "profiling", lambda: dist.all_gather_object(everyone, mine, group=control.group)
-        )
+        everyone = control.told_by_all((measured, update, action), "profiling")
         measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
         update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
         action = statistics.median(each[2] for each in everyone)

@@ -208,14 +208,16 @@ class ControlPlane:
         self._check_same_operation(table)
         return table
 
-    def told_by_all(self, value: _Made) -> list[_Made]:
-        """Every rank's ``value``, on every rank. It costs more than :meth:`agree`."""
+    def told_by_all(self, value: _Made, action: str = "agreeing") -> list[_Made]:
+        """Every rank's ``value``, on every rank. It costs more than :meth:`agree`.
+
+        Args:
+            action: what an error says that took too long.
+        """
         if self.group is None:
             return [value]
         told: list[Any] = [None] * self.size
-        self.deadline.wait(
-            "agreeing", lambda: dist.all_gather_object(told, value, group=self.group)
-        )
+        self.deadline.wait(action, lambda: dist.all_gather_object(told, value, group=self.group))
         return told
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:

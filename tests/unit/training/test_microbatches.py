@@ -13,6 +13,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from tests.references.oracle import Batch, ReadyMade
+from tests.runs.microbatches import DROPOUT
 from tests.runs.trajectory import (
     assert_same,
     by_oracle,
@@ -48,7 +49,6 @@ class Ragged(nn.Module):
         return x.mean(1) if bounds is None else x[:, bounds].mean(1)
 
 
-DROPOUT = dataclasses.replace(TASKS["dropout in eval"], training=True)
 RAGGED = dataclasses.replace(TASKS["mlp"], build=Ragged)
 
 
@@ -59,8 +59,7 @@ def options_of(schedule: str) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_few_rows_make_few_microbatches(schedule: str) -> None:
     d = DEPTHS.get(schedule, 2)
-    task = dataclasses.replace(TASKS["mlp"], depths=(d,))
-    check_task(task, d, 8, ROWS, schedule=schedule, **options_of(schedule))
+    check_task(TASKS["mlp"], d, 8, ROWS, schedule=schedule, **options_of(schedule))
 
 
 @pytest.mark.parametrize("task", ["drawing", "skips", "masked", "frozen"])
@@ -119,10 +118,9 @@ def test_lengths_may_differ(with_bounds: bool, recompute: bool | None) -> None:
 def test_sums_and_accumulated_train_steps() -> None:
     lists = [[2, 2, 1], [3], [1, 1, 1, 1], [4, 2]]
     batches = [ready_made(sizes, seed) for seed, sizes in enumerate(lists)]
-    task = DROPOUT
     for options in ({"accumulate": 2}, {"loss_reduction": "sum"}):
-        got = by_pipeline(task, batches, 2, 4, **options)
-        assert_same(got, by_oracle(task, batches, 4, **options))
+        got = by_pipeline(DROPOUT, batches, 2, 4, **options)
+        assert_same(got, by_oracle(DROPOUT, batches, 4, **options))
 
 
 def test_a_normalizer_is_counted_over_all_microbatches() -> None:
