@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 
 
@@ -38,7 +37,7 @@ class ShapeRule:
             self._conditions = [
                 condition
                 for condition in conditions
-                if not (isinstance(condition, sympy.Ne) and condition.free_symbols <= rows)
+                if not (isinstance(condition, _sympy().Ne) and condition.free_symbols <= rows)
             ]
 
     def why_not(self, given: Mapping[int, tuple[str, Sequence[int]]]) -> str | None:
@@ -69,7 +68,7 @@ class ShapeRule:
         # decided for those a size of 1 obeys, too.
         larger = {symbol: max(size, 2) for symbol, size in sizes.items()}
         for condition in self._conditions:
-            if condition.xreplace(_numbers(larger)) == sympy.false:
+            if condition.xreplace(_numbers(larger)) == _sympy().false:
                 shapes = [list(shape) for _, shape in given.values()]
                 return f"shapes {shapes} of the arguments: valid only if {condition}"
         return None
@@ -80,4 +79,11 @@ def _expression(size: Any) -> Any:
 
 
 def _numbers(sizes: dict[Any, int]) -> dict[Any, Any]:
-    return {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+    return {symbol: _sympy().Integer(size) for symbol, size in sizes.items()}
+
+
+def _sympy() -> Any:
+    """It takes longer to import than all of this package, and few models have open sizes."""
+    import sympy  # type: ignore[import-untyped]
+
+    return sympy
