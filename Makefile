@@ -193,7 +193,8 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
-SMOKES := $(addprefix smoke/,$(BENCHMARKS) $(PAPER)/reproduce.py $(PAPER)/scale.py \
+SMOKES := $(addprefix smoke/,$(BENCHMARKS) benchmarks/models/survey.py \
+    $(PAPER)/reproduce.py $(PAPER)/scale.py \
     $(STUDY)/study.py $(STUDY)/precision.py)
 .PHONY: $(SMOKES)
 bench-smoke: $(SMOKES)

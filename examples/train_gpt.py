@@ -31,7 +31,7 @@ import torch.distributed as dist
 from byte_text import RandomBatches, load_text
 from compare_schedules import agreed, compare, record_timeline, train_one_batch
 from gpt import GPT, next_byte_loss
-from matplotlib.figure import Figure
+from loss_curve import draw_losses
 from tqdm import tqdm
 
 import pipedream2bw as pd2
@@ -264,22 +264,6 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
         text.append(int(following))
     pipe.train()
     return bytes(text)
-
-
-def draw_losses(losses: list[float], path: Path) -> None:
-    """Draws every batch's loss and the mean of the 20 around it."""
-    window = max(1, min(20, len(losses) // 4))
-    means = [sum(losses[i : i + window]) / window for i in range(max(0, len(losses) - window) + 1)]
-    figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
-    axes = figure.subplots()
-    axes.plot(losses, color="#9ecae1", linewidth=0.8, label="loss of the batch")
-    centres = [i + window / 2 for i in range(len(means))]
-    axes.plot(centres, means, color="#08519c", linewidth=1.8, label=f"mean of {window} batches")
-    axes.set_xlabel("batch")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:

@@ -151,6 +151,38 @@ def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text
     assert weights_of("run") == weights_of("undisturbed")
 
 
+@pytest.mark.parametrize("example", ["train_moe.py", "train_muon.py"])
+def test_small_gpts_learn(tmp_path: Path, text: Path, example: str) -> None:
+    pytest.importorskip("matplotlib")
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30"]
+    output = run_alone(example, *tiny, "--data", str(text), "--out", str(tmp_path))
+    first, last = losses_of(output)
+    assert first == pytest.approx(5.55, abs=0.2)
+    assert last < first - 0.5
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_network_is_trained_by_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = run_alone("own_schedule.py", "--steps=40", "--width=16", "--out", str(tmp_path))
+    first, last = losses_of(output)
+    assert last < 0.9 * first
+    assert re.search(r"\ncsv +1.050 +4.5\n2bw +1.000 +4.0\n", output), output
+    assert {"loss.png", "schedule.png"} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("script", ["torchrun_machines.sh", "slurm/train_gpt.sbatch"])
+def test_scripts_name_options_that_the_example_has(script: str) -> None:
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    shell = "sh" if text.startswith("#!/bin/sh") else "bash"
+    subprocess.run([shell, "-n", str(EXAMPLES / script)], check=True)
+    called = text.partition("train_gpt.py --stages")[2].partition("'")[0]
+    options = set(re.findall(r"--[a-z-]+", "--stages" + called))
+    source = (EXAMPLES / "train_gpt.py").read_text(encoding="utf-8")
+    assert options
+    assert options <= set(re.findall(r'add\("(--[a-z-]+)"', source))
+
+
 def recognised(output: str) -> float:
     found = re.search(r"recognised: (\d+) of (\d+)", output)
     assert found, output
@@ -162,13 +194,16 @@ def test_digits_are_recognised_in_one_process() -> None:
     assert recognised(run_alone("train_digits.py", "--epochs", "3")) > 0.9
 
 
-def test_digits_are_recognised_under_torchrun() -> None:
+@pytest.mark.parametrize(("example", "epochs"), [("train_digits.py", 3), ("train_vit.py", 8)])
+def test_digits_are_recognised_under_torchrun(tmp_path: Path, example: str, epochs: int) -> None:
     pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
     results = run_ranks(
-        EXAMPLES / "train_digits.py",
+        EXAMPLES / example,
         2,
-        args=["--epochs", "3"],
+        args=["--epochs", str(epochs)],
         rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
         timeout=150,
     )
     assert recognised(results[1].stdout) > 0.9

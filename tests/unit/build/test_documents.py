@@ -10,9 +10,8 @@ import pytest
 
 from tests.unit.build.test_rooms import CSRC, MAY_INCLUDE, PACKAGE, ROOT
 
-DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
-)
+FOLDERS = ("docs", "benchmarks", "examples")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in ROOT.glob(f"{f}/**/*.md"))])
 
 
 def prose(document: Path) -> str:

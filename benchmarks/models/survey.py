@@ -1,0 +1,268 @@
+"""Which models train exactly, each as a pipeline against itself unsplit.
+
+A model is built with random weights, split over stage threads, and trained for three batches under
+2bw; the same model, unsplit, is trained by the tests' oracle (tests/references/oracle.py) with the
+same random numbers. Compared are losses and weights: "bitwise", or the largest difference of a
+tensor over its norm. A model is refused if the package says why it cannot take it. Each runs in a
+process of its own, which has a time limit.
+
+    python benchmarks/models/survey.py [--only NAMES] [--stages N] [--precision bf16] [--compile]
+                                       [--table PATH] [--json PATH] [--smoke]
+
+--table writes the rows of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import io
+import multiprocessing
+import queue
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pipedream2bw as pd2
+from benchmarks.measuring.report import arguments, compact, describe, machine
+from benchmarks.models import perception, text, vision
+from benchmarks.models.zoo import Model, mean_square
+from tests.references.oracle import Batch, Oracle
+
+BATCHES = 3
+NUM_MICROBATCHES = 4
+ROWS = 2  # of a microbatch: a BatchNorm over one row has no variance
+CLOSE = 1e-6
+SECONDS = 300.0
+SMOKE = ("torchvision/mobilenet_v3_small", "transformers/qwen2")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a model."""
+
+    model: str
+    verdict: str
+    """"bitwise", "close", "WRONG", "refused", "not built", "CRASH" or "HANG"."""
+    route: str = ""
+    """How the model was captured."""
+    seconds: float = 0.0
+    """Until the pipeline was made."""
+    difference: float = 0.0
+    """The largest of a tensor over its norm."""
+    stages: str = ""
+    """The modules in which the stages begin."""
+    reason: str = ""
+
+    @property
+    def first_reason(self) -> str:
+        return self.reason.partition("\n")[0]
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict in ("WRONG", "CRASH", "HANG")
+
+
+def all_models() -> dict[str, Model]:
+    """By name; of libraries that are installed."""
+    found = [*vision.models(), *text.models(), *perception.models()]
+    return {
+        f"{model.library}/{model.name}": model
+        for model in found
+        if importlib.util.find_spec(model.library) is not None
+    }
+
+
+def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
+    torch.manual_seed(0)
+    try:
+        module = model.build().train()
+        batches = [model.example(ROWS * NUM_MICROBATCHES) for _ in range(BATCHES)]
+        module(*copy.deepcopy(batches[0][0]), **batches[0][1])
+    except Exception as error:
+        return Outcome(name, "not built", reason=_first_line(error))
+    reference = copy.deepcopy(module)
+    args, kwargs = batches[0]
+    start = time.perf_counter()
+    try:
+        pipe = pd2.PipelineModule(
+            module,
+            mean_square,
+            num_stages=options.stages,
+            num_microbatches=max(NUM_MICROBATCHES, options.stages),
+            example_args=args,
+            example_kwargs=kwargs,
+            replicated=model.replicated,
+            precision=options.precision,
+            compile=options.compile,
+            timeout=SECONDS,
+        )
+    except (ValueError, TypeError) as error:
+        return Outcome(name, "refused", seconds=time.perf_counter() - start, reason=str(error))
+    seconds = time.perf_counter() - start
+    with pipe:
+        route, stages = _shown(pipe)
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.01))
+        losses = []
+        for args, kwargs in batches:
+            losses.append(pipe.train_step(*args, target=None, **kwargs))
+            optimizer.step()
+        ours = [float(loss) for loss in losses]
+        state = {key: value.clone() for key, value in pipe.state_dict().items()}
+        seed = pipe.random_seed
+    difference = _difference(reference, batches, seed, ours, state, pipe_stages=options.stages)
+    verdict = "bitwise" if difference == 0.0 else "close" if difference <= CLOSE else "WRONG"
+    return Outcome(name, verdict, route, seconds, difference, stages)
+
+
+def _difference(
+    reference: torch.nn.Module,
+    batches: list[Any],
+    seed: int,
+    losses: list[float],
+    state: dict[str, torch.Tensor],
+    pipe_stages: int,
+) -> float:
+    """The largest difference from the unsplit model, trained by the definition."""
+
+    @contextlib.contextmanager
+    def drawing(train_step: int, microbatch: int) -> Iterator[None]:
+        with pd2.reference_random(seed=seed, train_step=train_step, microbatch=microbatch):
+            yield
+
+    oracle = Oracle(
+        reference,
+        torch.optim.SGD(reference.parameters(), lr=0.01),
+        max(NUM_MICROBATCHES, pipe_stages),
+        mean_square,
+        delay=1,
+        drawing=drawing,
+    )
+    theirs = [oracle.train_step(Batch(args, None, kwargs)) for args, kwargs in batches]
+    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, theirs, strict=True)]
+    for key, value in reference.state_dict().items():
+        ours = state[key].double()
+        norm = max(float(value.double().norm()), 1e-30)
+        differences.append(float((ours - value.double()).norm()) / norm)
+    return max(value if value == value else float("inf") for value in differences)
+
+
+def _shown(pipe: pd2.PipelineModule) -> tuple[str, str]:
+    """How the model was captured, and where the stages begin."""
+    mode = pipe.session.modes.first
+    begins = [program.first_layer_name or "" for program in mode.programs[1:]]
+    return mode.captured.how, ", ".join(begins)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _in_child(results: Any, name: str, model: Model, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            outcome = examine(name, model, options)
+    except BaseException as error:
+        if options.verbose:
+            traceback.print_exc()
+        outcome = Outcome(name, "CRASH", reason=_first_line(error))
+    results.put(outcome)
+
+
+def in_process(name: str, model: Model, options: argparse.Namespace) -> Outcome:
+    """Examines a model in a process of its own, within the time limit."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_in_child, args=(results, name, model, options))
+    child.start()
+    deadline = time.monotonic() + SECONDS
+    try:
+        while True:
+            try:
+                return results.get(timeout=1.0)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    return Outcome(name, "HANG", reason=f"not done after {SECONDS} s")
+                if not child.is_alive() and results.empty():
+                    return Outcome(name, "CRASH", reason=f"exit code {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """In Markdown."""
+    lines = [
+        "| model | captured by | verdict | seconds to capture | stages begin at |",
+        "|---|---|---|---:|---|",
+    ]
+    for found in outcomes:
+        verdict = f"{found.difference:.0e}" if found.verdict == "close" else found.verdict
+        if found.reason:
+            verdict += f": {found.first_reason}"
+        begins = f"`{found.stages}`" if found.stages else ""
+        lines.append(
+            f"| {found.model} | {found.route} | {verdict} | {found.seconds:.1f} | {begins} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], rounds=None)
+    parser.add_argument("--only", metavar="NAMES", help="parts of names, by comma")
+    parser.add_argument("--stages", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--precision", help="as PipelineModule takes it")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--table", type=Path, metavar="PATH", help="write a table in Markdown")
+    parser.add_argument("--verbose", action="store_true", help="print where a model crashed")
+    options = parser.parse_args()
+    where = machine()
+    print(describe(where), flush=True)
+    models = all_models()
+    parts = list(SMOKE) if options.smoke else options.only.split(",") if options.only else [""]
+    chosen = [name for name in models if any(part in name for part in parts)]
+    if not chosen:
+        parser.error(f"--only: {options.only}, known are {', '.join(models)}")
+    outcomes = []
+    for name in chosen:
+        outcomes.append(found := in_process(name, models[name], options))
+        print(
+            f"{found.verdict:10} {found.difference:8.1e} {found.seconds:6.1f} s  "
+            f"{found.model:45} {found.route:10} {found.stages}  {found.first_reason}",
+            flush=True,
+        )
+    counts = dict.fromkeys(sorted({found.verdict for found in outcomes}), 0)
+    for found in outcomes:
+        counts[found.verdict] += 1
+    print(f"{len(outcomes)} models:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    if options.table:
+        options.table.write_text(table(outcomes))
+    if options.json:
+        report = {
+            "machine": where,
+            "stages": options.stages,
+            "precision": options.precision,
+            "compile": options.compile,
+            "counts": counts,
+            "models": [dataclasses.asdict(found) for found in outcomes],
+        }
+        options.json.write_text(compact(report))
+    if any(found.is_bad for found in outcomes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
