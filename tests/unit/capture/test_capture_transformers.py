@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.stages.boundaries import place_like
+from pipedream2bw.capture.captured import block_around
+from pipedream2bw.stages.boundaries import choose_boundaries, place_like
 from pipedream2bw.stages.cut import split_into_stages
 from tests.runs.staged_run import (
     assert_same,
@@ -203,3 +204,14 @@ def test_tied_embeddings_are_on_the_first_and_on_the_last_stage() -> None:
     )
     tied = ["transformer.wte.weight" in program.parameters for program in programs]
     assert tied == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_automatic_cuts_are_where_the_models_own_plan_has_them(name: str) -> None:
+    build, inputs = MODELS[name]
+    model = build()
+    (blocks,) = [key for key in model.config.base_model_pp_plan if key.endswith("layers")]
+    captured = capture(model, num_stages=2, example_kwargs=inputs(2))
+    boundaries = choose_boundaries(captured, 2)
+    assert block_around(captured, boundaries[1]) == f"model.{blocks}.1"
+    assert block_around(captured, boundaries[1] - 1) == f"model.{blocks}.0"
