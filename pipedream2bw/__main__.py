@@ -1,4 +1,5 @@
-"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile``, ``plan``, ``checkpoint``."""
+"""The command line: ``pipedream2bw draw``, ``schedules``, ``profile``, ``plan``, ``checkpoint``,
+``doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .commands.checkpoint import add_checkpoint_command
+from .commands.doctor import add_doctor_command
 from .commands.draw import add_draw_command, add_schedules_command
 from .commands.plan import add_plan_command, add_show_command
 from .commands.profile import add_profile_command
@@ -21,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns 0, or 1 if it finds what it looks for: damage.
+    """Runs one command and returns 0, or 1 if it finds what it looks for: damage, problems.
 
     Exits with code 2 and the reason if the input is bad.
 
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         *(add_draw_command, add_schedules_command),
         *(add_profile_command, add_plan_command, add_show_command),
         add_checkpoint_command,
+        add_doctor_command,
     ):
         add_command(commands)
     return parser
