@@ -24,6 +24,7 @@ from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
+from .replacing import clean
 from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .saves_under_way import SavesUnderWay
@@ -143,7 +144,7 @@ class Checkpointer:
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
         self._under_way.wait_together()
-        self._from_first("removing what interrupted saves left", folder.clean)
+        self._from_first("removing what interrupted saves left", lambda: clean(folder))
         extra = load_whole(
             session,
             folder,

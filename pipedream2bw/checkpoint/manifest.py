@@ -109,12 +109,8 @@ class Manifest(Document):
         return sum(file.size for file in self.files.values())
 
 
-INDEX = "model.safetensors.index.json"
-"""The file that says in which files the newest weights are, as Hugging Face writes it."""
-
-
 def weights_index(files: Mapping[str, SavedFile]) -> bytes:
-    """What :data:`INDEX` holds."""
+    """What the index of the newest weights holds."""
     of_model = {name: file for name, file in files.items() if file.kind == "model"}
     index = {
         "metadata": {"total_size": sum(file.size for file in of_model.values())},

@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder, name_of
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder, name_of
 from pipedream2bw.checkpoint.inspecting import damage_of
-from pipedream2bw.checkpoint.manifest import INDEX
 from pipedream2bw.errors import DamagedCheckpoint
 
 OLDER, NEWEST = 2, 4

@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.replacing import clean
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -28,6 +29,7 @@ def put(folder: Folder, step: int, nonce: str = "a", *, commit: bool = True) -> 
         file.write(f"{nonce} {step}".encode())
     if commit:
         folder.commit(name, step, b"{}")
+        folder.end_save(name)
     return name
 
 
@@ -50,7 +52,7 @@ def test_what_was_interrupted_is_removed_and_nothing_else(tmp_path: Path) -> Non
     others = ["step-4", "notes.tmp-1", "step-00000003.corrupt"]
     for other in others:
         (tmp_path / "run" / other).mkdir()
-    folder.clean()
+    clean(folder)
     left = {each.name for each in (tmp_path / "run").iterdir()}
     assert left == {"step-00000003", *others}
     assert name not in left
@@ -126,7 +128,7 @@ def test_whatever_fails_in_a_place_is_an_os_error() -> None:
     ):
         with pytest.raises(OSError, match=r"Store\.Error: out of reach|Error: out of reach"):
             call()
-    folder.clean()
+    clean(folder)
     folder.discard("a", "b")
     folder.remove_file("a")
 
@@ -150,7 +152,7 @@ def test_a_removal_that_ends_half_way_is_finished_later(
         with pytest.raises(KeyboardInterrupt):
             folder.remove(3)
     assert folder.steps() == [5]
-    folder.clean()
+    clean(folder)
     assert {each.split("/")[-2] for each in folder.fs.find(folder.root)} == {"step-00000005"}
     folder.remove(3)
     folder.remove(5)
