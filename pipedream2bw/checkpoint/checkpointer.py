@@ -191,7 +191,7 @@ class Checkpointer:
         Raises:
             OSError: three saves in a row have failed.
             TimeoutError: the file system hangs when the run looks for newer checkpoints, once.
-            Preempted: a signal came; the run has been saved.
+            Preempted: a signal came; the run has been saved, or a warning says why not.
             ValueError: the folder has newer checkpoints, of a run that this one does not go on
                 from; on every rank.
         """
@@ -321,7 +321,7 @@ class Checkpointer:
         does now what it did before.
 
         Raises:
-            Preempted: a signal came; the run has been saved.
+            Preempted: a signal came; the run has been saved, or a warning says why not.
             StageError: a batch is discarded, or the pipeline has failed.
         """
         try:
