@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from pathlib import Path
@@ -11,8 +12,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder
-from pipedream2bw.checkpoint.replacing import clean
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
+from pipedream2bw.checkpoint.manifest import of_bytes
+from pipedream2bw.checkpoint.replacing import clean, commit
+from tests.fuzz.formats import corpus_of
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -92,7 +95,79 @@ def test_all_folders_that_are_made_are_on_the_disk(
     monkeypatch.setattr(os, "fsync", noting)
     put(Folder(tmp_path / "runs" / "a"), 1)
     assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
-    assert synced[-1] == str(tmp_path / "runs" / "a")
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What comes to the disk, and what is renamed, by the last name of its path, in order."""
+    seen: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        seen.append(f"sync {path.name}")
+        if path.is_file():  # written whole: what has been buffered is there, too
+            assert path.stat().st_size > 0
+        fsync(handle)
+
+    def renaming(old: str, new: str) -> None:
+        seen.append(f"rename {Path(old).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "rename", renaming)
+    return seen
+
+
+def saved(folder: Folder, nonce: str) -> None:
+    """Saves step 1 with one file of tensors."""
+    manifest = dataclasses.replace(of_bytes(corpus_of("manifest")[0]), batch=1, nonce=nonce)
+    (saved_file,) = manifest.files.values()
+    name, file_name = folder.begin(1, nonce), f"model-00001-of-00001-{nonce}.safetensors"
+    with folder.writing(name, file_name) as file:
+        file.write(b"data")
+    commit(folder, name, dataclasses.replace(manifest, files={file_name: saved_file}))
+
+
+def test_each_step_of_a_save_relies_on_what_is_on_the_disk(
+    tmp_path: Path, on_disk: list[str]
+) -> None:
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    assert on_disk == [
+        "sync model-00001-of-00001-a.safetensors",
+        f"sync .{INDEX}",
+        f"rename .{INDEX}",
+        f"sync {MANIFEST}",
+        "sync step-00000001.tmp-a",
+        "rename step-00000001.tmp-a",
+        f"sync {tmp_path.name}",
+    ]
+
+
+def test_so_does_each_step_of_a_save_that_replaces_another_one(
+    tmp_path: Path, on_disk: list[str]
+) -> None:
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    on_disk.clear()
+    saved(folder, "b")
+    assert on_disk == [
+        "sync model-00001-of-00001-b.safetensors",
+        f"sync .{INDEX}",
+        f"rename .{INDEX}",
+        f"sync {MANIFEST}",
+        "sync step-00000001.tmp-b",
+        "rename model-00001-of-00001-b.safetensors",
+        "sync step-00000001",
+        f"rename {MANIFEST}",
+        "sync step-00000001",
+        f"rename {INDEX}",
+        "sync step-00000001",
+        f"sync {tmp_path.name}",
+        f"sync {tmp_path.name}",
+    ]
+    assert not folder.holds("step-00000001", "model-00001-of-00001-a.safetensors")
 
 
 class Store(MemoryFileSystem):
