@@ -9,13 +9,17 @@ A, so that a machine that becomes slower or faster is no part of the figures: wi
 save into memory (/dev/shm) in the group; with torch.distributed.checkpoint's async_save of the same
 newest weights and moments after a drain. A round is two such rows, and gives one value.
 
+The same, without async_save, with both stages in threads of one process: there a writer that holds
+Python's lock would disturb them most.
+
 Then ``every="auto"`` on one disk of 20 MB/s for all processes and files (writes wait as long as it
 would take), in turns with batches without saving (A B B A), and again when that disk has become
 four times slower while training went on.
 
 Then processes that begin as ``python`` does: the seconds from the end of their imports (of torch
-and the package) to the loss of the first batch, with and without resuming from the last checkpoint.
-Joining the other process, building the model and the pipeline and the batch itself count, too.
+and the package), and from their start, to the loss of the first batch, with and without resuming
+from the last checkpoint. Joining the other process, building model and pipeline and the batch
+itself count, too.
 
     python benchmarks/saving.py [--rounds 8] [--smoke] [--json PATH]
 """
@@ -34,8 +38,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from measuring.groups import Group, added_processor_time, added_time, idle, seconds_of, tail
-from measuring.ranks import run_on_fresh_ranks, run_on_ranks
+from measuring.groups import (
+    Group,
+    added_processor_time,
+    added_time,
+    figures_of_idleness,
+    note_idleness,
+    seconds_of,
+    tail,
+)
+from measuring.ranks import run_on_fresh_ranks, run_on_ranks, seconds_of_process
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.slow_disk import SlowDisk, checkpoints_on
 from measuring.stages import Workload
@@ -52,6 +64,7 @@ SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8
 EVERY = 10
 WAYS = ("none", "saving", "dcp")
 ROW = (*WAYS, *reversed(WAYS))
+ROW_IN_THREADS = ("none", "saving", "saving", "none")
 DISK_BYTES_PER_SECOND = 20e6
 SLOWER = 4
 AUTO_BATCHES = (20, 60)
@@ -119,10 +132,13 @@ class Training:
 def train_group(training: Training, saver: pd2.Checkpointer, way: str) -> Group:
     """Begins one batch before a save; all that the save takes is in the group's time."""
     seconds = []
+    during_save = 0
     saving_by_dcp = None
     processor = time.process_time()
     last = time.perf_counter()
     for number in range(EVERY):
+        if saver.under_way:
+            during_save = number + 1
         training.batch()
         if way == "saving":
             saver.step()
@@ -136,7 +152,7 @@ def train_group(training: Training, saver: pd2.Checkpointer, way: str) -> Group:
         now = time.perf_counter()
         seconds.append(now - last)
         last = now
-    return Group(way, seconds, time.process_time() - processor)
+    return Group(way, seconds, time.process_time() - processor, during_save)
 
 
 def train_round(
@@ -150,14 +166,7 @@ def train_round(
         before = training.updates - first
         groups = [train_group(training, saver, way) for way in ways]
         training.batch()  # where the last group's time ends
-    first = min(event.batch for event in timeline.rows) + before
-    for stage in {event.stage for event in timeline.rows}:
-        events = [e for e in timeline.rows if e.stage == stage and e.kind != "U"]
-        for number, group in enumerate(groups):
-            begin, end = first + number * EVERY, first + (number + 1) * EVERY
-            busy = sum(e.end - e.start for e in events if begin <= e.batch < end)
-            starts = [min(e.start for e in events if e.batch == at) for at in (begin, end)]
-            group.idle[stage] = 1 - busy / (starts[1] - starts[0])
+    note_idleness(groups, timeline.rows, min(e.batch for e in timeline.rows) + before)
     return groups
 
 
@@ -288,8 +297,24 @@ def measure(rank: int, world_size: int, workload: Workload, rounds: int, folder:
     return Measured(groups, automatic)
 
 
-def recovery(rank: int, world_size: int, workload: Workload, folder: Path, resumes: bool) -> float:
-    """Runs on every rank, fresh: seconds from the end of its imports to its first batch's loss."""
+def measure_in_threads(
+    rank: int, world_size: int, workload: Workload, rounds: int, folder: Path
+) -> list[list[Group]]:
+    """Runs in one process, with a thread for each stage."""
+    training = Training(workload, folder)
+    with pd2.Checkpointer(
+        folder / "threads", training.pipe, training.opt, every=EVERY, keep=2
+    ) as saver:
+        train_round(training, saver, ROW_IN_THREADS)
+        groups = [train_round(training, saver, 2 * ROW_IN_THREADS) for _ in range(rounds)]
+    training.pipe.close()
+    return groups
+
+
+def recovery(
+    rank: int, world_size: int, workload: Workload, folder: Path, resumes: bool
+) -> tuple[float, float]:
+    """Runs on every rank, fresh: seconds to its first loss, since its imports and its start."""
     x, target = workload.batch(NUM_MICROBATCHES)
     pipe, opt = make(workload, x)
     with pipe:
@@ -300,7 +325,7 @@ def recovery(rank: int, world_size: int, workload: Workload, folder: Path, resum
         opt.step()
         pipe.flush()
         float(loss)
-        seconds = time.perf_counter() - IMPORTED
+        seconds = time.perf_counter() - IMPORTED, seconds_of_process()
         if ckpt is not None:
             ckpt.close()
     return seconds
@@ -329,7 +354,6 @@ def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
     by_round = list(zip(*(rank.rounds for rank in ranks), strict=True))
     together = [group for groups in rounds for group in groups]
     every = f"every {EVERY} batches"
-    further_idle = [idle(each, "saving") - idle(each, "none") for each in by_round]
     computed = {way: [added_processor_time(each, way) for each in by_round] for way in WAYS}
     alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
     added = {way: [added_time(groups, way) for groups in rounds] for way in WAYS}
@@ -341,7 +365,7 @@ def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
         Figure(
             every, "p99 of batch times over the median", [tail(together, "saving")], at_most=1.1
         ),
-        Figure(every, "further idle share of the idlest stage", further_idle, at_most=0.02),
+        *figures_of_idleness(every, by_round),
         Figure(f"dcp.async_save {every}, drained", "added time", added["dcp"]),
         Figure(f"dcp.async_save {every}, drained", "added processor time", computed["dcp"]),
     ]
@@ -356,6 +380,19 @@ def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
     return figures
 
 
+def figures_of_threads(rounds: Sequence[Sequence[Group]]) -> list[Figure]:
+    together = [group for groups in rounds for group in groups]
+    added = [added_time(groups, "saving") for groups in rounds]
+    name = "p99 of batch times over the median"
+    setting = f"every {EVERY} batches, stages in threads"
+    return [
+        Figure("no saving, stages in threads", name, [tail(together, "none")]),
+        Figure(setting, "added time", added, at_most=0.01, ideal=0.0),
+        Figure(setting, name, [tail(together, "saving")], at_most=1.1),
+        *figures_of_idleness(setting, [[groups] for groups in rounds]),
+    ]
+
+
 def figures_of_recovery(
     workload: Workload, folder: Path, resumes: Sequence[bool], times: int
 ) -> list[Figure]:
@@ -368,20 +405,23 @@ def figures_of_recovery(
         f"{size / statistics.median(reading) / 1e6:,.0f} MB/s"
     )
     most = RECOVERY_SECONDS + statistics.median(reading)
-    seconds: dict[bool, list[float]] = {each: [] for each in resumes}
+    seconds: dict[bool, list[tuple[float, float]]] = {each: [] for each in resumes}
     for _ in range(times):
         for each in resumes:
             of_ranks = run_on_fresh_ranks(NUM_STAGES, recovery, workload, folder, each)
-            seconds[each].append(max(of_ranks))
-    return [
-        Figure(
-            f"fresh processes, {'resumed' if each else 'new'}",
-            "seconds from the end of imports to the first loss",
-            of_each,
-            at_most=round(most, 2) if each else None,
-        )
-        for each, of_each in seconds.items()
-    ]
+            imported, started = zip(*of_ranks, strict=True)
+            seconds[each].append((max(imported), max(started)))
+    figures = []
+    for each, of_each in seconds.items():
+        setting = f"fresh processes, {'resumed' if each else 'new'}"
+        imported, started = zip(*of_each, strict=True)
+        limit = round(most, 2) if each else None
+        since = "seconds from {} to the first loss".format
+        figures += [
+            Figure(setting, since("the end of imports"), list(imported), at_most=limit),
+            Figure(setting, since("the start of the process"), list(started)),
+        ]
+    return figures
 
 
 def main() -> None:
@@ -395,6 +435,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=memory))
     try:
         figures = figures_of_training(run_on_ranks(NUM_STAGES, measure, workload, rounds, folder))
+        (in_threads,) = run_on_ranks(1, measure_in_threads, workload, rounds, folder)
+        figures += figures_of_threads(in_threads)
         figures += figures_of_recovery(workload, folder, *recoveries)
     finally:
         shutil.rmtree(folder)

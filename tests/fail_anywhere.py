@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tests.runs.failing import (
+    GLOO,
     Case,
     Seen,
     by_oracle,
@@ -34,6 +35,7 @@ from tests.runs.failing import (
     run_cases,
 )
 from tests.runs.launch import RankError, run_ranks
+from tests.samples.schedule_sizes import TWO_PIPELINES
 
 CASE_SECONDS = 60.0
 """After which a case hangs."""
@@ -58,6 +60,19 @@ class Outcome:
         if not first.raised:
             return "nothing failed"
         return "delay anew" if any(each.restarts_delay for each in first.raised) else "as if not"
+
+    @property
+    def cause(self) -> str:
+        """What let the pipeline end or the delay begin anew; "" if neither did."""
+        if self.kind not in ("ended, readable", "delay anew"):
+            return ""
+        case, raised = self.case, self.by_rank[0].raised
+        last = next(r for r in reversed(raised) if r.restarts_delay or r.discarded is None)
+        parts = ["pipedream" if case.schedule == "pipedream" else last.where]
+        parts += ["gloo"] if case.transport == GLOO else []
+        has_others = case.width > 1 or case.schedule in TWO_PIPELINES
+        parts += ["replicas or two pipelines"] if has_others else []
+        return ", ".join(parts)
 
 
 def judge(case: Case, by_rank: list[Seen]) -> str:
@@ -146,12 +161,12 @@ def in_turns(cases: Sequence[Case], jobs: int) -> Iterator[Outcome]:
             yield from done.result()
 
 
-def table(outcomes: Sequence[Outcome], keys: Callable[[Case], Sequence[object]]) -> str:
+def table(outcomes: Sequence[Outcome], keys: Callable[[Outcome], Sequence[object]]) -> str:
     """How many cases of each kind there are, by each key."""
     kinds = sorted({outcome.kind for outcome in outcomes})
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for outcome in outcomes:
-        for key in {str(key) for key in keys(outcome.case)}:
+        for key in {str(key) for key in keys(outcome)}:
             counts[key, outcome.kind] += 1
     lines = [f"| | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
     for key in sorted({key for key, _ in counts}):
@@ -178,10 +193,15 @@ def main() -> int:
                 print(f"    rank {rank} met {seen.met} raised {seen.raised}")
     met = [each for outcome in outcomes for seen in outcome.by_rank for each in seen.met]
     print(f"{len(outcomes)} cases, {len(met)} failures in {time.monotonic() - begin:.0f} s\n")
-    print(table(outcomes, lambda case: ["all"]), "\n")
-    print(table(outcomes, lambda case: [each.kind for each in case.failures]), "\n")
-    print(table(outcomes, lambda case: [case.schedule]), "\n")
-    print(table(outcomes, lambda case: [f"{case.transport}, d = {case.depth}, w = {case.width}"]))
+    for keys in (
+        lambda _: ["all"],
+        lambda each: [each.cause] if each.cause else [],
+        lambda each: [failure.kind for failure in each.case.failures],
+        lambda each: [each.case.schedule],
+        lambda each: [f"spare buffer: {each.case.spare}"],
+        lambda each: [f"{each.case.transport}, d = {each.case.depth}, w = {each.case.width}"],
+    ):
+        print(table(outcomes, keys), "\n")
     return int(any(outcome.wrong for outcome in outcomes))
 
 

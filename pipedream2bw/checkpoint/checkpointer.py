@@ -24,6 +24,7 @@ from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
+from .replacing import clean
 from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .saves_under_way import SavesUnderWay
@@ -143,7 +144,7 @@ class Checkpointer:
         session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
         session.flush_for(Operation.load)
         self._under_way.wait_together()
-        self._from_first("removing what interrupted saves left", folder.clean)
+        self._from_first("removing what interrupted saves left", lambda: clean(folder))
         extra = load_whole(
             session,
             folder,
@@ -190,7 +191,7 @@ class Checkpointer:
         Raises:
             OSError: three saves in a row have failed.
             TimeoutError: the file system hangs when the run looks for newer checkpoints, once.
-            Preempted: a signal came; the run has been saved.
+            Preempted: a signal came; the run has been saved, or a warning says why not.
             ValueError: the folder has newer checkpoints, of a run that this one does not go on
                 from; on every rank.
         """
@@ -320,7 +321,7 @@ class Checkpointer:
         does now what it did before.
 
         Raises:
-            Preempted: a signal came; the run has been saved.
+            Preempted: a signal came; the run has been saved, or a warning says why not.
             StageError: a batch is discarded, or the pipeline has failed.
         """
         try:

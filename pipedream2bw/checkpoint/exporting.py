@@ -11,8 +11,8 @@ import torch
 
 from ..optimizer.cut import is_beside
 from .cut import MODEL, OPTIMIZER
-from .folder import Folder
-from .manifest import INDEX, SavedFile, weights_index
+from .folder import INDEX, Folder
+from .manifest import SavedFile, weights_index
 from .source import Source
 from .tensor_file import write_tensors
 
@@ -50,8 +50,7 @@ def _to_hugging_face(source: Source, out: str) -> None:
         with folder.writing(name) as file:
             new = write_tensors(file, tensors)
         written[name] = SavedFile(kind=MODEL, rank=saved.rank, **new._asdict())
-    with folder.writing(INDEX) as file:
-        file.write(weights_index(written))
+    folder.write(INDEX, data=weights_index(written))
 
 
 def _to_torch(source: Source, out: str) -> None:

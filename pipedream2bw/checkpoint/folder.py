@@ -3,7 +3,8 @@
 Each checkpoint is a folder in it, ``step-00001000``, that is whole as soon as it has a manifest. In
 a file system it is written under another name and renamed when everything is on the disk. An object
 store knows no renaming: there the manifest is written last, and an object beside the files says
-until then that they are no checkpoint.
+until then that they are no checkpoint. The other name, or that object, stays until a save has
+ended, and has its nonce: so what an interrupted one left can be told from a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import datetime
 import os
 import re
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -22,12 +23,22 @@ from fsspec.implementations.local import LocalFileSystem
 from .tensor_file import Readable
 
 MANIFEST = "checkpoint.json"
+INDEX = "model.safetensors.index.json"
+"""The file that says in which files the newest weights are, as Hugging Face writes it."""
 
 UNFINISHED = "unfinished"
-"""In an object store: is there while a checkpoint is written."""
+"""In an object store: is there while a checkpoint is written; holds the save's nonce."""
 
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
+_TEMPORARY = re.compile(r"step-(\d{8,})\.tmp-(\w+)")
+
+
+class Interrupted(NamedTuple):
+    """A save that has not ended, and where it wrote."""
+
+    name: str
+    step: int
+    nonce: str
 
 
 @contextlib.contextmanager
@@ -82,9 +93,14 @@ class Folder:
         """Whether a checkpoint has a manifest."""
         return self.holds(name_of(step), MANIFEST)
 
-    def _names(self) -> list[str]:
+    @_errors_of_the_system()
+    def names_in(self, name: str) -> list[str]:
+        """The names of a checkpoint's files."""
+        return self._names(name)
+
+    def _names(self, *folder: str) -> list[str]:
         try:
-            entries = self._seen_now().ls(self.root, detail=False)
+            entries = self._seen_now().ls(self.at(*folder) if folder else self.root, detail=False)
         except FileNotFoundError:
             return []
         return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
@@ -134,6 +150,17 @@ class Folder:
             file.flush()
             os.fsync(file.fileno())
 
+    def write(self, *names: str, data: bytes) -> None:
+        """Writes a file that others see when it is whole."""
+        if not self.is_local:  # no object is there before it is whole
+            with self.writing(*names) as file:
+                file.write(data)
+            return
+        *folders, last = names
+        with self.writing(*folders, f".{last}") as file:
+            file.write(data)
+        os.rename(self.at(*folders, f".{last}"), self.at(*names))
+
     def commit(self, name: str, step: int, manifest: bytes) -> None:
         """Writes the manifest, which makes the checkpoint whole.
 
@@ -144,8 +171,6 @@ class Folder:
         with self.writing(name, MANIFEST) as file:
             file.write(manifest)
         if not self.is_local:
-            with contextlib.suppress(OSError):
-                self._remove_file(name, UNFINISHED)
             return
         _sync_folder(self.at(name))
         if self.holds(final):
@@ -155,33 +180,55 @@ class Folder:
         _sync_folder(self.root)
 
     def _move_into(self, final: str, name: str) -> None:
-        """Moves the files of a folder into another one, the manifest last."""
-        # What lists the files of tensors, for others to read, comes after them.
-        files = sorted(os.listdir(self.at(name)), key=lambda f: (f == MANIFEST, ".json" in f))
+        """Moves the files of a folder into another one, the manifest after those that it lists."""
+        # The index lists other files than the former manifest does, so that it comes last: until
+        # then the folder's name says that it may be the former one, whose files are still there.
+        files = sorted(os.listdir(self.at(name)), key=lambda f: (f == INDEX, f == MANIFEST))
         for file_name in files:
-            if file_name == MANIFEST:
+            if file_name in (MANIFEST, INDEX):
                 _sync_folder(self.at(final))
             os.rename(self.at(name, file_name), self.at(final, file_name))
         _sync_folder(self.at(final))
-        os.rmdir(self.at(name))
-
-    def clean(self) -> None:
-        """Removes what saves that were interrupted have left. While nothing is being saved."""
-        with contextlib.suppress(OSError):
-            for name in self._interrupted():
-                self._remove_all(name)
 
     @_errors_of_the_system()
-    def _interrupted(self) -> list[str]:
+    def end_save(self, name: str) -> None:
+        """Removes what says that a save is under way, after :meth:`commit`."""
+        if not self.is_local:
+            self._remove_file(name, UNFINISHED)
+        elif self.holds(name):  # the step was saved before, so that it was not renamed
+            os.rmdir(self.at(name))
+            _sync_folder(self.root)
+
+    @_errors_of_the_system()
+    def interrupted(self) -> list[Interrupted]:
+        """The saves, and removals, that have not ended."""
+        found = []
+        for name in self._names():
+            if self.is_local:
+                if match := _TEMPORARY.fullmatch(name):
+                    found.append(Interrupted(name, int(match[1]), match[2]))
+            elif (match := _STEP.fullmatch(name)) and self.holds(name, UNFINISHED):
+                nonce = self.read(name, UNFINISHED).decode(errors="replace")
+                found.append(Interrupted(name, int(match[1]), nonce))
+        return found
+
+    def is_replaced_by(self, step: int, nonce: str) -> bool:
+        """Whether the save has not ended that has exchanged the checkpoint's manifest."""
+        name = self.name_at_first(step, nonce)
         if self.is_local:
-            return [name for name in self._names() if _TEMPORARY.fullmatch(name)]
-        return [
-            name
-            for name in self._names()
-            if _STEP.fullmatch(name)
-            and self.holds(name, UNFINISHED)
-            and not self.holds(name, MANIFEST)
-        ]
+            return self.holds(name)
+        return self.holds(name, UNFINISHED) and self.read(name, UNFINISHED) == nonce.encode()
+
+    def clear(self, save: Interrupted, *, replaces: bool) -> None:
+        """Removes what a save that was interrupted has left.
+
+        Args:
+            replaces: whether its step has a checkpoint, which stays.
+        """
+        if replaces and not self.is_local:
+            self._remove_file(save.name, UNFINISHED)
+        else:
+            self._remove_all(save.name)
 
     def discard(self, name: str, nonce: str) -> None:
         """Removes what a save has written so far, as far as possible.
@@ -194,7 +241,7 @@ class Folder:
             if self.is_local or not self.holds(name, MANIFEST):
                 self._remove_all(name)
                 return
-            self._remove_file(name, UNFINISHED)
+            # That it is under way stays there: so the next start removes what ranks tell others.
             for path in self._seen_now().find(self.at(name)):
                 if nonce in path.rpartition("/")[2]:
                     self.fs.rm_file(path)
@@ -213,7 +260,7 @@ class Folder:
         self.fs.rm_file(self.at(*names))
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint. If that ends half-way, :meth:`clean` removes the rest."""
+        """Removes a checkpoint. If that ends half-way, it is one of :meth:`interrupted`."""
         name = name_of(step)
         if not self.holds(name):
             return

@@ -13,7 +13,8 @@ from ..model.checkpoint import Checkpoint, open_checkpoint
 from .cut import MODEL, RANK
 from .encoding import encode
 from .folder import Folder
-from .manifest import INDEX, Manifest, SavedFile, to_bytes, weights_index
+from .manifest import Manifest, SavedFile
+from .replacing import commit
 from .source import EXTRA_STATE
 from .tensor_file import check_saveable, write_tensors
 
@@ -52,9 +53,7 @@ def import_weights(
         model_state = encode(extra, "model_state", of_modules)
         if of_modules:
             files |= _write(folder, name, f"{RANK}-00001", RANK, of_modules)
-        with folder.writing(name, INDEX) as file:
-            file.write(weights_index(files))
-        folder.commit(name, 0, to_bytes(_manifest(nonce, files, model_state)))
+        commit(folder, name, _manifest(nonce, files, model_state))
     except BaseException:
         folder.discard(name, nonce)
         raise

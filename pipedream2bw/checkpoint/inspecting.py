@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ..errors import DamagedCheckpoint
 from .cut import MODEL, buffer_prefix
-from .folder import Folder
-from .manifest import INDEX, read_manifest, weights_index
+from .folder import INDEX, Folder
+from .manifest import read_manifest, weights_index
 from .source import Source
 
 
@@ -26,7 +26,9 @@ def damage_of(folder: Folder, step: int, *, sums: bool) -> Iterator[str]:
         return
     index = f"{source.name}/{INDEX}"
     try:
-        if folder.read(source.name, INDEX) != weights_index(source.manifest.files):
+        is_other = folder.read(source.name, INDEX) != weights_index(source.manifest.files)
+        # In between it is the former one, whose files are still there; resume() exchanges it.
+        if is_other and not folder.is_replaced_by(step, source.manifest.nonce):
             yield f"{index}: it does not say where the manifest's weights are"
     except (FileNotFoundError, IsADirectoryError):
         yield f"{index}: there is no such file"

@@ -23,6 +23,7 @@ class SavedFile:
             ``optimizer``, ``rank``.
         rank: the process that wrote it.
         size: in bytes.
+        data_size: that of its tensors alone.
         header_sum: CRC-32 of its header, length included; all other bytes are in a tensor's.
         tensors: CRC-32 of each tensor's bytes.
     """
@@ -30,6 +31,7 @@ class SavedFile:
     kind: str
     rank: int
     size: int
+    data_size: int
     header_sum: int
     tensors: Mapping[str, int]
 
@@ -109,15 +111,11 @@ class Manifest(Document):
         return sum(file.size for file in self.files.values())
 
 
-INDEX = "model.safetensors.index.json"
-"""The file that says in which files the newest weights are, as Hugging Face writes it."""
-
-
 def weights_index(files: Mapping[str, SavedFile]) -> bytes:
-    """What :data:`INDEX` holds."""
+    """What the index of the newest weights holds."""
     of_model = {name: file for name, file in files.items() if file.kind == "model"}
     index = {
-        "metadata": {"total_size": sum(file.size for file in of_model.values())},
+        "metadata": {"total_size": sum(file.data_size for file in of_model.values())},
         "weight_map": {key: name for name, file in of_model.items() for key in file.tensors},
     }
     return json.dumps(index, indent=1).encode()

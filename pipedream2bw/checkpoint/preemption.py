@@ -11,7 +11,10 @@ from types import FrameType
 
 
 class Preempted(SystemExit):  # ends the program, and is no error
-    """The run was saved and ends because of a signal.
+    """The program ends because of a signal.
+
+    The run was saved at the batch that it had reached. If that failed, or the file system hung, a
+    warning has said so, and the newest checkpoint is an older one.
 
     Its code is 128 and the signal's number, on all ranks; if they got different signals, the
     greatest number.

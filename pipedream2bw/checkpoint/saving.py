@@ -16,22 +16,12 @@ from typing import Any
 
 import torch
 
-from ..errors import DamagedCheckpoint
 from ..json_document import Field
 from .cut import Cut
 from .encoding import encode
 from .folder import MANIFEST, Folder, name_of
-from .manifest import (
-    INDEX,
-    Manifest,
-    RankPart,
-    SavedFile,
-    SavedSettings,
-    of_bytes,
-    read_manifest,
-    to_bytes,
-    weights_index,
-)
+from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes
+from .replacing import FAILED, commit, part_name
 from .tensor_file import write_tensors
 from .under_way import Saving
 from .waiting import Waiting
@@ -39,11 +29,6 @@ from .waiting import Waiting
 log = logging.getLogger("pipedream2bw")
 
 _AT_EXIT_SECONDS = 20.0
-_FAILED = "failed.json"
-
-
-def _part_name(rank: int) -> str:
-    return f"part-{rank:05d}.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +167,7 @@ class Writer:
     def _tell(self, name: str, error: str) -> bool:
         """Writes that this rank has failed, if it can; if there is no room, without a word."""
         rank = self._head.own.rank
-        file_name = _FAILED if rank == 0 else _part_name(rank)
+        file_name = FAILED if rank == 0 else part_name(rank)
         with contextlib.suppress(OSError):
             self._write_json(name, file_name, {"nonce": self._head.nonce, "error": error})
             return True
@@ -197,7 +182,7 @@ class Writer:
 
         Each rank writes its part, or that it failed, when it comes to it. Rank 0 alone.
         """
-        written = {r for r in self._missing if self._read_json(name, _part_name(r)) is not None}
+        written = {r for r in self._missing if self._read_json(name, part_name(r)) is not None}
         self._missing -= written
         if not self._missing:
             self._folder.discard(name, self._head.nonce)
@@ -214,7 +199,7 @@ class Writer:
     # ------------------------------------------------------------------ this rank's part
 
     def _write_part(self, name: str) -> None:
-        self._write_json(name, _part_name(self._head.own.rank), self._files(name))
+        self._write_json(name, part_name(self._head.own.rank), self._files(name))
 
     def _files(self, name: str) -> dict[str, Any]:
         cut, head, rank = self._cut, self._head, self._head.own.rank
@@ -250,15 +235,8 @@ class Writer:
 
     def _write_json(self, name: str, file_name: str, value: Any) -> None:
         """Other ranks see the file when it is whole."""
-        folder = self._folder
         self._written.append(file_name)
-        if not folder.is_local:
-            with folder.writing(name, file_name) as file:
-                file.write(json.dumps(value).encode())
-            return
-        with folder.writing(name, f".{file_name}") as file:
-            file.write(json.dumps(value).encode())
-        os.rename(folder.at(name, f".{file_name}"), folder.at(name, file_name))
+        self._folder.write(name, file_name, data=json.dumps(value).encode())
 
     def _read_json(self, name: str, file_name: str) -> dict[str, Any] | None:
         """What a rank wrote in this save; None as long as it is not there as a whole."""
@@ -276,31 +254,22 @@ class Writer:
         """Puts all ranks' parts together. Rank 0 alone."""
         folder, head = self._folder, self._head
         parts = self._gather(name)
-        manifest = _manifest(head, parts)
-        former: set[str] = set()
-        if self._mark:
-            with contextlib.suppress(OSError, ValueError, DamagedCheckpoint):
-                former = set(read_manifest(folder, head.batch).files)
-        for file_name in (*map(_part_name, range(len(parts))), _FAILED):
+        for file_name in (*map(part_name, range(len(parts))), FAILED):
             folder.remove_file(name, file_name)
-        with folder.writing(name, INDEX) as file:
-            file.write(weights_index(manifest.files))
-        folder.commit(name, head.batch, to_bytes(manifest))
-        for file_name in former:
-            folder.remove_file(name_of(head.batch), file_name)
+        commit(folder, name, _manifest(head, parts))
 
     def _gather(self, name: str) -> list[Field]:
         parts: dict[int, Field] = {}
         waiting = self._waiting(name)
         while True:
             for rank in sorted(self._missing):
-                part = self._read_json(name, _part_name(rank))
+                part = self._read_json(name, part_name(rank))
                 if part is None:
                     continue
                 self._missing.remove(rank)
                 if "error" in part:
                     raise OSError(f"rank {rank} could not write its part: {part['error']}")
-                parts[rank] = Field(part, _part_name(rank))
+                parts[rank] = Field(part, part_name(rank))
             if not self._missing:
                 return [parts[rank] for rank in sorted(parts)]
             missing = ", ".join(map(str, sorted(self._missing)))
@@ -313,7 +282,7 @@ class Writer:
         waiting = self._waiting(name)
         step = self._head.batch
         while not self._is_whole():
-            failed = self._read_json(name, _FAILED)
+            failed = self._read_json(name, FAILED)
             if failed is not None:
                 raise OSError(f"rank 0 could not complete checkpoint {step}: {failed['error']}")
             is_gone = False

@@ -43,9 +43,14 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class Written(NamedTuple):
-    """A written file: its size and sums (CRC-32), of its header and of each tensor's bytes."""
+    """A written file: its size and sums (CRC-32), of its header and of each tensor's bytes.
+
+    Attributes:
+        data_size: of its tensors alone.
+    """
 
     size: int
+    data_size: int
     header_sum: int
     tensors: dict[str, int]
 
@@ -111,7 +116,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
             chunk = data[first : first + _CHUNK_BYTES]
             file.write(chunk)
             sums[name] = zlib.crc32(chunk, sums[name])
-    return Written(len(start) + place, zlib.crc32(start), sums)
+    return Written(len(start) + place, place, zlib.crc32(start), sums)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

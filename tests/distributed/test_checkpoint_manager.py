@@ -1,12 +1,14 @@
 """A manager of checkpoints as torchtitan's is works with a pipeline, over numbers of stages.
 
 It gives ``torch.distributed.checkpoint`` one dictionary: the model's tensors under their own names
-beside objects that have a state, and lets training go on while that is written.
+beside objects that have a state, and lets training go on while that is written. The model's part is
+the class that docs/checkpoints.md tells its users to write.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import warnings
 from collections.abc import Collection
@@ -47,6 +49,17 @@ class Counter:
         self.step = int(state["step"])
 
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+
+
+def documented_weights(pipe: pd2.PipelineModule) -> Any:
+    """What the document gives a manager for the model."""
+    (code,) = re.findall(r"```python\n(class Weights:\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"pipe": pipe}
+    exec(code, names)
+    return names["Weights"]()
+
+
 class Trainer:
     """A run, and what saves it."""
 
@@ -56,6 +69,7 @@ class Trainer:
             TASK, num_stages, 2, BATCHES[0], model=TASK.model(seed), schedule="2bw"
         )
         self.opt = pd2.PipelineOptimizer(sgd(self.pipe.parameters()))
+        self.weights = documented_weights(self.pipe)
         self.counter = Counter()
         self.states = {
             "optimizer": self.opt,
@@ -71,7 +85,7 @@ class Trainer:
 
     def whole(self, without: Collection[str] = ()) -> dict[str, Any]:
         given = {name: state for name, state in self.states.items() if name not in without}
-        return {**self.pipe.state_dict(), **given}
+        return {**self.weights.state_dict(), **given}
 
     def train(self, number: int) -> None:
         batch = BATCHES[number]
@@ -117,7 +131,7 @@ class Trainer:
         state = self.whole(without)
         load(state, checkpoint_id=str(self.folder / f"step-{step}"))
         # The objects have been given their states; of the model only tensors have been filled.
-        self.pipe.load_state_dict(state, strict=False)
+        self.weights.load_state_dict(state)
 
     def finish(self) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
         self.pipe.flush()

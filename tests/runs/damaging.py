@@ -19,28 +19,31 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder, name_of
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder, name_of
 from pipedream2bw.checkpoint.inspecting import damage_of
-from pipedream2bw.checkpoint.manifest import INDEX
 from pipedream2bw.errors import DamagedCheckpoint
+from pipedream2bw.runtime.local_stages import LocalStage
 
 OLDER, NEWEST = 2, 4
-WIDTH = 6
+WIDTHS = {"momentum": 64, "split masters": 6}
+"""Of the layers, by kind. The first one's files of tensors have several blocks of 4 KiB."""
+KINDS = tuple(WIDTHS)
 
 
 def make_pipe(kind: str, seed: int) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
     """Two stages with dropout and buffers: momentum in float32, or Adam with split masters."""
     torch.manual_seed(seed)
+    width = WIDTHS[kind]
     layers: list[nn.Module] = []
     for _ in range(2):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.1)]
+        layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1)]
     halves = {"precision": "bf16", "split_master": True} if kind == "split masters" else {}
     pipe = pd2.PipelineModule(
         nn.Sequential(*layers),
         _loss,
         num_stages=2,
         num_microbatches=2,
-        example_args=(torch.zeros(2, WIDTH),),
+        example_args=(torch.zeros(2, width),),
         timeout=20.0,
         **halves,
     )
@@ -53,8 +56,6 @@ def make_pipe(kind: str, seed: int) -> tuple[pd2.PipelineModule, pd2.PipelineOpt
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return mse_loss(output.float(), target)
 
-
-KINDS = ("momentum", "split masters")
 
 _INDEX = "the index"
 """Of the weights' files. It is for other programs, and made of what the manifest says."""
@@ -94,7 +95,7 @@ class Victim:
         self.path, self.place = path, path / name_of(NEWEST)
         self.folder = Folder(path)
         self.counts = Counts()
-        self._batches = [torch.randn(2, 8, WIDTH) for _ in range(2 * NEWEST)]
+        self._batches = [torch.randn(2, 8, WIDTHS[kind]) for _ in range(2 * NEWEST)]
         pipe, opt = make_pipe(kind, seed)
         self._whole: dict[int, Any] = {}
         with contextlib.closing(pipe):
@@ -326,6 +327,11 @@ def state_of(
     pipe.flush()
     opt.state_dict()  # which fetches the moments
     weights = {f"weight {name}": value for name, value in pipe.state_dict().items()}
+    older = {
+        f"older weight {name}": value
+        for stage in pipe.session.stages
+        for name, value in _weights_of_next_batch(pipe, stage).items()
+    }
     buffers = {f"buffer {name}": value for name, value in pipe.named_buffers()}
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     moments = {
@@ -346,11 +352,18 @@ def state_of(
         "updates": session.accumulation.num_updates,
         "train_steps": session.num_train_steps,
     }
-    everything = weights | buffers | moments | generators | numbers
+    everything = weights | older | buffers | moments | generators | numbers
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in everything.items()
     }
+
+
+def _weights_of_next_batch(pipe: pd2.PipelineModule, stage: LocalStage) -> dict[str, torch.Tensor]:
+    """W(t-1) of a stage, which batch t reads."""
+    engine, batch = stage.weights.engine, pipe.session.accumulation.num_updates
+    slot = engine.slot_of(stage.executor.version_of_batch(stage.index, batch))
+    return {name: engine.weight(slot, i) for i, name in enumerate(stage.weights.trainable)}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ class Case:
 
     Attributes:
         depth: ranks of a replica.
+        spare: whether stages keep a spare buffer.
         clip: "", "norm" or "value".
         evaluates, reads, flushes: positions before or after which this is done.
     """
@@ -57,6 +58,7 @@ class Case:
     tied: bool
     accumulate: int
     recompute: bool
+    spare: bool
     warmup: int
     count: int
     failures: tuple[Failure, ...]
@@ -80,7 +82,7 @@ class Case:
     @property
     def has_verdicts(self) -> bool:
         """Whether all stages are known to have done a batch before any makes its update."""
-        has_room = self.precision is None and self.optimizer != "muon"
+        has_room = self.spare or (self.precision is None and self.optimizer != "muon")
         return self.schedule != "pipedream" and (
             self.clip == "norm" or self.scaled or max(self.delay) == 0 or has_room
         )
@@ -99,17 +101,23 @@ class Case:
         is_backward = error.action in ("backward", "input gradient", "weight gradient")
         is_early = is_backward and error.stage != self.sizes.num_stages - 1
         has_others = self.width > 1 or self.schedule in TWO_PIPELINES
-        return max(self.delay) > 0 and (is_early or has_others or self.transport == GLOO)
+        may = is_early or has_others or self.transport == GLOO
+        return max(self.delay) > 0 and not self.spare and may
 
 
 @dataclasses.dataclass
 class Raised:
-    """What a rank raised as it took batches back."""
+    """What a rank raised as it took batches back.
+
+    Attributes:
+        where: the action that failed, and whether the last stage's.
+    """
 
     kind: str
     discarded: tuple[int, ...] | None
     restarts_delay: bool
     text: str
+    where: str = ""
 
 
 @dataclasses.dataclass
@@ -185,6 +193,7 @@ def draw(number: int, seed: int) -> Case:
         evaluates=frozenset(i for i in range(count) if chance.random() < 0.15),
         reads=frozenset(i for i in range(count) if chance.random() < 0.3),
         flushes=frozenset(i for i in range(count) if chance.random() < 0.1),
+        spare=schedule != "pipedream" and chance.random() < 0.3,
     )
 
 
@@ -316,6 +325,7 @@ def _pipeline(case: Case, failing: Failing) -> pd2.PipelineModule:
         precision=case.precision,
         accumulate=case.accumulate,
         recompute=case.recompute,
+        spare_buffer=case.spare,
         warmup_batches=case.warmup,
         metrics={"mean": sample.metric_of(failing)},
         timeout=20.0,
@@ -353,7 +363,9 @@ class _Loop:
     def note(self, error: StageError) -> None:
         seen = self.seen
         kind = type(error).__name__
-        seen.raised.append(Raised(kind, error.discarded, error.restarts_delay, str(error)))
+        is_last = error.stage == self.case.sizes.num_stages - 1
+        where = f"{error.action}, {'the last' if is_last else 'an earlier'} stage"
+        seen.raised.append(Raised(kind, error.discarded, error.restarts_delay, str(error), where))
         if error.discarded is None:
             seen.ended = kind
             if not self.case.may_end(error):

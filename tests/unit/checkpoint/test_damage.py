@@ -24,6 +24,7 @@ def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
 def test_every_damage_is_refused_by_name_and_the_older_checkpoint_taken(victim: Victim) -> None:
     victim.flip(100, random.Random(str(victim.files)), loads=0.5, resumes=0.1)
     victim.cut(4096)
+    assert victim.counts.made > 100 + 2 * len(victim.files)
     victim.lose_and_replace()
     victim.lie_about_headers()
     victim.lie_about_sums()

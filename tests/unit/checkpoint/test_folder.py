@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from pathlib import Path
@@ -11,7 +12,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
+from pipedream2bw.checkpoint.manifest import of_bytes
+from pipedream2bw.checkpoint.replacing import clean, commit
+from tests.fuzz.formats import corpus_of
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -28,6 +32,7 @@ def put(folder: Folder, step: int, nonce: str = "a", *, commit: bool = True) -> 
         file.write(f"{nonce} {step}".encode())
     if commit:
         folder.commit(name, step, b"{}")
+        folder.end_save(name)
     return name
 
 
@@ -50,7 +55,7 @@ def test_what_was_interrupted_is_removed_and_nothing_else(tmp_path: Path) -> Non
     others = ["step-4", "notes.tmp-1", "step-00000003.corrupt"]
     for other in others:
         (tmp_path / "run" / other).mkdir()
-    folder.clean()
+    clean(folder)
     left = {each.name for each in (tmp_path / "run").iterdir()}
     assert left == {"step-00000003", *others}
     assert name not in left
@@ -90,7 +95,79 @@ def test_all_folders_that_are_made_are_on_the_disk(
     monkeypatch.setattr(os, "fsync", noting)
     put(Folder(tmp_path / "runs" / "a"), 1)
     assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
-    assert synced[-1] == str(tmp_path / "runs" / "a")
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What comes to the disk, and what is renamed, by the last name of its path, in order."""
+    seen: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def syncing(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        seen.append(f"sync {path.name}")
+        if path.is_file():  # written whole: what has been buffered is there, too
+            assert path.stat().st_size > 0
+        fsync(handle)
+
+    def renaming(old: str, new: str) -> None:
+        seen.append(f"rename {Path(old).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "rename", renaming)
+    return seen
+
+
+def saved(folder: Folder, nonce: str) -> None:
+    """Saves step 1 with one file of tensors."""
+    manifest = dataclasses.replace(of_bytes(corpus_of("manifest")[0]), batch=1, nonce=nonce)
+    (saved_file,) = manifest.files.values()
+    name, file_name = folder.begin(1, nonce), f"model-00001-of-00001-{nonce}.safetensors"
+    with folder.writing(name, file_name) as file:
+        file.write(b"data")
+    commit(folder, name, dataclasses.replace(manifest, files={file_name: saved_file}))
+
+
+def test_each_step_of_a_save_relies_on_what_is_on_the_disk(
+    tmp_path: Path, on_disk: list[str]
+) -> None:
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    assert on_disk == [
+        "sync model-00001-of-00001-a.safetensors",
+        f"sync .{INDEX}",
+        f"rename .{INDEX}",
+        f"sync {MANIFEST}",
+        "sync step-00000001.tmp-a",
+        "rename step-00000001.tmp-a",
+        f"sync {tmp_path.name}",
+    ]
+
+
+def test_so_does_each_step_of_a_save_that_replaces_another_one(
+    tmp_path: Path, on_disk: list[str]
+) -> None:
+    folder = Folder(tmp_path)
+    saved(folder, "a")
+    on_disk.clear()
+    saved(folder, "b")
+    assert on_disk == [
+        "sync model-00001-of-00001-b.safetensors",
+        f"sync .{INDEX}",
+        f"rename .{INDEX}",
+        f"sync {MANIFEST}",
+        "sync step-00000001.tmp-b",
+        "rename model-00001-of-00001-b.safetensors",
+        "sync step-00000001",
+        f"rename {MANIFEST}",
+        "sync step-00000001",
+        f"rename {INDEX}",
+        "sync step-00000001",
+        f"sync {tmp_path.name}",
+        f"sync {tmp_path.name}",
+    ]
+    assert not folder.holds("step-00000001", "model-00001-of-00001-a.safetensors")
 
 
 class Store(MemoryFileSystem):
@@ -126,7 +203,7 @@ def test_whatever_fails_in_a_place_is_an_os_error() -> None:
     ):
         with pytest.raises(OSError, match=r"Store\.Error: out of reach|Error: out of reach"):
             call()
-    folder.clean()
+    clean(folder)
     folder.discard("a", "b")
     folder.remove_file("a")
 
@@ -150,7 +227,7 @@ def test_a_removal_that_ends_half_way_is_finished_later(
         with pytest.raises(KeyboardInterrupt):
             folder.remove(3)
     assert folder.steps() == [5]
-    folder.clean()
+    clean(folder)
     assert {each.split("/")[-2] for each in folder.fs.find(folder.root)} == {"step-00000005"}
     folder.remove(3)
     folder.remove(5)

@@ -104,7 +104,7 @@ def test_a_checkpoint_that_cannot_be_read_as_the_file_system_hangs_is_named_and_
 @pytest.mark.parametrize(
     ("method", "action"),
     [
-        ("clean", "removing what interrupted saves left"),
+        ("interrupted", "removing what interrupted saves left"),
         ("steps", "looking for checkpoints"),
         ("size", "reading step-00000001"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import load_file
 
 import pipedream2bw as pd2
 
@@ -49,6 +51,11 @@ def test_a_trained_gpt2_is_read_by_from_pretrained(
                 opt.step()
                 ckpt.step()
         folder = tmp_path / "step-00000002"
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        weights = [load_file(folder / name) for name in set(index["weight_map"].values())]
+        assert set(index["weight_map"]) == {name for each in weights for name in each}
+        nbytes = sum(tensor.nbytes for each in weights for tensor in each.values())
+        assert index["metadata"] == {"total_size": nbytes}
         config.save_pretrained(folder)
         found, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"]

@@ -94,6 +94,7 @@ def test_a_step_that_is_saved_again_is_whole_meanwhile(s3_url: str) -> None:
         with folder.writing(name, "data") as file:
             file.write(nonce.encode())
         folder.commit(name, 3, b"{}")
+        folder.end_save(name)
         assert folder.steps() == [3]
         assert folder.read(name, "data") == nonce.encode()
     assert names(folder) == [f"/step-00000003/{MANIFEST}", "/step-00000003/data"]

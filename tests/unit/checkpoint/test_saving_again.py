@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import uuid
@@ -13,7 +15,9 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.cut import MODEL
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
+from pipedream2bw.checkpoint.inspecting import damage_of
 from pipedream2bw.checkpoint.manifest import read_manifest
 from pipedream2bw.checkpoint.source import Source
 from pipedream2bw.errors import StageError
@@ -29,9 +33,23 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def newest(path: str) -> str:
     """The nonce of the newest checkpoint, of which every byte has been compared."""
     source = Source.newest(Folder(path))
-    for name in source.manifest.files:
-        source.check_file(name, sums=True)
+    assert list(damage_of(source.folder, source.manifest.batch, sums=True)) == []
+    assert index_is_there(source)
     return source.manifest.nonce
+
+
+def index_is_there(source: Source) -> bool:
+    """Whether the files are there in which the index finds all the newest weights."""
+    found = json.loads(source.folder.read(source.name, INDEX))["weight_map"]
+    files = set(found.values())
+    is_there = all(source.folder.holds(source.name, name) for name in files)
+    return is_there and set(found) == set(source.places(MODEL))
+
+
+def names(path: str) -> set[str]:
+    """All files, without their folders."""
+    folder = Folder(path)
+    return {name.rpartition("/")[2] for name in folder.fs.find(folder.root)}
 
 
 @pytest.fixture
@@ -51,7 +69,7 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]
                 looks = True
                 look()
                 try:
-                    found = stock(*args, **options)
+                    found = None if name == "fsync" else stock(*args, **options)  # takes long
                     look()
                 finally:
                     looks = False
@@ -84,10 +102,7 @@ def test_a_step_that_is_saved_again_is_whole_at_every_moment(
     assert seen == sorted(seen, key=nonces.index), "a former one came back"
     assert min(seen.count(nonce) for nonce in nonces) > 3
     assert pd2.load(path, run.pipe, run.opt) == {"round": 2}
-    folder = Folder(path)
-    manifest = read_manifest(folder, 1)
-    left = {name.rpartition("/")[2] for name in folder.fs.find(folder.root)}
-    assert left == {*manifest.files, MANIFEST, "model.safetensors.index.json"}
+    assert names(path) == {*read_manifest(Folder(path), 1).files, MANIFEST, INDEX}
 
 
 def test_a_second_save_that_fails_leaves_the_first_one(
@@ -98,7 +113,8 @@ def test_a_second_save_that_fails_leaves_the_first_one(
     pd2.save(path, run.pipe, run.opt, extra={"round": 0}).wait()
     first = newest(path)
     writing = Folder.writing
-    for full in ("model-", "optimizer-", "rank-", "part-", "model.safetensors.index", MANIFEST):
+    of_store = path.startswith("memory:")
+    for full in ("model-", "optimizer-", "rank-", "part-", MANIFEST, INDEX):
 
         def fails(self: Folder, *names: str, full: str = full) -> Any:
             if names[-1].lstrip(".").startswith(full):
@@ -108,11 +124,73 @@ def test_a_second_save_that_fails_leaves_the_first_one(
         monkeypatch.setattr(Folder, "writing", fails)
         with pytest.raises(OSError, match="No space left"):
             pd2.save(path, run.pipe, run.opt, extra={"round": 1}).wait()
-        assert newest(path) == first
+        # In an object store the index follows the manifest, with which the second one is whole.
+        assert (newest(path) == first) == (full != INDEX or not of_store)
     monkeypatch.setattr(Folder, "writing", writing)
-    assert pd2.load(path, run.pipe, run.opt) == {"round": 0}
+    assert pd2.load(path, run.pipe, run.opt) == {"round": int(of_store)}
     pd2.save(path, run.pipe, run.opt, extra={"round": 1}).wait()
     assert pd2.load(path, run.pipe, run.opt) == {"round": 1}
+
+
+class Killed(BaseException):
+    """A process ends here."""
+
+
+def calls_of(
+    monkeypatch: pytest.MonkeyPatch, kill_at: int, call: Callable[[], Any]
+) -> tuple[int, str]:
+    """Ends a call before one of its changes of the file system; how many came, and which was last.
+
+    Nothing that follows changes anything, as when the process had been killed.
+    """
+    count, last = 0, ""
+
+    def ending(owner: Any, name: str) -> None:
+        stock = getattr(owner, name)
+
+        def change(*args: Any, **options: Any) -> Any:
+            nonlocal count, last
+            count += 1
+            if count > kill_at:
+                raise Killed
+            last = f"{name} {args[-1]}"
+            return None if name == "fsync" else stock(*args, **options)  # which takes long
+
+        patch.setattr(owner, name, change)
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "rmdir", "fsync", "remove", "unlink"):
+            ending(os, name)
+        for name in ("writing", "_remove_file", "_remove_all"):
+            ending(Folder, name)
+        with contextlib.suppress(Killed):
+            call()
+    return count, last
+
+
+def test_what_a_second_save_left_that_was_killed_anywhere_goes_with_the_next_start(
+    path: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(path, every=1000)
+    run.train(1)
+    pd2.save(path, run.pipe, run.opt).wait()
+    first = newest(path)
+
+    def save_again() -> None:
+        pd2.save(path, run.pipe, run.opt).wait()
+
+    found, was_killed, kill_at = [], True, 0
+    while was_killed:
+        count, last = calls_of(monkeypatch, kill_at, save_again)
+        was_killed = count > kill_at
+        nonce = newest(path)
+        found.append(nonce != first)
+        assert run.ckpt.resume() == 1
+        assert newest(path) == nonce, last
+        assert names(path) == {*read_manifest(Folder(path), 1).files, MANIFEST, INDEX}, last
+        first, kill_at = nonce, kill_at + 1
+    assert found.count(True) > 2  # killed when the manifest had been exchanged
+    assert found.count(False) > 5
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -212,13 +212,14 @@ def test_one_stage_that_sends_nothing_discards_any_late_failure(schedule: str) -
     pipe.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd"}, {"clip": "norm"}])
+@pytest.mark.parametrize("options", [{}, {"optimizer": "sgd"}, {"clip": "norm"}, {"spare": True}])
 @pytest.mark.parametrize("schedule", ["2bw", "2bw_split"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_random_failures_know_which_of_a_weights_gradient_may_end_the_pipeline(
-    schedule: str, layer: int, options: dict[str, str]
+    schedule: str, layer: int, options: dict[str, Any]
 ) -> None:
     plain = {"width": 1, "precision": None, "scaled": False, "tied": False, "accumulate": 1}
+    plain["spare"] = False
     nowhere: frozenset[int] = frozenset()
     case = dataclasses.replace(
         failing.draw(0, seed=0),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -68,16 +70,18 @@ def test_blocks_draw_the_numbers_of_their_first_forward(schedule: str, recompute
     check_task(DRAWING, 3, 4, [8] * 4, schedule=schedule, recompute=recompute)
 
 
-def test_torchs_default_generator_is_left_alone() -> None:
+def test_the_default_generators_are_left_alone() -> None:
     batches = DRAWING.batches([8] * 3)
     with make_pipeline(DRAWING, 3, 4, batches[0]) as pipe:
         optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()))
-        before = torch.get_rng_state()
+        before = torch.get_rng_state(), random.getstate(), repr(numpy.random.get_state())
         for batch in batches:
             pipe.train_step(*batch.args, target=batch.target)
             optimizer.step()
         pipe.flush()
-        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        assert repr(numpy.random.get_state()) == before[2]
 
 
 def test_whoever_draws_beside_the_pipeline_changes_nothing() -> None:
