@@ -44,15 +44,16 @@ THREADS = [
     Setting(precision="bf16", schedule="1f1b"),
     Setting(task="layers", num_stages=4, every=3),
     Setting(task="drawing"),
+    Setting(num_stages=4, every=3, late=True),
 ]
 FOUR_SITES = [Setting(num_sites=4), Setting(num_sites=4, num_stages=1, schedule="1f1b")]
 PROCESSES = [
     Setting(in_processes=True),
-    Setting(in_processes=True, schedule="1f1b", precision="bf16"),
+    Setting(in_processes=True, schedule="1f1b", precision="bf16", late=True),
 ]
 REPLICAS = [
     Setting(in_processes=True, num_stages=1, width=2),
-    Setting(in_processes=True, num_stages=1, width=2, hook=True),
+    Setting(in_processes=True, num_stages=1, width=2, hook=True, late=True),
 ]
 
 
