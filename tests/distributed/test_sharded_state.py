@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from benchmarks.measuring.delays import delays_everywhere
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -145,22 +146,23 @@ def equal_with_and_without(**options: Any) -> None:
 
 
 NARROW = {"precision": "bf16", "gradient_dtype": torch.bfloat16}
+CLIP = {"max_grad_norm": 0.1}
 SMALL = 4 / 1024
 """MiB: many buckets, of one or two parameters."""
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    (sgd, {"bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"bucket_cap_mb": SMALL, "clip": CLIP}),
     (sgd, {"schedule": "1f1b", "clip": {"clip_grad_value": 0.01}}),
     (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL}),
-    (adamw, {"precision": "bf16", "split_master": True, "clip": {"max_grad_norm": 0.1}}),
-    (adamw, {"make_model": tied_model, "precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {"precision": "bf16", "split_master": True, "clip": CLIP}),
+    (adamw, {"make_model": tied_model, "precision": "bf16", "clip": CLIP}),
     (sgd, {"make_model": tied_model, "bucket_cap_mb": SMALL}),
-    (rmsprop, {"precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
-    (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (rmsprop, {"precision": "bf16", "clip": CLIP}),
+    (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": CLIP}),
     (rmsprop, {**NARROW, "make_model": tied_model, "schedule": "1f1b"}),
     (adamw, {"replica_sums": "all_reduce"}),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
-    (sgd, {"width": 4, "make_model": one_matrix, "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"width": 4, "make_model": one_matrix, "clip": CLIP}),
     (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),
 ]
 
@@ -168,10 +170,13 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 def every_case(rank: int, world: int) -> None:
     for make_optimizer, options in CASES:
         equal_with_and_without(**{"width": 2, "make_optimizer": make_optimizer, **options})
+    with delays_everywhere(0.01):
+        equal_with_and_without(width=2, make_optimizer=sgd, bucket_cap_mb=SMALL, clip=CLIP)
+        equal_with_and_without(width=4, make_optimizer=adamw, bucket_cap_mb=SMALL, **NARROW)
 
 
 def test_bits_are_those_of_whole_states() -> None:
-    run_ranks(every_case, 4, timeout=150)
+    run_ranks(in_turn, 4, args=(every_case, like_the_oracle), timeout=150)
 
 
 def like_the_oracle(rank: int, world: int) -> None:
@@ -207,12 +212,23 @@ def goes_on(rank: int, world: int, folder: str) -> None:
             assert same(opt.state_dict()["state"], want["state"])
 
 
+def kinds_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Of every parameter, what its tensors are like."""
+    return {
+        name: {key: (value.shape, value.dtype) for key, value in of_one.items()}
+        for name, of_one in state.items()
+    }
+
+
 def takes_over(rank: int, world: int) -> None:
     """Loading, and another optimizer over the same pipeline, keep and give whole masters."""
     want = trained(world, adamw, False, precision="bf16")
     with made(world, precision="bf16") as pipe:
         batches = own_batches(world)
         opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        opt.init_state()
+        room = opt.state_dict()["state"]
+        assert kinds_of(room) == kinds_of(want["state"])
         for number, batch in enumerate(batches):
             if number == 2:
                 state, kept = opt.state_dict(), pipe.state_dict()
