@@ -57,6 +57,23 @@ def matrices() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
 
 
+class Reached(nn.Module):
+    """Uses a part of a large parameter, transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, 500).t().contiguous().t() / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.table) @ self.table.t()
+
+
+def lopsided() -> nn.Sequential:
+    """Most of it is one parameter, as large embeddings are."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Reached(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
 def batches_of(replica: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1 + replica)
     rows = (torch.randn(2, M * ROWS, WIDTH, generator=generator) for _ in range(NUM_BATCHES))
@@ -150,6 +167,11 @@ CLIP = {"max_grad_norm": 0.1}
 SMALL = 4 / 1024
 """MiB: many buckets, of one or two parameters."""
 
+LOPSIDED: list[tuple[Any, dict[str, Any]]] = [
+    (sgd, {"clip": CLIP}),
+    (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL, "clip": CLIP}),
+    (adamw, {**NARROW, "split_master": True, "clip": {"clip_grad_value": 0.01}}),
+]
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (sgd, {"bucket_cap_mb": SMALL, "clip": CLIP}),
     (sgd, {"schedule": "1f1b", "clip": {"clip_grad_value": 0.01}}),
@@ -161,6 +183,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": CLIP}),
     (rmsprop, {**NARROW, "make_model": tied_model, "schedule": "1f1b"}),
     (adamw, {"replica_sums": "all_reduce"}),
+    *((make, {"width": w, "make_model": lopsided, **of}) for w in (2, 4) for make, of in LOPSIDED),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
     (sgd, {"width": 4, "make_model": one_matrix, "clip": CLIP}),
     (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),
@@ -179,6 +202,34 @@ def test_bits_are_those_of_whole_states() -> None:
     run_ranks(in_turn, 4, args=(every_case, like_the_oracle), timeout=150)
 
 
+def of_three(rank: int, world: int) -> None:
+    for make, options in LOPSIDED:
+        equal_with_and_without(width=3, make_optimizer=make, make_model=lopsided, **options)
+    with made(world, lopsided, precision="bf16") as pipe:
+        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        (stage,) = pipe.session.stages
+        engine, shares = stage.weights.engine, [0] * world
+        owners = {name: engine.owners(i) for i, name in enumerate(stage.weights.trainable)}
+        for of_one in owners.values():
+            for owner, _, count in of_one:
+                shares[owner] += count
+        assert len(owners["1.table"]) > 1
+        numel = sum(p.numel() for p in lopsided().parameters())
+        assert sum(shares) == numel
+        assert max(shares) < 1.1 * numel / world
+        x = own_batches(world)[0].args[0]
+        pipe.train_step(x, target=x)
+        opt.step()
+        pipe.flush()
+        (report,) = pipe.memory_report().values()
+        assert report.masters == 4 * shares[rank]
+        assert report.optimizer_state == 8 * shares[rank]
+
+
+def test_a_parameter_larger_than_a_share_is_several_replicas() -> None:
+    run_ranks(of_three, 3, timeout=100)
+
+
 def like_the_oracle(rank: int, world: int) -> None:
     """Replicas without stages: each has the whole model."""
     whole = model()
@@ -193,16 +244,16 @@ def like_the_oracle(rank: int, world: int) -> None:
 def goes_on(rank: int, world: int, folder: str) -> None:
     """From a checkpoint of shares with whole states, and the other way round."""
     batches = own_batches(world)
-    for first, then in ((True, False), (False, True), (True, True)):
-        path = f"{folder}/{first}-{then}"
-        want = trained(world, adamw, False, precision="bf16")
-        with made(world, precision="bf16") as pipe:
+    for number, (first, then) in enumerate(((True, False), (False, True), (True, True))):
+        path, build = f"{folder}/{first}-{then}", (lopsided, model, lopsided)[number]
+        want = trained(world, adamw, False, build, precision="bf16")
+        with made(world, build, precision="bf16") as pipe:
             opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=first)
             for batch in batches[:3]:
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
             pd2.save(path, pipe, opt).wait()
-        with made(world, precision="bf16") as pipe:
+        with made(world, build, precision="bf16") as pipe:
             opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=then)
             pd2.load(path, pipe, opt)
             for batch in batches[3:]:
