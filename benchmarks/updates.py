@@ -7,18 +7,23 @@ every stage, as an optimizer's step would that needs no processor here.
 
 2bw here and 1F1B of torch.distributed.pipelining. Without replicas all are in one set of processes,
 in turns. Two replicas, with clipping and the long update, are 16 processes: these and the plain
-ones start anew in every round, one pipeline at a time. Figures are the medians of the rounds'
-ratios.
+ones start anew in every round, one pipeline at a time. 2bw does so a second time, with optimizer
+state of which each replica has a share, and with messages and collectives that are late: by up to a
+tenth of a forward and backward, drawn for each, also of the plain one. Figures are the medians of
+the rounds' ratios.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from measuring.delays import delays_everywhere
 from measuring.ranks import last_ranks_value, run_on_ranks
 from measuring.report import Figure, arguments, describe, machine, report_ratios
 from measuring.stages import Workload, sleep_until
@@ -61,6 +66,26 @@ def long_step(seconds: float) -> MakeOptimizer:
         return optimizer
 
     return make
+
+
+def radam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """One of torch's own, as sharing out its state asks for, whose step is no fused pass."""
+    return torch.optim.RAdam(parameters, lr=LEARNING_RATE)
+
+
+@contextlib.contextmanager
+def long_steps_of_radam(seconds: float) -> Iterator[None]:
+    """Inside, its step takes as long as the given time, without a processor's."""
+    step = torch.optim.RAdam.step
+
+    def longer(self: torch.optim.RAdam, closure: Any = None) -> Any:
+        end = time.perf_counter() + seconds
+        result = step(self)
+        sleep_until(end)
+        return result
+
+    with mock.patch.object(torch.optim.RAdam, "step", longer):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +151,44 @@ def measure_alone(
     }
 
 
+def measure_late(
+    rank: int, world_size: int, workload: Workload, num_stages: int, case: Case, steps: int
+) -> float | None:
+    """As measure_alone(), but 2bw alone, with shared state, if replicas have it, and delays."""
+    width = world_size // num_stages
+    longest = 0.1 * (workload.forward_seconds + workload.backward_seconds)
+    seconds = workload.forward_seconds if case.is_long else 0.0
+    with delays_everywhere(longest), long_steps_of_radam(seconds):
+        ours = Pipeline(
+            workload,
+            num_stages,
+            num_stages,
+            "2bw",
+            make_optimizer=radam,
+            max_grad_norm=MAX_NORM if case.clips else None,
+            width=width,
+            shard_state=width > 1,
+        )
+        block = ours.train(steps)
+        ours.close()
+    return block.steady_seconds_per_step if rank == world_size - 1 else None
+
+
+def late_replicas(workload: Workload, num_stages: int, rounds: int, steps: int) -> Figure:
+    """Two replicas that share out state, and everything else, over one replica; all are late."""
+    ratios = []
+    for _ in range(rounds):
+        plain, full = (
+            run_on_ranks(width * num_stages, measure_late, workload, num_stages, case, steps)[-1]
+            for width, case in ((1, CASES[0]), (2, CASES[-1]))
+        )
+        assert plain is not None
+        assert full is not None
+        ratios.append(full / plain)
+    label = f"2bw, late: both, two replicas, shared state, over plain on {num_stages} ranks"
+    return Figure(f"{2 * num_stages} ranks", label, ratios, at_most=MOST_COST)
+
+
 def replicas(workload: Workload, num_stages: int, rounds: int, steps: int) -> list[Figure]:
     """Two replicas and everything else, over one replica and nothing else."""
     taken: dict[str, tuple[list[float], list[float]]] = {}
@@ -168,7 +231,9 @@ def main() -> None:
             figures.append(
                 Figure(setting, f"{name}: {case.label} over plain", ratios, at_most=at_most)
             )
-    figures += replicas(workload, p, rounds, MIN_STEPS + (0 if options.smoke else 8))
+    steps = MIN_STEPS + (0 if options.smoke else 8)
+    figures += replicas(workload, p, rounds, steps)
+    figures.append(late_replicas(workload, p, rounds, steps))
     report_ratios(options, where, figures, times, rounds=rounds)
 
 

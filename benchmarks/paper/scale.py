@@ -18,6 +18,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -178,12 +179,14 @@ def best(
     cluster: Cluster,
     constants: Constants,
     batch: int = BATCH,
+    recompute: bool | None = None,
 ) -> Result | None:
-    """The fastest that fits; None if nothing does."""
+    """The fastest that fits; None if nothing does. ``recompute``: whether it does; None: either."""
     bounded = []
     for candidate in candidates(model, devices, schedule, cluster, batch):
         of = costs(candidate, cluster, constants)
-        if least_bytes(candidate, of) <= cluster.memory:
+        is_asked_for = recompute in (None, candidate.recompute)
+        if is_asked_for and least_bytes(candidate, of) <= cluster.memory:
             bounded.append((least_seconds(candidate, of), candidate, of))
     fastest: Result | None = None
     for least, candidate, of in sorted(bounded, key=lambda each: each[0]):
@@ -195,6 +198,64 @@ def best(
         if fastest is None or result.seconds < fastest.seconds:
             fastest = result
     return fastest
+
+
+def smallest(
+    model: Gpt,
+    devices: int,
+    schedule: str,
+    cluster: Cluster,
+    constants: Constants,
+    recompute: bool,
+) -> Result:
+    """What takes the fewest bytes on its fullest device, whether it fits or not."""
+    bounded = []
+    for candidate in candidates(model, devices, schedule, cluster):
+        if candidate.recompute == recompute:
+            of = costs(candidate, cluster, constants)
+            bounded.append((least_bytes(candidate, of), candidate, of))
+    least: Result | None = None
+    for bound, candidate, of in sorted(bounded, key=lambda each: each[0]):
+        if least is not None and bound >= least.peak_bytes:
+            break
+        result = simulate(candidate, of)
+        if least is None or result.peak_bytes < least.peak_bytes:
+            least = result
+    assert least is not None
+    return least
+
+
+def with_and_without_recomputation(model: Gpt, devices: int) -> list[dict[str, Any]]:
+    """Of each schedule the fastest that fits with each, or the smallest where nothing fits."""
+    rows = []
+    for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
+        given = (model, devices, schedule, H100_CLUSTER, CONSTANTS)
+        found = best(*given, recompute=recompute)
+        fits = found is not None
+        found = found or smallest(*given, recompute=recompute)
+        rows.append({**described(found, devices), "fits": fits})
+        print(
+            f"{model.name:4}{devices:6}  {schedule:18}{'recomputed' if recompute else '':11}"
+            f"{found.tokens_per_device(devices):10.1f} tokens/s a device"
+            f"{found.peak_bytes / 1e9:7.1f} GB{'' if fits else ', too much'}"
+            f"  m={found.candidate.microbatches} {found.candidate.describe()}",
+            flush=True,
+        )
+    return rows
+
+
+def described(found: Result, devices: int) -> dict[str, Any]:
+    """As the results' file has it."""
+    of, rate = found.candidate, found.tokens_per_device(devices)
+    return {
+        **dataclasses.asdict(of),
+        "model": of.model.name,
+        "devices": devices,
+        "microbatches": of.microbatches,
+        "tokens_per_device": rate,
+        "utilisation": utilisation(of.model, rate, H100_CLUSTER),
+        "gb": found.peak_bytes / 1e9,
+    }
 
 
 def utilisation(model: Gpt, tokens_per_device: float, cluster: Cluster) -> float:
@@ -214,25 +275,14 @@ def main() -> None:
             if found is None:
                 continue
             rate = rates[schedule] = found.tokens_per_device(devices)
-            used = utilisation(model, rate, H100_CLUSTER)
-            gb = found.peak_bytes / 1e9
+            used, gb = utilisation(model, rate, H100_CLUSTER), found.peak_bytes / 1e9
             how = found.candidate.describe()
             print(
                 f"{model.name:4}{devices:6}  {schedule:18}{rate:10.0f} tokens/s a device"
                 f"{100 * used:7.1f} %{gb:7.1f} GB  m={found.candidate.microbatches} {how}",
                 flush=True,
             )
-            fields = dataclasses.asdict(found.candidate) | {"model": model.name}
-            table.append(
-                fields
-                | {
-                    "devices": devices,
-                    "microbatches": found.candidate.microbatches,
-                    "tokens_per_device": rate,
-                    "utilisation": used,
-                    "gb": gb,
-                }
-            )
+            table.append(described(found, devices))
         for other in SCHEDULES[1:]:
             if "2bw" in rates and other in rates:
                 setting = f"{model.name}, {devices} devices"
@@ -247,6 +297,7 @@ def main() -> None:
         constants=dataclasses.asdict(CONSTANTS),
         batch=BATCH,
         best=table,
+        recomputation=[] if options.smoke else with_and_without_recomputation(MODELS[-1], 512),
         smoke=options.smoke,
     )
 

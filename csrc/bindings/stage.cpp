@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -55,10 +56,12 @@ void bind_making(StageClass& stage) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "share",
-          [](Stage& self, bool shares, const std::shared_ptr<Fault>& fault) {
-            self.share(shares, [&fault] { return fault->raised(); });
+          [](Stage& self, bool shares, const std::vector<bool>& may_cut, bool norms,
+             const std::shared_ptr<Fault>& fault) {
+            self.share(shares, may_cut, norms, [&fault] { return fault->raised(); });
           },
-          py::arg("shares"), py::arg("fault"), py::call_guard<py::gil_scoped_release>())
+          py::arg("shares"), py::arg("may_cut"), py::arg("norms"), py::arg("fault"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "settle",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
@@ -66,7 +69,18 @@ void bind_making(StageClass& stage) {
           },
           py::arg("fault"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_shared", &Stage::is_shared)
-      .def("owns", &Stage::owns, py::arg("parameter"));
+      .def("owns", &Stage::owns, py::arg("parameter"))
+      .def("leads", &Stage::leads, py::arg("parameter"))
+      .def(
+          "owners",
+          [](const Stage& self, std::size_t parameter) {
+            std::vector<std::tuple<int, std::int64_t, std::int64_t>> owners;
+            for (const auto& [rank, begin, numel] : self.owners(parameter)) {
+              owners.emplace_back(rank, begin, numel);
+            }
+            return owners;
+          },
+          py::arg("parameter"));
 }
 
 void bind_weights(StageClass& stage) {

@@ -3,6 +3,8 @@
 
 #include "testing/delayed_calls.h"
 
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -33,9 +35,12 @@ class DelayedWork : public c10d::Work {
       return;
     }
     try {
-      promise_.set_value(begin_());
+      const WorkPtr work = begin_();
+      promise_.set_value(work);
+      tell_when_done(*work);
     } catch (...) {
       promise_.set_exception(std::current_exception());
+      future_->setErrorIfNeeded(std::current_exception());
     }
     if (is_aborted_) {
       abort();
@@ -56,9 +61,14 @@ class DelayedWork : public c10d::Work {
     if (is_settled_.exchange(true)) {
       return false;
     }
-    promise_.set_exception(std::make_exception_ptr(std::runtime_error("aborted before it began")));
+    const auto error = std::make_exception_ptr(std::runtime_error("aborted before it began"));
+    promise_.set_exception(error);
+    future_->setErrorIfNeeded(error);
     return true;
   }
+
+  // Of a collective, not of a message.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
   bool isCompleted() override {
     const WorkPtr work = begun_or_null();
@@ -79,6 +89,21 @@ class DelayedWork : public c10d::Work {
   }
 
  private:
+  void tell_when_done(c10d::Work& work) const {
+    c10::intrusive_ptr<c10::ivalue::Future> done;
+    try {
+      done = work.getFuture();
+    } catch (const std::exception&) {  // messages have none
+      return;
+    }
+    done->addCallback([future = future_](c10::ivalue::Future& its) {
+      if (its.hasError()) {
+        future->setErrorIfNeeded(its.exception_ptr());
+      } else {
+        future->markCompleted(its.constValue());
+      }
+    });
+  }
   bool is_ready(std::chrono::milliseconds timeout) const {
     return begun_.wait_for(timeout) == std::future_status::ready;
   }
@@ -96,6 +121,8 @@ class DelayedWork : public c10d::Work {
   std::atomic<bool> is_aborted_ = false;
   std::promise<WorkPtr> promise_;
   const std::shared_future<WorkPtr> begun_ = promise_.get_future().share();
+  const c10::intrusive_ptr<c10::ivalue::Future> future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 };
 
 // Begins every collective of a process group after a delay drawn evenly between two bounds, in the

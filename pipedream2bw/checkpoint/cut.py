@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ..errors import reworded
-from ..optimizer.cut import OptimizerCut, SavedOptimizers
+from ..optimizer.cut import OptimizerCut, SavedOptimizers, StateByName
+from ..optimizer.shares import is_cut, of_all_replicas
 from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
 from ..runtime.local_model import LocalModel
@@ -160,7 +161,7 @@ def _saved_here(grid: RankGrid, stage: LocalStage) -> set[str]:
     }
     if weights.engine.is_shared:
         mine -= weights.trainable.keys()
-        owned = [name for i, name in enumerate(weights.trainable) if weights.engine.owns(i)]
+        owned = [name for i, name in enumerate(weights.trainable) if weights.engine.leads(i)]
         mine |= set(owned).intersection(counted)
     return mine
 
@@ -186,6 +187,12 @@ def _copying(
                     weight = engine.weight(engine.slot_of(version), i)
                     live[older(cut.batch - version), tied.get(name, name)] = weight
         states = optimizer.of_stage(weights) if optimizer is not None else {}
+        for name, whole in _joined(stage, states, cut.batch, grid).items():
+            master = whole.pop(MODEL, None)
+            if name in mine and master is not None:
+                live[MODEL, tied.get(name, name)] = master
+            if name in states:
+                states[name] = whole
         for name in mine.intersection(states):
             for key, value in states[name].items():
                 if isinstance(value, torch.Tensor):
@@ -201,6 +208,33 @@ def _copying(
         cut.add(MODEL, {tied.get(name, name): parameter for name, parameter in frozen.items()})
 
     return copy
+
+
+def _joined(
+    stage: LocalStage, states: StateByName, batch: int, grid: RankGrid
+) -> dict[str, dict[str, Any]]:
+    """What several replicas have elements of, whole: states, and masters as ``MODEL``.
+
+    All replicas copy the same versions, in one order.
+    """
+    weights, engine = stage.weights, stage.weights.engine
+    cut = [(i, name) for i, name in enumerate(weights.trainable) if is_cut(weights, i)]
+    if not cut:
+        return {}
+    group = grid.savers(stage.index)
+    mine: dict[str, dict[str, Any]] = {}
+    for i, name in cut:
+        for rank, begin, count in engine.owners(i):
+            if rank == group.rank():
+                mine[name] = dict(states.get(name, {}))
+                if engine.hides_master(i):
+                    master = engine.master(engine.slot_of(batch), i)
+                    mine[name][MODEL] = master.as_strided((count,), (1,), begin)
+    on_host = {
+        name: {k: v.to("cpu") if isinstance(v, torch.Tensor) else v for k, v in of.items()}
+        for name, of in mine.items()
+    }
+    return of_all_replicas(weights, on_host, group, grid.deadline)
 
 
 def _copying_buffers(

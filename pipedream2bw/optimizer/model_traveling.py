@@ -52,7 +52,8 @@ def measured_loss(
         return float(sum(at_home - abroad for at_home, abroad in pairs) / len(pairs))
 
     control.from_first(check_batch)
-    with control.errors_told():  # else other sites would wait
+    lent = session.accumulation.weights_lent_to("measure()")
+    with lent, control.errors_told():  # else other sites would wait
         at_home = evaluate()
         with contextlib.ExitStack() as shown:
             for stage in stages.values():

@@ -81,8 +81,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         replica_sync: lets pipelines on several sites train apart and average their weights seldom.
         shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
             parameters only, steps these and gives the others their new weights; to the same bits.
-            Shares are of whole parameters, as equal as these allow. With one replica it is the
-            same as without. SGD, Adam and AdamW, and the others of ``torch.optim``.
+            A large parameter of SGD, Adam or AdamW may be several replicas', so that shares are
+            equal; one of the others of ``torch.optim`` is one replica's, and shares are as equal as
+            these allow. With one replica it is the same as without.
 
     Raises:
         ValueError: parameters that are of no open pipeline, of several, or of a stage that another
@@ -134,6 +135,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for each in optimizers
         ]
         self._share()
+        if shard_state:
+            session.grid.join_savers()
         # In one order on all ranks: a stage may wait there for its copies.
         for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
@@ -147,17 +150,22 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
-        session = self._session
+        session, holders = self._session, self._holders()
         with session.ending.failing_closes():
             weights.engine.arrange(
                 reads_first=None not in self._kinds,
                 waits=self._norm is not None,
                 fault=session.control.fault,
             )
-            weights.engine.share(self._shard_state, fault=session.control.fault)
+            weights.engine.share(
+                self._shard_state,
+                may_cut=[holders[id(each)][0] is not None for each in weights.originals],
+                norms=self._norm is not None,
+                fault=session.control.fault,
+            )
         weights.show_newest()
         self._after_step.take_over(weights)
-        set_fused(weights, self._kinds, self.param_groups, self._holders())
+        set_fused(weights, self._kinds, self.param_groups, holders)
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""

@@ -292,12 +292,18 @@ class ReplicaSync:
 
     @contextlib.contextmanager
     def evaluating_anchors(self) -> Iterator[None]:
-        """Inside, the pipeline evaluates the anchors, and must not train. Drains.
+        """Inside, the pipeline evaluates the anchors. Drains.
 
         Then the weights are the site's own again, to the bit. Every rank enters it.
+
+        Raises:
+            ValueError: inside, from ``train_step``, ``opt.step``, :meth:`measure`, saving and
+                loading, which would take other weights for the site's; on every rank.
         """
-        self._open_session().flush_for(Operation.optimizer_state_dict)
+        session = self._open_session()
+        session.flush_for(Operation.optimizer_state_dict)
         with contextlib.ExitStack() as shown:
+            shown.enter_context(session.accumulation.weights_lent_to("evaluating_anchors()"))
             for stage in self.stages.values():
                 values = list(stage.anchors().values())
                 shown.enter_context(replaced(newest_of(stage.weights), values))
@@ -314,7 +320,7 @@ class ReplicaSync:
             evaluate: runs evaluations, ``pipe(...)``, on this site's data: rows that sites do not
                 train on, if the loss is not to count what models know by heart. Gives the accuracy
                 in [0, 1] in the process of the last stage (:attr:`PipelineModule.gives_output`).
-                Called twice on every rank; what it raises ends all sites.
+                Called twice on every rank, and must not train; what it raises ends all sites.
 
         Returns:
             The mean accuracy of the sites' models on their own data, less that of the same models

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..ranks.deadline import Deadline
 from ..ranks.groups import broadcast
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
@@ -70,12 +71,17 @@ def check_shares(
 def forget_others(
     optimizers: Sequence[torch.optim.Optimizer], stages: Sequence[StageWeights]
 ) -> None:
-    """Drops what was loaded of parameters that another replica steps."""
+    """Drops what was loaded of parameters that other replicas step, or elements of them."""
     for weights in stages:
         for i, original in enumerate(weights.originals):
-            if not weights.engine.owns(i):
+            if not weights.engine.owns(i) or is_cut(weights, i):
                 for optimizer in optimizers:
                     optimizer.state.pop(original, None)
+
+
+def is_cut(weights: StageWeights, parameter: int) -> bool:
+    """Whether several replicas step elements of it."""
+    return len(weights.engine.owners(parameter)) > 1
 
 
 class _Like(NamedTuple):
@@ -111,33 +117,58 @@ def _gather(
 ) -> None:
     group = session.grid.replica_group(weights.index)
     assert group is not None
-    deadline = session.grid.deadline
     weights.engine.settle(session.control.fault)  # sums that use the group
+    originals = dict(zip(weights.trainable, weights.originals, strict=True))
     mine = {
         name: holders[id(original)].state.get(original, {})
-        for i, (name, original) in enumerate(zip(weights.trainable, weights.originals, strict=True))
+        for i, (name, original) in enumerate(originals.items())
         if weights.engine.owns(i)
     }
+    found = of_all_replicas(weights, mine, group, session.grid.deadline)
+    for i, (name, original) in enumerate(originals.items()):
+        if found.get(name) and (is_cut(weights, i) or not weights.engine.owns(i)):
+            holders[id(original)].state[original] = found[name]
+
+
+def of_all_replicas(
+    weights: StageWeights,
+    mine: Mapping[str, Mapping[str, Any]],
+    group: dist.ProcessGroup,
+    deadline: Deadline,
+) -> dict[str, dict[str, Any]]:
+    """Gives every replica what all have of a stage's parameters, tensors of some elements whole.
+
+    Args:
+        mine: by parameter, what this replica has; vectors of its elements alone.
+        group: of the replicas, all of which call it with the same names.
+    """
     told: list[Any] = [None] * group.size()
-    shapes = {
-        name: {key: _described(v) for key, v in state.items()} for name, state in mine.items()
-    }
-    deadline.wait("gathering", lambda: dist.all_gather_object(told, shapes, group=group))
-    originals = dict(zip(weights.trainable, weights.originals, strict=True))
-    for rank, states in enumerate(told):
-        for name, state in states.items():
-            found: dict[str, Any] = {}
-            for key, value in state.items():
-                found[key] = value
-                if isinstance(value, _Like):
-                    device = torch.device("cpu") if value.on_host else weights.device
-                    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-                    if rank == group.rank():
-                        tensor.copy_(mine[name][key])
-                    broadcast(tensor, group, rank, deadline)
-                    found[key] = tensor
-            if rank != group.rank() and found:
-                holders[id(originals[name])].state[originals[name]] = found
+    described = {n: {key: _described(v) for key, v in of.items()} for n, of in mine.items()}
+    deadline.wait("gathering", lambda: dist.all_gather_object(told, described, group=group))
+    found: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(weights.trainable):
+        owners = weights.engine.owners(i)
+        for key, value in told[owners[0][0]].get(name, {}).items():
+            found.setdefault(name, {})[key] = value
+            if not isinstance(value, _Like):
+                continue
+            device = torch.device("cpu") if value.on_host else weights.device
+            if len(owners) > 1 and value.shape == (owners[0][2],):
+                like = weights.engine.weight(0, i)  # of any version
+                whole = torch.empty_strided(
+                    like.shape, like.stride(), dtype=value.dtype, device=device
+                )
+                flat = whole.as_strided((like.numel(),), (1,))
+                pieces = [(rank, flat.narrow(0, begin, count)) for rank, begin, count in owners]
+            else:
+                whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                pieces = [(owners[0][0], whole)]
+            for rank, piece in pieces:
+                if rank == group.rank():
+                    piece.copy_(mine[name][key])
+                broadcast(piece, group, rank, deadline)
+            found[name][key] = whole
+    return found
 
 
 def _described(value: Any) -> Any:

@@ -90,12 +90,14 @@ class RankGrid:
             for rank, process in enumerate(ranks)
             if process == self.rank
         )
+        self._has_savers = False
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
-            copies = placement[stage :: self.depth]
-            holders = [
-                [ranks[copy] for ranks in replicas for copy in copies] for replicas in self.places
-            ]
-            self._join(stage, holders)
+            self._join(stage, self._holders_of(stage))
+
+    def _holders_of(self, stage: int) -> list[list[int]]:
+        """The processes that hold a stage, for each shard."""
+        copies = self._placement[stage :: self.depth]
+        return [[ranks[copy] for ranks in replicas for copy in copies] for replicas in self.places]
 
     @property
     def local_ranks(self) -> list[int]:
@@ -146,6 +148,17 @@ class RankGrid:
     def replica_group(self, stage: int) -> dist.ProcessGroup | None:
         """The processes that hold one of this process's stages, if there are several."""
         return self._groups.get(stage % self.depth)
+
+    def join_savers(self) -> None:
+        """Makes :meth:`savers` of every stage, if they are not there. Every process calls it."""
+        if self.width > 1 and not self._has_savers:
+            self._has_savers = True
+            for stage in range(self.depth):
+                self._join(f"savers of {stage}", self._holders_of(stage), "gloo")
+
+    def savers(self, stage: int) -> dist.ProcessGroup:
+        """The hosts of a stage's replicas, for copies that are made beside updates."""
+        return self._groups[f"savers of {stage % self.depth}"]
 
     def connect_replicas(self, devices: Sequence[torch.device]) -> None:
         """Connects the devices, one for each stage, that add up a stage's gradients.

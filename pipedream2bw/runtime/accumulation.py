@@ -63,6 +63,28 @@ class Accumulation:
         self._counted = 0  # train_steps that count towards a step
         self._held = 0  # the others
         self._last: BatchPart | None = None
+        self._borrower: str | None = None
+
+    @contextlib.contextmanager
+    def weights_lent_to(self, borrower: str) -> Iterator[None]:
+        """Inside, weights have other values for evaluations, and must be neither read nor changed.
+
+        Args:
+            borrower: the call, for errors.
+        """
+        before, self._borrower = self._borrower, borrower
+        try:
+            yield
+        finally:
+            self._borrower = before
+
+    def check_weights_are_own(self, what: str) -> None:
+        """Raises ValueError inside :meth:`weights_lent_to`."""
+        if self._borrower is not None:
+            raise ValueError(
+                f"{what}: called inside {self._borrower}, where weights have other values for "
+                "evaluations alone: call it after that"
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,8 +108,9 @@ class Accumulation:
         """Which part of which batch the next train_step will be.
 
         Raises:
-            ValueError: the batch is complete and waits for its step.
+            ValueError: the batch is complete and waits for its step; or weights are lent.
         """
+        self.check_weights_are_own("train_step()")
         if self._is_complete:
             raise ValueError(self._message(self.num_updates))
         ends = not self._holds and (self._counted + 1) % self._num_steps == 0
@@ -103,6 +126,7 @@ class Accumulation:
 
     def check_update(self) -> None:
         """Raises ValueError unless a step is due."""
+        self.check_weights_are_own("opt.step()")
         if not self._is_complete:
             raise ValueError(self._message(self.num_updates + 1))
 
@@ -112,7 +136,11 @@ class Accumulation:
         return self._last is None or self._last.batch != self.num_updates
 
     def check_between_batches(self, what: str) -> None:
-        """Raises ValueError if a batch has begun whose step has not been called."""
+        """Raises ValueError if a batch has begun whose step has not been called.
+
+        Also inside :meth:`weights_lent_to`.
+        """
+        self.check_weights_are_own(what)
         if not self.is_between_batches:
             steps = f"{self._counted + self._held} train_steps and {self.num_updates} opt.step()"
             raise ValueError(f"{what}: {steps} so far, a batch waits for its opt.step(): call it")

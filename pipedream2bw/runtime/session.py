@@ -339,10 +339,12 @@ class Session:
     ) -> None:
         """Agrees on an operation, as ``agree`` does, and drains: the first part of it."""
         self.ending.check_open()
+        if loads := operation in (Operation.load, Operation.load_state_dict):
+            self.accumulation.check_weights_are_own("loading weights")
         with self.ending.failing_closes():
             self.agree(operation, self.num_train_steps, local)
             self.drain()
-        if operation in (Operation.load, Operation.load_state_dict):
+        if loads:
             self.together(lambda: self.local_model.frozen_in_use.wait(self.control.timeout / 2))
 
     def flush_to_read(self, operation: Operation) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
+from tests.exhaustive import exhaustive
 from tests.runs.combinations import (
     Combination,
     assert_alike,
@@ -45,20 +48,28 @@ def train(rank: int, world: int, width: int, is_one_batch: bool) -> None:
         by_replica = [batches_of(of, 10 + replica, replica) for replica in range(width)]
         own = rank // num_ranks
         want = by_definition(of, by_replica)[own]
-        bucket_cap_mb = numbers.choice([25.0, 1e-6])
-        options = {"bucket_cap_mb": bucket_cap_mb, "shard_state": of.can_shard and seed % 3 != 1}
+        options: dict[str, Any] = {"bucket_cap_mb": numbers.choice([25.0, 1e-6])}
+        # The sum of two has one order.
+        options["replica_sums"] = numbers.choice(["ordered", *["all_reduce"][: 3 - width]])
+        options["shard_state"] = of.can_shard and seed % 3 != 1
+        if width == 2 and seed % 3 == 1 and of.can_hook:
+            options["hook"] = allreduce_hook
         late = delays_everywhere(0.02) if seed % 3 == 0 else contextlib.nullcontext()
         try:
             with late:
                 got = by_pipeline(of, by_replica[own], width=width, **options)
-            assert_alike(of, got, want, width=width)
+            assert_alike(of, got, want)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {of}") from error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "width", "is_one_batch"), [(2, 1, False), (2, 2, False), (4, 2, False), (4, 2, True)]
+    ("world", "width", "is_one_batch"),
+    [
+        *((2, 2, False), (4, 1, False), (4, 2, False), (4, 2, True)),
+        *exhaustive((2, 1, False), (4, 4, False)),
+    ],
 )
 def test_any_options_together_in_processes(world: int, width: int, is_one_batch: bool) -> None:
     run_ranks(train, world, args=(width, is_one_batch), timeout=170)

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from benchmarks.measuring.delays import delays_everywhere
 from tests.runs.launch import RankResult, in_turn, run_ranks
 from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
 
@@ -167,6 +168,11 @@ def as_in_ddp(rank: int, world: int) -> dict[str, list[bool]]:
                 states = [make_state(group) for group in states]
             want = train_whole(hook, states, rank // 2, by_parameter=cap < 1)
             equals.setdefault(name, []).append(len(got) == 2 and equal(got, want))
+            if name == "fp16" and cap < 1:
+                with delays_everywhere(0.01), build(bucket_cap_mb=cap) as pipe:
+                    pipe.register_comm_hook(make_state, hook)
+                    late = train(pipe, sgd(pipe.parameters()))
+                equals["fp16, all late"] = [equal(late, want)]
     return equals
 
 
@@ -204,7 +210,8 @@ def over_four() -> list[RankResult]:
 @pytest.mark.slow
 def test_stock_hooks_train_as_on_the_unsplit_model(over_four: list[RankResult]) -> None:
     for result in over_four:
-        assert result.value[0] == {name: [True, True] for name in HOOKS}
+        equals = {name: [True, True] for name in HOOKS}
+        assert result.value[0] == {**equals, "fp16, all late": [True]}
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.runs.trajectory import (
     sgd,
 )
 from tests.samples.models import TASKS, Task, whole
-from tests.samples.schedule_sizes import sizes_for
+from tests.samples.schedule_sizes import V_SHAPED, sizes_for
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -96,13 +96,15 @@ def train_everything(rank: int, world_size: int) -> None:
 
 
 def every_schedule(num_ranks: int) -> None:
-    """One stage a rank, and where the schedule and the model allow it two."""
-    task = TASKS["drawing"]
+    """One stage a rank, and where the schedule and a model allow it two: every V has two."""
     for schedule in pd2.schedule_names():
+        task = TASKS["drawing"]
         of_ranks = [sizes for sizes in sizes_for(schedule, num_ranks) if sizes.stages_per_rank == 1]
         if 2 * num_ranks in task.depths:
             more = sizes_for(schedule, 2 * num_ranks)
             of_ranks += [sizes for sizes in more if sizes.stages_per_rank == 2]
+        elif schedule in V_SHAPED:
+            task, of_ranks = TASKS["mlp"], sizes_for(schedule, 2 * num_ranks)[:1]
         if not of_ranks:
             continue
         for sizes in of_ranks if num_ranks <= 4 else of_ranks[-1:]:
@@ -300,6 +302,6 @@ def test_a_run_in_processes_is_saved_and_resumed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("width", "num_stages"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("width", "num_stages"), [(2, 1), (2, 2), (3, 1), (4, 1)])
 def test_replicas_in_processes_equal_the_definition(width: int, num_stages: int) -> None:
     run_ranks(replicas_average, width * num_stages, args=[width], timeout=280)

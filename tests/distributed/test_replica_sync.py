@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from pipedream2bw.ranks.sites import SiteLink
 from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.rank_process import ROOT
 from tests.runs.sites import (
@@ -43,15 +44,16 @@ THREADS = [
     Setting(precision="bf16", schedule="1f1b"),
     Setting(task="layers", num_stages=4, every=3),
     Setting(task="drawing"),
+    Setting(num_stages=4, every=3, late=True),
 ]
 FOUR_SITES = [Setting(num_sites=4), Setting(num_sites=4, num_stages=1, schedule="1f1b")]
 PROCESSES = [
     Setting(in_processes=True),
-    Setting(in_processes=True, schedule="1f1b", precision="bf16"),
+    Setting(in_processes=True, schedule="1f1b", precision="bf16", late=True),
 ]
 REPLICAS = [
     Setting(in_processes=True, num_stages=1, width=2),
-    Setting(in_processes=True, num_stages=1, width=2, hook=True),
+    Setting(in_processes=True, num_stages=1, width=2, hook=True, late=True),
 ]
 
 
@@ -136,13 +138,13 @@ def test_an_exchange_is_beside_the_next_batch(tmp_path: Path) -> None:
                 assert all(reader.start >= update.end for reader in readers)
 
 
-def exchanged(rank: int, world: int, folder: str, every: int) -> tuple[int, int]:
+def exchanged(rank: int, world: int, folder: str, every: int, width: int) -> tuple[int, int]:
     """Bytes that a process sends in ``2 * COUNT`` batches, and those of its anchors."""
-    setting = Setting(every=every, num_sites=world)
-    site, store = join_site(folder, f"every{every}", rank, 1)
+    setting = Setting(every=every, num_sites=world // width)
+    site, store = join_site(folder, f"every{every}", rank, width)
     x = torch.ones(2, 8)
     with pd2.PipelineModule(
-        [Scaled()], mse_loss, num_microbatches=2, example_args=(x,), timeout=60
+        [Scaled()], mse_loss, num_microbatches=2, width=width, example_args=(x,), timeout=60
     ) as pipe:
         sync = sync_of(setting, store, site)
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), replica_sync=sync)
@@ -150,14 +152,18 @@ def exchanged(rank: int, world: int, folder: str, every: int) -> tuple[int, int]
         return sent, pipe.memory_report()[0].anchors
 
 
-@pytest.mark.parametrize("num_sites", [2, 4])
-def test_a_round_sends_what_one_dense_exchange_does(num_sites: int, tmp_path: Path) -> None:
-    dense = 2 * COUNT * 2 * (num_sites - 1) / num_sites * 4 * NUMEL
+@pytest.mark.parametrize(("num_sites", "width"), [(2, 1), (2, 2), *exhaustive((4, 1))])
+def test_a_round_sends_what_one_dense_exchange_does(
+    num_sites: int, width: int, tmp_path: Path
+) -> None:
+    """Of each replica; within a site they add up the gradients of every batch besides."""
+    dense = 2 * (num_sites - 1) / num_sites * 4 * NUMEL
+    within = 2 * COUNT * 2 * (width - 1) / width * 4 * NUMEL
     for every, rounds in ((1, 2 * COUNT), (COUNT, 2)):
-        args = (str(tmp_path), every)
-        for result in run_ranks(exchanged, num_sites, args=args, rendezvous="none", timeout=100):
+        args, ranks = (str(tmp_path), every, width), num_sites * width
+        for result in run_ranks(exchanged, ranks, args=args, rendezvous="none", timeout=100):
             sent, anchors = result.value
-            assert sent == pytest.approx(dense * rounds / (2 * COUNT), rel=0.01)
+            assert sent == pytest.approx(dense * rounds + within, rel=0.01)
             assert anchors == 2 * 4 * NUMEL  # and momentum
 
 

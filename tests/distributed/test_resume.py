@@ -15,6 +15,7 @@ import pipedream2bw as pd2
 from pipedream2bw.checkpoint import finding
 from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.errors import DamagedCheckpoint
+from tests.exhaustive import exhaustive
 from tests.runs.launch import RankError, RankResult, run_ranks
 from tests.runs.lives import (
     SETTINGS,
@@ -50,6 +51,8 @@ def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
         "chimera",
         "replicas of 4 and 2 microbatches",
         "loss scale",
+        "V's, shares of the state",
+        *exhaustive("shares of the state"),
     ],
 )
 def test_a_killed_run_goes_on_with_the_bits_of_an_undisturbed_one(

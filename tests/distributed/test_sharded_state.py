@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from benchmarks.measuring.delays import delays_everywhere
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -54,6 +55,23 @@ def one_matrix() -> nn.Sequential:
 def matrices() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+
+class Reached(nn.Module):
+    """Uses a part of a large parameter, transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, 500).t().contiguous().t() / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.table) @ self.table.t()
+
+
+def lopsided() -> nn.Sequential:
+    """Most of it is one parameter, as large embeddings are."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Reached(), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
 def batches_of(replica: int) -> list[Batch]:
@@ -145,22 +163,29 @@ def equal_with_and_without(**options: Any) -> None:
 
 
 NARROW = {"precision": "bf16", "gradient_dtype": torch.bfloat16}
+CLIP = {"max_grad_norm": 0.1}
 SMALL = 4 / 1024
 """MiB: many buckets, of one or two parameters."""
 
+LOPSIDED: list[tuple[Any, dict[str, Any]]] = [
+    (sgd, {"clip": CLIP}),
+    (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL, "clip": CLIP}),
+    (adamw, {**NARROW, "split_master": True, "clip": {"clip_grad_value": 0.01}}),
+]
 CASES: list[tuple[Any, dict[str, Any]]] = [
-    (sgd, {"bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"bucket_cap_mb": SMALL, "clip": CLIP}),
     (sgd, {"schedule": "1f1b", "clip": {"clip_grad_value": 0.01}}),
     (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL}),
-    (adamw, {"precision": "bf16", "split_master": True, "clip": {"max_grad_norm": 0.1}}),
-    (adamw, {"make_model": tied_model, "precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
+    (adamw, {"precision": "bf16", "split_master": True, "clip": CLIP}),
+    (adamw, {"make_model": tied_model, "precision": "bf16", "clip": CLIP}),
     (sgd, {"make_model": tied_model, "bucket_cap_mb": SMALL}),
-    (rmsprop, {"precision": "bf16", "clip": {"max_grad_norm": 0.1}}),
-    (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": {"max_grad_norm": 0.1}}),
+    (rmsprop, {"precision": "bf16", "clip": CLIP}),
+    (adamw, {**NARROW, "bucket_cap_mb": SMALL, "clip": CLIP}),
     (rmsprop, {**NARROW, "make_model": tied_model, "schedule": "1f1b"}),
     (adamw, {"replica_sums": "all_reduce"}),
+    *((make, {"width": w, "make_model": lopsided, **of}) for w in (2, 4) for make, of in LOPSIDED),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
-    (sgd, {"width": 4, "make_model": one_matrix, "clip": {"max_grad_norm": 0.1}}),
+    (sgd, {"width": 4, "make_model": one_matrix, "clip": CLIP}),
     (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),
 ]
 
@@ -168,10 +193,41 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 def every_case(rank: int, world: int) -> None:
     for make_optimizer, options in CASES:
         equal_with_and_without(**{"width": 2, "make_optimizer": make_optimizer, **options})
+    with delays_everywhere(0.01):
+        equal_with_and_without(width=2, make_optimizer=sgd, bucket_cap_mb=SMALL, clip=CLIP)
+        equal_with_and_without(width=4, make_optimizer=adamw, bucket_cap_mb=SMALL, **NARROW)
 
 
 def test_bits_are_those_of_whole_states() -> None:
-    run_ranks(every_case, 4, timeout=150)
+    run_ranks(in_turn, 4, args=(every_case, like_the_oracle), timeout=150)
+
+
+def of_three(rank: int, world: int) -> None:
+    for make, options in LOPSIDED:
+        equal_with_and_without(width=3, make_optimizer=make, make_model=lopsided, **options)
+    with made(world, lopsided, precision="bf16") as pipe:
+        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        (stage,) = pipe.session.stages
+        engine, shares = stage.weights.engine, [0] * world
+        owners = {name: engine.owners(i) for i, name in enumerate(stage.weights.trainable)}
+        for of_one in owners.values():
+            for owner, _, count in of_one:
+                shares[owner] += count
+        assert len(owners["1.table"]) > 1
+        numel = sum(p.numel() for p in lopsided().parameters())
+        assert sum(shares) == numel
+        assert max(shares) < 1.1 * numel / world
+        x = own_batches(world)[0].args[0]
+        pipe.train_step(x, target=x)
+        opt.step()
+        pipe.flush()
+        (report,) = pipe.memory_report().values()
+        assert report.masters == 4 * shares[rank]
+        assert report.optimizer_state == 8 * shares[rank]
+
+
+def test_a_parameter_larger_than_a_share_is_several_replicas() -> None:
+    run_ranks(of_three, 3, timeout=100)
 
 
 def like_the_oracle(rank: int, world: int) -> None:
@@ -188,16 +244,16 @@ def like_the_oracle(rank: int, world: int) -> None:
 def goes_on(rank: int, world: int, folder: str) -> None:
     """From a checkpoint of shares with whole states, and the other way round."""
     batches = own_batches(world)
-    for first, then in ((True, False), (False, True), (True, True)):
-        path = f"{folder}/{first}-{then}"
-        want = trained(world, adamw, False, precision="bf16")
-        with made(world, precision="bf16") as pipe:
+    for number, (first, then) in enumerate(((True, False), (False, True), (True, True))):
+        path, build = f"{folder}/{first}-{then}", (lopsided, model, lopsided)[number]
+        want = trained(world, adamw, False, build, precision="bf16")
+        with made(world, build, precision="bf16") as pipe:
             opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=first)
             for batch in batches[:3]:
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
             pd2.save(path, pipe, opt).wait()
-        with made(world, precision="bf16") as pipe:
+        with made(world, build, precision="bf16") as pipe:
             opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=then)
             pd2.load(path, pipe, opt)
             for batch in batches[3:]:
@@ -207,12 +263,23 @@ def goes_on(rank: int, world: int, folder: str) -> None:
             assert same(opt.state_dict()["state"], want["state"])
 
 
+def kinds_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Of every parameter, what its tensors are like."""
+    return {
+        name: {key: (value.shape, value.dtype) for key, value in of_one.items()}
+        for name, of_one in state.items()
+    }
+
+
 def takes_over(rank: int, world: int) -> None:
     """Loading, and another optimizer over the same pipeline, keep and give whole masters."""
     want = trained(world, adamw, False, precision="bf16")
     with made(world, precision="bf16") as pipe:
         batches = own_batches(world)
         opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        opt.init_state()
+        room = opt.state_dict()["state"]
+        assert kinds_of(room) == kinds_of(want["state"])
         for number, batch in enumerate(batches):
             if number == 2:
                 state, kept = opt.state_dict(), pipe.state_dict()

@@ -167,6 +167,33 @@ def test_a_run_that_is_measured_changes_its_interval_and_nothing_else(tmp_path: 
         assert_expected(three, result.value, want)
 
 
+def evaluating_does_not_train(
+    pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer, sync: pd2.ReplicaSync, folder: str
+) -> None:
+    """What would write over weights that are away, or take others for them, is refused."""
+    (batch,) = SETTING.make_task().batches([8])
+    pipe.train_step(*batch.args, target=batch.target)  # waits for its step
+    before = copy_of(pipe.state_dict())
+    inside = {
+        "opt.step()": opt.step,
+        "train_step()": lambda: pipe.train_step(*batch.args, target=batch.target),
+        "loading weights": lambda: pipe.load_state_dict(before),
+        "save": lambda: pd2.save(folder, pipe, opt),
+    }
+    with sync.evaluating_anchors():
+        for what, call in inside.items():
+            with pytest.raises(ValueError, match="called inside evaluating_anchors") as raised:
+                call()
+            assert str(raised.value).startswith(what)
+        with torch.no_grad():
+            pipe(*batch.args)
+    after = pipe.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    opt.step()
+    pipe.load_state_dict(before)
+    pd2.save(folder, pipe, opt).wait()
+
+
 def wrong(rank: int, world: int, folder: str) -> None:
     site, store = join_site(folder, "wrong", rank, 1)
     with pipe_of(SETTING, site, timeout=30.0) as pipe:
@@ -175,6 +202,7 @@ def wrong(rank: int, world: int, folder: str) -> None:
         with pytest.raises(ValueError, match="measure: every: 4, it must be a SkewScout"):
             sync.measure(lambda: 0.5)
         assert opt.replica_sync is sync
+        evaluating_does_not_train(pipe, opt, sync, f"{folder}/{site}")
     pipe = pipe_of(SETTING, site, timeout=30.0)
     sync = sync_of(SETTING, store, site, every=pd2.SkewScout([4]))
     opt = pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), replica_sync=sync)
@@ -182,6 +210,14 @@ def wrong(rank: int, world: int, folder: str) -> None:
     with pytest.raises(TypeError, match="measure: evaluate gave None, it must give a float"):
         sync.measure(lambda: None if site == 1 else 0.5)
     assert sync.measure(lambda: 0.5) == 0.0
+    (batch,) = SETTING.make_task().batches([8])
+
+    def train() -> float:
+        with pytest.raises(ValueError, match=r"train_step\(\): called inside measure\(\)"):
+            pipe.train_step(*batch.args, target=batch.target)
+        return 0.5
+
+    assert sync.measure(train) == 0.0
 
     def fail() -> float:
         if site == 0:

@@ -19,6 +19,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.launch import RankResult, run_ranks
+from tests.samples.schedule_sizes import V_SHAPED
 
 WIDTH = 6
 ROWS = 24
@@ -32,6 +33,8 @@ class Setting:
     Attributes:
         ways: numbers of ranks of a replica and stages of a rank that give the same bits.
         threads: whether one process may run it, too.
+        shard_state: whether replicas share out the optimizer's state, in the first life and in some
+            of the others.
     """
 
     schedule: str = "2bw"
@@ -45,6 +48,7 @@ class Setting:
     precision: str | None = None
     split_master: bool = False
     loss_scale: bool = False
+    shard_state: bool = False
     feedback: bool = False
     accumulate: int = 1
     batches: int = 24
@@ -67,6 +71,23 @@ SETTINGS = {
     "replicas of 4 and 2 microbatches": Setting(
         width=2, num_microbatches=(4, 2), ways=((2, 1), (1, 1)), threads=False, norm=True
     ),
+    "shares of the state": Setting(
+        width=2,
+        ways=((2, 1), (1, 1)),
+        threads=False,
+        precision="bf16",
+        optimizer="adamw",
+        shard_state=True,
+    ),
+    "V's, shares of the state": Setting(
+        schedule="2bw_v_half",
+        schedules=("2bw_v_half", "2bw_v", "2bw_v_min"),
+        ways=((2, 2),),
+        width=2,
+        threads=False,
+        optimizer="adamw",
+        shard_state=True,
+    ),
     "accumulate": Setting(accumulate=2, feedback=True),
 }
 
@@ -81,7 +102,9 @@ def make_model(setting: Setting, seed: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def make_optimizer(setting: Setting, pipe: pd2.PipelineModule) -> pd2.PipelineOptimizer:
+def make_optimizer(
+    setting: Setting, pipe: pd2.PipelineModule, *, shard_state: bool
+) -> pd2.PipelineOptimizer:
     parameters = list(pipe.parameters())
     optimizers: list[torch.optim.Optimizer]
     if setting.optimizer == "muon":
@@ -99,6 +122,7 @@ def make_optimizer(setting: Setting, pipe: pd2.PipelineModule) -> pd2.PipelineOp
         loss_scale=pd2.LossScale(init_scale=2.0**14, growth_interval=3)
         if setting.loss_scale
         else None,
+        shard_state=shard_state,
     )
 
 
@@ -116,6 +140,7 @@ class Life:
         signal: by which.
         seed: of weights and random numbers where there is a checkpoint to go on from, which brings
             its own; else they are those of :data:`FIRST_SEED`.
+        shard_state: whether replicas share out the optimizer's state.
     """
 
     schedule: str
@@ -128,6 +153,7 @@ class Life:
     after: float = 0.0
     signal: int = signal.SIGKILL
     seed: int = FIRST_SEED
+    shard_state: bool = False
 
 
 def data_of(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -174,7 +200,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     model = make_model(setting, life.seed if Folder(folder).steps() else FIRST_SEED)
     x = torch.zeros(2, WIDTH)
     kinds: dict[str, Any] = {}
-    if life.schedule.startswith("interleaved"):
+    if life.schedule.startswith("interleaved") or life.schedule in V_SHAPED:
         kinds["stages_per_rank"] = life.stages
     pipe = pd2.PipelineModule(
         model,
@@ -190,7 +216,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         timeout=20.0,
         **kinds,
     )
-    opt = make_optimizer(setting, pipe)
+    opt = make_optimizer(setting, pipe, shard_state=life.shard_state)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 5, 0.9)
     rows = data_of(setting)
     sampler = pd2.ResumableSampler(
@@ -305,7 +331,13 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
 
 def first_life(setting: Setting) -> Life:
     ranks, stages = setting.ways[0]
-    return Life(schedule=setting.schedule, ranks=ranks, stages=stages, every=1000)
+    return Life(
+        schedule=setting.schedule,
+        ranks=ranks,
+        stages=stages,
+        every=1000,
+        shard_state=setting.shard_state,
+    )
 
 
 def random_life(
@@ -340,4 +372,5 @@ def random_life(
         after=draw.uniform(0.0, seconds),
         signal=by or signal.SIGKILL,
         seed=draw.randrange(2**31),
+        shard_state=setting.shard_state and draw.random() < 0.7,
     )

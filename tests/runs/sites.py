@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import SGD
 
 import pipedream2bw as pd2
+from benchmarks.measuring.delays import delayed_messages, delays_everywhere
 from tests.device.on_device import batch_on, on
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Oracle
@@ -34,6 +36,7 @@ class Setting:
         width: replicas of each site.
         hook: whether a gradient hook averages over these.
         device: where the stages are; None: the CPU.
+        late: whether messages within a site take their time, differently each.
     """
 
     num_sites: int = 2
@@ -50,6 +53,7 @@ class Setting:
     precision: str | None = None
     momentum: float = 0.5
     batches: int = 10
+    late: bool = False
 
     @property
     def ranks(self) -> int:
@@ -160,12 +164,20 @@ def result_of(
     return SiteResult(site, pipe.replica, found, state, sync.anchors(), stages_of(pipe))
 
 
+def delays_of(setting: Setting, site: int) -> contextlib.AbstractContextManager[None]:
+    if not setting.late:
+        return contextlib.nullcontext()
+    if not setting.in_processes:
+        return delayed_messages(0.0, 0.01, site)
+    return delays_everywhere(0.01, site)
+
+
 def train_site(rank: int, world: int, folder: str, settings: list[Setting]) -> list[SiteResult]:
     """Trains as each setting says; all have as many processes for a site."""
     results = []
     for number, setting in enumerate(settings):
         site, store = join_site(folder, f"setting{number}", rank, setting.ranks)
-        with pipe_of(setting, site) as pipe:
+        with delays_of(setting, site), pipe_of(setting, site) as pipe:
             if setting.hook:
                 pipe.register_comm_hook(None, allreduce_hook)
             sync = sync_of(setting, store, site)

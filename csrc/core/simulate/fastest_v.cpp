@@ -1,7 +1,6 @@
 #include "core/simulate/fastest_v.h"
 
 #include "core/check.h"
-#include "core/infinity.h"
 #include "core/schedule/v_shape.h"
 
 #include <algorithm>
@@ -46,6 +45,12 @@ std::vector<Candidate> candidates(int ranks) {
 
 }  // namespace
 
+std::size_t first_of_fastest(const std::vector<double>& periods) {
+  const double shortest = *std::ranges::min_element(periods);
+  return std::ranges::find_if(periods, [&](double each) { return each <= shortest * kEqual; }) -
+         periods.begin();
+}
+
 Schedule fastest_v_schedule(int ranks, int num_microbatches, double in_flight, const Costs& costs) {
   PD2_CHECK(ranks >= 1, "num_stages: ", 2 * ranks, ": a V has two stages a rank");
   PD2_CHECK(num_microbatches >= 1, "num_microbatches: ", num_microbatches,
@@ -57,20 +62,19 @@ Schedule fastest_v_schedule(int ranks, int num_microbatches, double in_flight, c
             ": a V needs in_flight >= ", fewest / 2.0);
   PD2_CHECK(num_microbatches >= least, "num_microbatches: ", num_microbatches, ", ranks: ", ranks,
             ": a V needs num_microbatches >= ", least);
-  Schedule best;
-  double shortest = kInfinity;
+  const auto make = [&](const Candidate& one) {
+    return make_v_schedule(one.name, one.periods, num_microbatches, false);
+  };
+  std::vector<const Candidate*> fitting;
+  std::vector<double> periods;
   for (const Candidate& one : all) {
     if (one.halves > 2 * in_flight || one.least > num_microbatches) continue;
-    Schedule schedule = make_v_schedule(one.name, one.periods, num_microbatches, false);
-    const double period = simulate(schedule, costs, 4).period;
-    if (period * kEqual >= shortest) continue;
-    shortest = period;
-    best = std::move(schedule);
+    fitting.push_back(&one);
+    periods.push_back(simulate(make(one), costs, 4).period);
   }
-  PD2_CHECK(shortest < kInfinity, "in_flight: ", in_flight,
-            ", num_microbatches: ", num_microbatches, ": no V of ", ranks,
-            " ranks needs as few of both");
-  return best;
+  PD2_CHECK(!fitting.empty(), "in_flight: ", in_flight, ", num_microbatches: ", num_microbatches,
+            ": no V of ", ranks, " ranks needs as few of both");
+  return make(*fitting[first_of_fastest(periods)]);
 }
 
 }  // namespace pd2

@@ -5,7 +5,13 @@
 #include "core/schedule/schedule.h"
 #include "core/simulate/simulate.h"
 
+#include <cstddef>
+#include <vector>
+
 namespace pd2 {
+
+// Of some periods, at least one: the first within a thousandth of the shortest.
+std::size_t first_of_fastest(const std::vector<double>& periods);
 
 // Simulates every V of `ranks` ranks with two weight versions (see v_shape.h) whose ranks each hold
 // activations of at most `in_flight` microbatches, counting a stage's for half of one, and gives

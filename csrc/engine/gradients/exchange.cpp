@@ -60,6 +60,16 @@ Exchange gather_in_place(c10d::ProcessGroup& group, const at::Tensor& all, const
   return {all_gather(group, all, mine)};
 }
 
+Exchange give_one(c10d::ProcessGroup& group, int from, int to, const at::Tensor& tensor) {
+  const at::Tensor whole = bytes_of(tensor), none = whole.narrow(0, 0, 0);
+  const int rank = group.getRank();
+  Sizes sent(group.getSize(), 0), received(group.getSize(), 0);
+  sent[to] = rank == from ? whole.numel() : 0;
+  received[from] = rank == to ? whole.numel() : 0;
+  return {all_to_all(group, rank == to ? whole : none, rank == from ? whole : none,
+                     std::move(received), std::move(sent))};
+}
+
 Exchange broadcast_from(c10d::ProcessGroup& group, int rank, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{bytes_of(tensor)};
   c10d::BroadcastOptions options;

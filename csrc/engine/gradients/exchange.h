@@ -24,6 +24,9 @@ Exchange give_pieces(c10d::ProcessGroup& group, const std::vector<at::Tensor>& p
 // is in its place there.
 Exchange gather_in_place(c10d::ProcessGroup& group, const at::Tensor& all, const at::Tensor& mine);
 
+// Takes a tensor from one rank to its place on another; the others only take part.
+Exchange give_one(c10d::ProcessGroup& group, int from, int to, const at::Tensor& tensor);
+
 Exchange broadcast_from(c10d::ProcessGroup& group, int rank, const at::Tensor& tensor);
 
 }  // namespace pd2

@@ -38,7 +38,7 @@ ReplicaSum::ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
                  make_ready(bucket);
                  return true;
                }),
-      shares_(share_out(buckets_.buckets(), gradients, size_)) {
+      shares_(share_out(buckets_.buckets(), gradients, size_, {})) {
   PD2_ASSERT(size_ > 1, "replicas: ", size_);
   PD2_ASSERT(!is_ordered() || static_cast<int>(replicas_.order.size()) == size_, "an order of ",
              replicas_.order.size(), " ranks of ", size_);
@@ -70,20 +70,28 @@ void ReplicaSum::cut() {
   }
 }
 
-void ReplicaSum::share(bool is_shared, const std::vector<Range>& everywhere) {
+void ReplicaSum::share(bool is_shared, const MayCut& may_cut, const std::vector<Range>& wanted) {
   is_shared_ = is_shared;
-  everywhere_.clear();
+  shares_ = share_out(buckets(), gradients_, size_, may_cut);
+  wanted_.clear();
   for (std::size_t dtype = 0; dtype < gradients_.size(); ++dtype) {
     const std::int64_t begin = gradients_[dtype]->packing().numel();
-    everywhere_.push_back({dtype, size_ - 1, 0, 0, begin, gradients_[dtype]->flat(0).numel()});
+    wanted_.push_back({dtype, size_ - 1, std::nullopt, begin, gradients_[dtype]->flat(0).numel()});
   }
-  for (const Range& range : everywhere) {
-    const auto share = std::ranges::find_if(shares_, [&](const Share& candidate) {
-      return candidate.dtype == range.dtype && candidate.begin <= range.begin &&
-             range.begin < candidate.end;
-    });
-    if (share != shares_.end()) {  // else it is empty
-      everywhere_.push_back({range.dtype, share->rank, 0, 0, range.begin, range.end});
+  for (const Range& range : wanted) {
+    std::optional<int> first;
+    for (const Share& share : shares_) {  // of one bucket in the order of their elements
+      const std::int64_t begin = std::max(share.begin, range.begin);
+      const std::int64_t end = std::min(share.end, range.end);
+      if (share.dtype != range.dtype || begin >= end) {
+        continue;
+      }
+      if (range.is_for_all) {
+        wanted_.push_back({range.dtype, share.rank, std::nullopt, begin, end});
+      } else if (first) {
+        wanted_.push_back({range.dtype, share.rank, first, begin, end});
+      }
+      first = first.value_or(share.rank);
     }
   }
   cut();
@@ -292,7 +300,7 @@ Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const {
     sum = to;
   }
   if (is_shared_) {
-    return give_everywhere(parts_[part], all);
+    return give_wanted(parts_[part], all);
   }
   if (stream_ && all.numel() == size_ * pieces[rank_].numel()) {
     return gather_in_place(*replicas_.group, all, pieces[rank_]);
@@ -301,14 +309,16 @@ Exchange ReplicaSum::sum(std::size_t part, std::size_t buffer) const {
   return give_pieces(*replicas_.group, pieces);
 }
 
-Exchange ReplicaSum::give_everywhere(const Part& part, const at::Tensor& all) const {
+Exchange ReplicaSum::give_wanted(const Part& part, const at::Tensor& all) const {
   Exchange exchange;
-  for (const Share& wanted : everywhere_) {
+  for (const Wanted& wanted : wanted_) {
     const std::int64_t begin = std::max(wanted.begin, part.begin);
     const std::int64_t end = std::min(wanted.end, part.end);
     if (wanted.dtype == buckets()[part.bucket].dtype && begin < end) {
-      const at::Tensor wanted_part = all.narrow(0, begin - part.begin, end - begin);
-      const Exchange more = broadcast_from(*replicas_.group, wanted.rank, wanted_part);
+      const at::Tensor elements = all.narrow(0, begin - part.begin, end - begin);
+      const Exchange more = wanted.to
+                                ? give_one(*replicas_.group, wanted.from, *wanted.to, elements)
+                                : broadcast_from(*replicas_.group, wanted.from, elements);
       exchange.insert(exchange.end(), more.begin(), more.end());
     }
   }

@@ -43,8 +43,9 @@ struct Replicas {
 // in the first is kept apart, in a few lanes that parts take turns in.
 //
 // Where ranks share the parameters out, a piece is what a rank steps of the part, and there is no
-// second exchange but of what all need: flags, and gradients that other stages add to. Instead all
-// get the next version, by gather().
+// second exchange but of what others need: flags, gradients that other stages add to, and those of
+// parameters that are several ranks' where their norms are asked for. Instead all get the next
+// version, by gather().
 //
 // With a hook nothing begins before the update, whose thread calls it: see call_hook().
 //
@@ -106,13 +107,15 @@ class ReplicaSum {
   // which it may be moved. Every replica calls it. Throws ChannelAborted when stopped.
   void settle(const IsStopped& is_stopped);
 
-  // From now on ranks share the parameters out, or not. Elements of a dtype that all need are
-  // `everywhere`. Every replica calls it, settled and drained.
+  // From now on ranks share the parameters out, or not. Of some elements of a dtype all ranks need
+  // the sums, or the one that has the first of them needs all. Every replica calls it, settled and
+  // drained.
   struct Range {
     std::size_t dtype;
     std::int64_t begin, end;
+    bool is_for_all;
   };
-  void share(bool is_shared, const std::vector<Range>& everywhere);
+  void share(bool is_shared, const MayCut& may_cut, const std::vector<Range>& wanted);
   bool is_shared() const { return is_shared_; }
   const std::vector<Share>& shares() const { return shares_; }  // of all ranks
   int rank() const { return rank_; }
@@ -156,8 +159,8 @@ class ReplicaSum {
   std::int64_t bytes_in_lane(const Part& part) const;
   // Where this rank's pieces come, from every other rank.
   std::vector<at::Tensor> received(std::size_t part) const;
-  // What all need of a part of which each rank has its own alone.
-  Exchange give_everywhere(const Part& part, const at::Tensor& all) const;
+  // What others need of a part of which each rank has its own alone.
+  Exchange give_wanted(const Part& part, const at::Tensor& all) const;
   // Each rank's share of a bucket, to all.
   Exchange give_shares(const GradientBuckets::Bucket& bucket, const at::Tensor& flat) const;
 
@@ -168,9 +171,15 @@ class ReplicaSum {
   const MaybeStream stream_;
   const std::int64_t part_bytes_;
   GradientBuckets buckets_;
-  const std::vector<Share> shares_;
+  std::vector<Share> shares_;
   bool is_shared_ = false;
-  std::vector<Share> everywhere_;  // what all ranks need of these
+  struct Wanted {
+    std::size_t dtype;
+    int from;
+    std::optional<int> to;  // none: all ranks
+    std::int64_t begin, end;
+  };
+  std::vector<Wanted> wanted_;
   std::vector<Part> parts_;
   std::vector<at::Tensor> lanes_;  // bytes
   UnderWay next_ = std::make_shared<Batch>();

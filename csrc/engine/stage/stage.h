@@ -181,9 +181,12 @@ class Stage {
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
   // From now on each replica has masters and state of its share of the parameters alone, and steps
-  // no others (`shares`), or of all. Every replica calls it after arrange(), before
-  // set_optimizers(). Without replicas it changes nothing. Throws ChannelAborted when stopped.
-  void share(bool shares, const std::function<bool()>& is_stopped);
+  // no others (`shares`), or of all. A parameter that `may_cut` names may be several replicas'; so
+  // that one of them can give the norm of its gradient, that one gets all of it (`norms`). Every
+  // replica calls it after arrange(), before set_optimizers(). Without replicas it changes nothing.
+  // Throws ChannelAborted when stopped.
+  void share(bool shares, const std::vector<bool>& may_cut, bool norms,
+             const std::function<bool()>& is_stopped);
   bool is_shared() const { return replicas_ && replicas_->is_shared(); }
   // Waits for the sum of a complete batch, if there is one: the replicas' group is free then. Every
   // replica calls it, drained.
@@ -192,8 +195,20 @@ class Stage {
       replicas_->settle(is_stopped);
     }
   }
-  // Whether this replica steps the parameter.
-  bool owns(std::size_t parameter) const { return owned_.empty() || owned_.at(parameter); }
+  // What replicas step of a parameter, by their rank in the group: of its elements, in the order of
+  // the memory. Of one that nobody shares all is this replica's.
+  struct Elements {
+    int rank = 0;
+    std::int64_t begin = 0, numel = 0;
+  };
+  std::vector<Elements> owners(std::size_t parameter) const;
+  Elements elements(std::size_t parameter) const;  // this replica's
+  // Whether this replica steps the parameter, or elements of it.
+  bool owns(std::size_t parameter) const { return owned_.empty() || owned_.at(parameter).is_mine; }
+  // Whether it is the first that does, which speaks for all that do.
+  bool leads(std::size_t parameter) const {
+    return owned_.empty() || owned_.at(parameter).by.front().rank == replicas_->rank();
+  }
   // The masters of all parameters that hide them, by parameter, others undefined: as copies, where
   // replicas share them out; then every replica calls it, drained.
   std::vector<at::Tensor> whole_masters(const std::function<bool()>& is_stopped);
@@ -269,9 +284,10 @@ class Stage {
   // A parameter is in at most one of them.
   void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
   // State of one parameter of a fused optimizer, as a view of the flat state; undefined if there
-  // is none.
+  // is none. One of several replicas that step it has its elements() alone, as a vector.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
   std::int64_t step_count(std::size_t parameter) const;
+  // `value`: as optimizer_state() gives it, or of the whole parameter.
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
   void set_step_count(std::size_t parameter, std::int64_t count);
 
@@ -326,8 +342,17 @@ class Stage {
   std::vector<Share> shares_of(std::size_t buffer) const;
   // What is kept of elements of masters, which are all here; undefined: there are none.
   at::Tensor range_of_masters(std::size_t buffer, std::int64_t begin, std::int64_t numel) const;
-  // The same of a parameter; undefined, too, if another replica has it.
+  // The same of a parameter; undefined, too, if another replica has it. As a vector, if others have
+  // some of it.
   at::Tensor kept_master(std::size_t parameter) const;
+  bool is_whole(std::size_t parameter) const {
+    return elements(parameter).numel == view_of(parameter).numel;
+  }
+  const ParameterView& view_of(std::size_t parameter) const {
+    return packings_[places_.at(parameter).buffer]->views()[places_[parameter].index];
+  }
+  // Of a tensor that lies in memory as the parameter does: this replica's elements.
+  at::Tensor mine(std::size_t parameter, const at::Tensor& whole) const;
   at::Tensor whole_buffer(std::size_t buffer) const;  // zeros where another replica has masters
   void step_on_host(std::span<const GroupOptions> groups);
 
@@ -339,9 +364,14 @@ class Stage {
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
   std::vector<Place> places_;                           // by parameter
-  std::vector<bool> owned_;                             // the same; empty: replicas step all
-  std::vector<std::vector<at::Tensor>> slots_;          // [slot][dtype]
-  std::vector<at::Tensor> masters_;  // by dtype: float32, int16 remainders, or undefined
+  struct Owned {
+    bool is_mine = false;
+    Elements mine{};
+    std::vector<Elements> by{};
+  };
+  std::vector<Owned> owned_;                    // the same; empty: replicas step all
+  std::vector<std::vector<at::Tensor>> slots_;  // [slot][dtype]
+  std::vector<at::Tensor> masters_;             // by dtype: float32, int16 remainders, or undefined
   std::vector<std::unique_ptr<GradAccumulator>> gradients_;
   std::unique_ptr<HostMirror> host_;  // null: the optimizer works where the stage does
   std::vector<Fused> optimizers_;

@@ -2,6 +2,8 @@
 #include "core/check.h"
 #include "engine/stage/stage.h"
 
+#include <ATen/ops/empty_strided.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -51,9 +53,9 @@ void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& r
     const std::size_t index = places_[i].index;
     if (places_[i].buffer == buffer && groups.of_parameter[i] >= 0 && range.first <= index &&
         index < range.last) {
-      const ParameterView& view = packings_[buffer]->views()[index];
+      const auto [rank, first, count] = elements(i);
       fused.members.push_back(index);
-      slices.push_back({view.offset - begin, view.numel, groups.of_parameter[i]});
+      slices.push_back({view_of(i).offset + first - begin, count, groups.of_parameter[i]});
       parameters.push_back(i);
     }
   }
@@ -134,10 +136,12 @@ at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) 
   if (!flat.defined()) {
     return {};
   }
-  const Place& place = places_.at(parameter);
-  const ParameterView& view = packings_[place.buffer]->views()[place.index];
-  return flat.as_strided(view.sizes, view.strides,
-                         flat.storage_offset() + stepped.by->state_offset(stepped.index));
+  const ParameterView& view = view_of(parameter);
+  const std::int64_t begin = flat.storage_offset() + stepped.by->state_offset(stepped.index);
+  if (!is_whole(parameter)) {
+    return flat.as_strided({elements(parameter).numel}, {1}, begin);
+  }
+  return flat.as_strided(view.sizes, view.strides, begin);
 }
 
 const Stage::Stepped& Stage::stepped(std::size_t parameter) const {
@@ -155,7 +159,14 @@ void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
                                 const at::Tensor& value) {
   const Stepped& stepped = this->stepped(parameter);
   stepped.by->state_or_zeros(name);
-  optimizer_state(name, parameter).copy_(value);
+  const at::Tensor state = optimizer_state(name, parameter);
+  if (is_whole(parameter) || value.numel() == state.numel()) {
+    state.copy_(value);
+  } else {
+    const ParameterView& view = view_of(parameter);
+    const at::Tensor whole = at::empty_strided(view.sizes, view.strides, state.options());
+    state.copy_(mine(parameter, whole.copy_(value)));
+  }
   stepped.by->mark_loaded(stepped.index);
 }
 

@@ -8,9 +8,13 @@
 
 namespace pd2 {
 
-void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
-  if (!replicas_ || shares == replicas_->is_shared()) {
+void Stage::share(bool shares, const std::vector<bool>& may_cut, bool norms,
+                  const std::function<bool()>& is_stopped) {
+  if (!replicas_ || (!shares && !is_shared())) {
     return;
+  }
+  if (shares && is_shared()) {  // perhaps in another way
+    share(false, {}, false, is_stopped);
   }
   PD2_ASSERT(!host_ || !shares, "the host steps whole buffers");
   std::vector<at::Tensor> wholes(masters_.size());
@@ -22,25 +26,45 @@ void Stage::share(bool shares, const std::function<bool()>& is_stopped) {
   if (!shares) {
     replicas_->gather(nullptr, wholes, is_stopped);
   }
-  std::vector<ReplicaSum::Range> everywhere;
+  std::vector<ReplicaSum::Range> wanted;
+  const auto want = [&](std::size_t parameter, bool is_for_all) {
+    const ParameterView& view = view_of(parameter);
+    wanted.push_back(
+        {places_[parameter].buffer, view.offset, view.offset + view.numel, is_for_all});
+  };
+  std::vector<bool> is_tied(places_.size(), false);
   for (const Tie& tie : ties_) {  // whose sum each replica makes of its own stages' gradients
     for (const std::size_t parameter : tie.parameters) {
-      const Place& place = places_[parameter];
-      const ParameterView& view = packings_[place.buffer]->views()[place.index];
-      everywhere.push_back({place.buffer, view.offset, view.offset + view.numel});
+      is_tied[parameter] = true;
+      want(parameter, /*is_for_all=*/true);
+    }
+  }
+  MayCut cuts(packings_.size());
+  for (std::size_t i = 0; i < places_.size() && shares; ++i) {  // in the packing's order
+    cuts[places_[i].buffer].push_back(may_cut.at(i));
+    if (may_cut[i] && norms && !is_tied[i]) {
+      want(i, /*is_for_all=*/false);
     }
   }
   optimizers_.clear();
   stepped_.clear();
-  replicas_->share(shares, everywhere);
-  owned_.assign(shares ? places_.size() : 0, false);
-  for (std::size_t i = 0; i < owned_.size(); ++i) {
-    const Place& place = places_[i];
-    const auto share = std::ranges::find_if(replicas_->shares(), [&](const Share& each) {
-      return each.dtype == place.buffer && each.first <= place.index && place.index < each.last;
-    });
-    PD2_ASSERT(share != replicas_->shares().end(), "parameter ", i, " is in no share");
-    owned_[i] = share->rank == replicas_->rank();
+  replicas_->share(shares, shares ? cuts : MayCut{}, wanted);
+  owned_.assign(shares ? places_.size() : 0, {});
+  for (const Share& share : replicas_->shares()) {
+    for (std::size_t i = 0; i < owned_.size(); ++i) {
+      if (places_[i].buffer != share.dtype || places_[i].index < share.first ||
+          places_[i].index >= share.last) {
+        continue;
+      }
+      const ParameterView& view = view_of(i);
+      const std::int64_t begin = std::max(share.begin - view.offset, std::int64_t{0});
+      const std::int64_t end = std::min(share.end - view.offset, view.numel);
+      owned_[i].by.push_back({share.rank, begin, end - begin});
+      if (share.rank == replicas_->rank()) {
+        owned_[i].is_mine = true;
+        owned_[i].mine = owned_[i].by.back();
+      }
+    }
   }
   for (std::size_t buffer = 0; buffer < masters_.size(); ++buffer) {
     const at::Tensor& whole = wholes[buffer];
@@ -90,14 +114,28 @@ at::Tensor Stage::range_of_masters(std::size_t buffer, std::int64_t begin,
   return masters_[buffer].narrow(0, before + begin - share->begin, numel);
 }
 
+Stage::Elements Stage::elements(std::size_t parameter) const {
+  return owned_.empty() ? Elements{0, 0, view_of(parameter).numel} : owned_.at(parameter).mine;
+}
+
+std::vector<Stage::Elements> Stage::owners(std::size_t parameter) const {
+  return owned_.empty() ? std::vector{elements(parameter)} : owned_.at(parameter).by;
+}
+
 at::Tensor Stage::kept_master(std::size_t parameter) const {
   const Place& place = places_.at(parameter);
   if (!masters_[place.buffer].defined() || !owns(parameter)) {
     return {};
   }
-  const ParameterView& view = packings_[place.buffer]->views()[place.index];
-  return range_of_masters(place.buffer, view.offset, view.numel)
-      .as_strided(view.sizes, view.strides);
+  const ParameterView& view = view_of(parameter);
+  const auto [rank, begin, numel] = elements(parameter);
+  const at::Tensor kept = range_of_masters(place.buffer, view.offset + begin, numel);
+  return is_whole(parameter) ? kept.as_strided(view.sizes, view.strides) : kept;
+}
+
+at::Tensor Stage::mine(std::size_t parameter, const at::Tensor& whole) const {
+  const auto [rank, begin, numel] = elements(parameter);
+  return whole.as_strided({numel}, {1}, whole.storage_offset() + begin);
 }
 
 at::Tensor Stage::whole_buffer(std::size_t buffer) const {

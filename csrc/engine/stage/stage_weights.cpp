@@ -23,14 +23,17 @@ at::Tensor Stage::master(int slot, std::size_t parameter) const {
     host_->take_changes(slots_.at(slot), masters_);
   }
   const at::Tensor kept = kept_master(parameter);
-  if (!kept.defined()) {
-    return weight(slot, parameter).to(at::kFloat);
+  const at::Tensor newest =
+      host_ ? host_->weight(place.buffer, place.index) : weight(slot, parameter);
+  if (kept.defined() && is_whole(parameter)) {
+    return has_split_master(parameter) ? join_master(newest, kept) : kept;
   }
-  if (!has_split_master(parameter)) {
-    return kept;
+  const at::Tensor rounded = newest.to(at::kFloat);
+  if (kept.defined()) {
+    mine(parameter, rounded)
+        .copy_(has_split_master(parameter) ? join_master(mine(parameter, newest), kept) : kept);
   }
-  return join_master(host_ ? host_->weight(place.buffer, place.index) : weight(slot, parameter),
-                     kept);
+  return rounded;
 }
 
 bool Stage::has_split_master(std::size_t parameter) const {
@@ -65,7 +68,8 @@ void Stage::set_master(std::size_t parameter, const at::Tensor& value) {
   const at::Tensor newest = weight(versions_.slot(versions_.newest()), parameter);
   const at::Tensor weight = host_ ? host_->weight(place.buffer, place.index) : newest;
   at::Tensor kept = kept_master(parameter);
-  if (!kept.defined()) {  // another replica's, whose rounding is here
+  const at::Tensor part = kept.defined() && !is_whole(parameter) ? kept : at::Tensor();
+  if (!kept.defined() || part.defined()) {  // another replica's, whose rounding is here
     kept = at::empty_like(weight, masters_[place.buffer].options());
   }
   if (has_split_master(parameter)) {
@@ -73,6 +77,9 @@ void Stage::set_master(std::size_t parameter, const at::Tensor& value) {
   } else {
     kept.copy_(value);
     weight.copy_(kept);
+  }
+  if (part.defined()) {
+    part.copy_(mine(parameter, kept));
   }
   if (host_) {
     newest.copy_(weight);
@@ -97,8 +104,7 @@ StageBytes Stage::bytes() const {
     if (masters_[buffer].defined()) {
       std::int64_t numel = 0;
       for (std::size_t i = 0; i < places_.size(); ++i) {
-        const bool is_here = places_[i].buffer == buffer && owns(i);
-        numel += is_here ? packing.views()[places_[i].index].numel : 0;
+        numel += places_[i].buffer == buffer ? elements(i).numel : 0;
       }
       const auto size = static_cast<std::int64_t>(masters_[buffer].element_size());
       bytes.masters += numel * size;

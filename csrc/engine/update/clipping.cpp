@@ -16,7 +16,7 @@ ParameterNorms gradient_norms(const Stage& stage, const std::vector<std::int64_t
   std::vector<at::Tensor> gradients;
   ParameterNorms norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i] >= 0 && stage.owns(i) && stage.has_gradient(i)) {
+    if (parameters[i] >= 0 && stage.leads(i) && stage.has_gradient(i)) {
       gradients.push_back(stage.gradient(i));
       norms.emplace_back(parameters[i], 0.0);
     }

@@ -145,6 +145,8 @@ SHAPES = [
     ("interleaved_zero_bubble", 8, 8, 2),
     ("interleaved_2bw", 12, 8, 3),
     ("pipedream", 4, 1, 1),
+    ("2bw_v_half", 8, 4, 2),
+    ("v_min", 8, 8, 2),
 ]
 
 

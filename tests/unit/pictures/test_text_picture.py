@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import pipedream2bw as pd2
 from pipedream2bw import Event
+from tests.samples.schedule_sizes import V_SHAPED
 
 SHAPES = [
     ("2bw", 4, 1),
@@ -25,6 +26,8 @@ SHAPES = [
     ("zero_bubble", 5, 1),
     ("zero_bubble_2p", 5, 1),
     ("interleaved_zero_bubble", 4, 2),
+    ("2bw_v_half", 4, 2),
+    ("v_min", 4, 2),
 ]
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}
 
@@ -61,10 +64,13 @@ def test_every_action_is_shown_in_order_on_its_row_when_the_width_is_enough(
     picture = pd2.draw_text(events, width=2000)
     rows = rows_of(picture)
     ranks = 4 // stages_per_rank
+    in_v = [rank if rank < ranks else 2 * ranks - 1 - rank for rank in range(4)]
+    placement = in_v if schedule in V_SHAPED else [stage % ranks for stage in range(4)]
     names = [
         f"stage {stage}" if stages_per_rank == 1 else f"rank {rank} stage {stage}"
         for rank in range(ranks)
-        for stage in range(rank, 4, ranks)
+        for stage in range(4)
+        if placement[stage] == rank
     ]
     assert list(rows) == names
     for stage, row in enumerate(sorted(rows, key=lambda name: int(name.split()[-1]))):

@@ -137,6 +137,26 @@ def test_the_page_shows_the_results() -> None:
         assert float(shown[-1]) == round(ours / others, 2)
 
 
+def test_the_page_shows_the_largest_model_with_and_without_recomputation() -> None:
+    report = json.loads((ROOT / "benchmarks/results/scale.json").read_text())
+    found = {(row["schedule"], row["recompute"]): row for row in report["recomputation"]}
+    page = (ROOT / "docs/scale.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(SCHEDULES)
+    for name, cells in rows:
+        kept, again = found[name, False], found[name, True]
+        shown = [
+            text
+            for row in (kept, again)
+            for text in (
+                f"{row['tokens_per_device']:.1f}",
+                f"{row['gb']:.0f}" if row["fits"] else f"**{row['gb']:.0f}**",
+            )
+        ]
+        assert cells.split(" | ") == shown
+        assert all(row["fits"] == (row["gb"] <= H100_CLUSTER.memory / 1e9) for row in (kept, again))
+
+
 def rate_of(row: dict[str, Any] | None) -> str:
     if row is None:
         return "none"

@@ -8,8 +8,10 @@ import time
 import pytest
 
 from benchmarks.measuring.delays import delayed_messages
+from tests.exhaustive import exhaustive
 from tests.runs.trajectory import assert_same, by_oracle, by_pipeline, make_pipeline
 from tests.samples.models import TASKS
+from tests.samples.schedule_sizes import V_SHAPED
 
 CASES = [
     ("2bw", 4, 1),
@@ -18,6 +20,9 @@ CASES = [
     ("interleaved_2bw", 4, 2),
     ("1f1b", 4, 1),
     ("interleaved_zero_bubble", 4, 2),
+    ("2bw_v_half", 6, 2),
+    ("v_min", 6, 2),
+    *exhaustive(*((name, 6, 2) for name in V_SHAPED if name not in ("2bw_v_half", "v_min"))),
 ]
 
 

@@ -26,7 +26,7 @@ from tests.runs.trajectory import (
     sgd,
 )
 from tests.samples.models import TASKS, WIDTH, Task
-from tests.samples.schedule_sizes import sizes_for
+from tests.samples.schedule_sizes import V_SHAPED, sizes_for
 
 
 def test_the_oracle_follows_the_recurrence_written_by_hand() -> None:
@@ -94,6 +94,13 @@ def test_every_schedule_at_every_depth(schedule: str, num_stages: int, recompute
             stages_per_rank=sizes.stages_per_rank,
             recompute=recompute,
         )
+
+
+@pytest.mark.parametrize("schedule", V_SHAPED)
+def test_every_v_of_four_ranks(schedule: str) -> None:
+    for sizes in sizes_for(schedule, 8):
+        d, m, v = dataclasses.astuple(sizes)
+        check_task(TASKS["mlp"], d, m, [2 * m] * 5, schedule=schedule, stages_per_rank=v)
 
 
 SPLIT = ["2bw_split", "zero_bubble", "zero_bubble_2p", "interleaved_zero_bubble"]

@@ -426,7 +426,7 @@ TEST_F(OrderedSumTest, SharesAreGivenBucketByBucket) {
   make({0, 1, 2}, {48, 48, 48, 48, 48, 48}, 3 * 48 * 4);
   std::vector<at::Tensor> flats;
   for (std::size_t rank = 0; rank < replicas_.size(); ++rank) {
-    replicas_[rank].sum->share(true, {});
+    replicas_[rank].sum->share(true, {}, {});
     flats.push_back(at::zeros({replicas_[rank].packing->numel()}, at::kShort));
     for (const Share& share : replicas_[rank].sum->shares()) {
       if (share.rank == static_cast<int>(rank)) {
