@@ -1,0 +1,95 @@
+"""Who waits for a device in the steady state, and on which streams work is done."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import pipedream2bw as pd2
+from tests.device import checked
+from tests.device.checked import Asked, AskedKind
+from tests.device.on_device import batch_on, on, places
+from tests.device.test_host_optimizer import OPTIMIZERS
+from tests.runs.trajectory import make_pipeline
+from tests.samples.models import Task
+from tests.samples.tied_models import TIED
+from tests.unit.training.test_precision import SKIPS, float_token_loss
+
+HOME = "checked:0"
+M, WARM_UP, STEADY = 4, 3, 6
+TIED_TASK = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
+
+
+def ask(
+    task: Task, num_stages: int, opt_options: dict[str, Any], **options: Any
+) -> list[Asked]:
+    """What some batches ask of the devices. Inputs are the host's; the caller reads nothing."""
+    batches = task.batches([2 * M] * (WARM_UP + STEADY))
+    options = {"devices": places(num_stages, 2), **options}
+    example = batch_on(batches[0], HOME)
+    with make_pipeline(on(task, HOME), num_stages, M, example, **options) as pipe:
+        opt = pd2.PipelineOptimizer(OPTIMIZERS["adam"](pipe.parameters()), **opt_options)
+
+        def train(some: Iterable[Any]) -> None:
+            for batch in some:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            pipe.flush()
+
+        train(batches[:WARM_UP])
+        with checked.log() as asked:
+            train(batches[WARM_UP:])
+    return asked
+
+
+def thread_of(asked: Asked) -> str:
+    """Its name; "caller" for the one that trains."""
+    name = re.sub(r" \d+$", "", asked.thread)
+    return name if name.startswith(("pd2", "pt_")) else "caller"
+
+
+def waits(asked: Iterable[Asked]) -> Counter[str]:
+    """How often each kind of thread waits, and for what."""
+    return Counter(
+        f"{thread_of(each)}: {each.name}" for each in asked if each.kind == AskedKind.HOST_WAIT
+    )
+
+
+RUN_AHEAD = "pd2 stage: the host waits"
+OF_LOSSES, OF_UPDATES = (f"pd2 {each}: the host waits for a copy" for each in ("losses", "update"))
+TRAININGS: dict[str, dict[str, Any]] = {
+    "tied": {
+        "task": TIED_TASK,
+        "num_stages": 2,
+        "opt_options": {"max_grad_norm": 0.1, "loss_scale": pd2.LossScale(2.0**10)},
+        "split": ["blocks.2"],
+        "metrics": {"rows": lambda output, target: len(output)},
+    },
+    "skips": {"task": SKIPS, "num_stages": 3, "opt_options": {"max_grad_norm": 0.1}},
+}
+
+
+@pytest.fixture(scope="module", params=TRAININGS)
+def asked(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[Asked]]:
+    """A training, and what it asks."""
+    training = TRAININGS[request.param]
+    return training, ask(**training)
+
+
+def test_nobody_waits_but_for_losses_norms_and_so_as_not_to_run_ahead(
+    asked: tuple[dict[str, Any], list[Asked]],
+) -> None:
+    """The caller never does. Inputs are the host's, and a metric is a number of Python's."""
+    training, found = asked
+    assert waits(found) == Counter(
+        {
+            RUN_AHEAD: STEADY * training["num_stages"],
+            OF_LOSSES: STEADY,
+            OF_UPDATES: STEADY * training["num_stages"],
+        }
+    )
