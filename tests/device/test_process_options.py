@@ -21,6 +21,7 @@ import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.ranks import channels
 from tests.device import checked
+from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS
 from tests.runs.launch import run_ranks
@@ -78,19 +79,34 @@ class Training:
             if self.hook is not None:
                 pipe.register_comm_hook(*self.hook)
             losses = []
-            for number, batch in enumerate(batches, 1):
-                is_last = number % self.train_steps == 0
-                with pipe.no_sync() if self.no_sync and not is_last else contextlib.nullcontext():
-                    losses.append(pipe.train_step(*batch.args, target=batch.target))
-                if is_last:
-                    opt.step()
-                if number == NUM_BATCHES // 2:
-                    pipe.flush()
+            with checked.log() as asked:
+                for number, batch in enumerate(batches, 1):
+                    is_last = number % self.train_steps == 0
+                    waits = self.no_sync and not is_last
+                    with pipe.no_sync() if waits else contextlib.nullcontext():
+                        losses.append(pipe.train_step(*batch.args, target=batch.target))
+                    if is_last:
+                        opt.step()
+                    if number == NUM_BATCHES // 2:
+                        pipe.flush()
+                pipe.flush()
+            check_transfers(asked, has_hook=self.hook is not None)
             state = copy_of(pipe.state_dict())
             if "loss_scale" in self.opt_options:
                 first, last = self.opt_options["loss_scale"].init_scale, float(opt.loss_scale)
                 assert last < first, "no step was left out"
             return Trajectory([float(loss) for loss in losses], state).on_host()
+
+
+def check_transfers(asked: Sequence[Asked], *, has_hook: bool) -> None:
+    """Only the stage's thread begins transfers, and autograd's while that waits for it.
+
+    Of two threads that do so at once one would be first on one rank and second on another. A hook
+    of the user's is called in the update's, on ranks of one stage, which sends no messages.
+    """
+    threads = {each.thread for each in asked if each.kind == AskedKind.TRANSFER}
+    allowed = ("pd2 update",) if has_hook else ("pd2 stage", "pt_autograd")
+    assert all(each.startswith(allowed) for each in threads), threads
 
 
 CLIPS = {"max_grad_norm": 0.1}

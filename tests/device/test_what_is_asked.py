@@ -93,3 +93,29 @@ def test_nobody_waits_but_for_losses_norms_and_so_as_not_to_run_ahead(
             OF_UPDATES: STEADY * training["num_stages"],
         }
     )
+
+
+def test_only_forwards_and_backwards_are_on_their_streams(
+    asked: tuple[dict[str, Any], list[Asked]],
+) -> None:
+    training, found = asked
+    compute = {each.stream for each in found if each.name == "aten::addmm"}
+    assert len(compute) == training["num_stages"]
+    backwards = {each.stream for each in found if each.name == "aten::tanh_backward"}
+    assert backwards <= compute
+
+    def streams(*names: str, thread: str) -> set[int | None]:
+        of_these = {
+            each.stream for each in found if each.name in names and thread_of(each) == thread
+        }
+        assert of_these, (names, thread)
+        return of_these
+
+    away = streams("optimizer step", thread="pd2 update")
+    away |= streams("aten::linalg_vector_norm", thread="pd2 update")
+    assert len(away) == training["num_stages"]
+    away |= streams("copy from the host", thread="caller")
+    away |= streams("copy to the host", thread="pd2 losses")
+    away |= streams("copy between devices", thread="pd2 stage")
+    assert not away & compute
+    assert {each.name for each in found if thread_of(each) == "caller"} == {"copy from the host"}
