@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
 import pipedream2bw as pd2
-from tests.device.on_device import batch_on, on
+from tests.device.on_device import batch_on, on, places
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS, train
-from tests.runs.trajectory import assert_same, go_on, make_pipeline
+from tests.runs.trajectory import (
+    Trajectory,
+    assert_same,
+    copy_of,
+    go_on,
+    make_pipeline,
+)
 from tests.samples.models import Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
 
-DEVICES = ["checked:0", "cpu"]
+HOME = "checked:0"
+DEVICES = [HOME, "cpu"]
 
 
 def check(task: Task, num_stages: int, m: int, optimizer: str, **options: Any) -> None:
@@ -51,6 +60,35 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
 def test_every_option(options: dict[str, Any], precision: str) -> None:
     m = 4 if options.get("schedule") == "chimera" else 5
     check(SKIPS, 4, m, "adam", **PRECISIONS[precision], **options)
+
+
+REMEDIES = [pd2.ErrorFeedback(0.8), pd2.NesterovCorrection(0.7)]
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: type(remedy).__name__)
+def test_a_correction_is_loaded_while_the_caller_takes_memory(remedy: Any) -> None:
+    """What it keeps is made by the caller, and read and dropped by an update."""
+    batches = SKIPS.batches([6] * 7)
+
+    def trained(device: str, task: Task) -> Trajectory:
+        there = [batch_on(batch, device) for batch in batches]
+        options: dict[str, Any] = {"devices": places(2, 2)} if device != "cpu" else {}
+        with make_pipeline(task, 2, 3, there[0], **options) as pipe:
+            optimizer = OPTIMIZERS["adam"](pipe.parameters())
+            opt = pd2.PipelineOptimizer(optimizer, staleness=remedy)
+            go_on(pipe, opt, there[:3])
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            losses = []
+            for batch in there[3:]:
+                # By the third one's loss the first one's update has been given to the device.
+                losses.append(pipe.train_step(*batch.args, target=batch.target).item())
+                opt.step()
+                taken = [torch.zeros(64, device=each) for each in set(options.get("devices", ()))]
+                del taken
+            state = copy_of(pipe.state_dict())
+            return Trajectory(losses, state).on_host()
+
+    assert_same(trained(HOME, on(SKIPS, HOME)), trained("cpu", SKIPS))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "chimera", "1f1b"])
