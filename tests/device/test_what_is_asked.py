@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import pipedream2bw as pd2
 from tests.device import checked
 from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on, places
 from tests.device.test_host_optimizer import OPTIMIZERS
-from tests.runs.trajectory import make_pipeline
-from tests.samples.models import Task
+from tests.runs.trajectory import copy_of, go_on, make_pipeline
+from tests.samples.models import TASKS, Task
 from tests.samples.tied_models import TIED
 from tests.unit.training.test_precision import SKIPS, float_token_loss
 
@@ -25,9 +27,7 @@ M, WARM_UP, STEADY = 4, 3, 6
 TIED_TASK = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
 
 
-def ask(
-    task: Task, num_stages: int, opt_options: dict[str, Any], **options: Any
-) -> list[Asked]:
+def ask(task: Task, num_stages: int, opt_options: dict[str, Any], **options: Any) -> list[Asked]:
     """What some batches ask of the devices. Inputs are the host's; the caller reads nothing."""
     batches = task.batches([2 * M] * (WARM_UP + STEADY))
     options = {"devices": places(num_stages, 2), **options}
@@ -119,3 +119,29 @@ def test_only_forwards_and_backwards_are_on_their_streams(
     away |= streams("copy between devices", thread="pd2 stage")
     assert not away & compute
     assert {each.name for each in found if thread_of(each) == "caller"} == {"copy from the host"}
+
+
+def test_a_save_keeps_no_stage_waiting(tmp_path: Path) -> None:
+    """Buffers are copied before the next batch changes them, weights beside it."""
+    task, num_stages = TASKS["batch norm"], 2
+    batches = task.batches([2 * M] * 6)
+    example = batch_on(batches[0], HOME)
+    options = {"devices": places(num_stages, 2)}
+    with make_pipeline(on(task, HOME), num_stages, M, example, **options) as pipe:
+        opt = pd2.PipelineOptimizer(OPTIMIZERS["adam"](pipe.parameters()))
+        go_on(pipe, opt, batches[:3])
+        want = copy_of(pipe.state_dict())
+        with checked.log() as asked:
+            saving = pd2.save(tmp_path, pipe, opt)
+            for batch in batches[3:]:
+                pipe.train_step(*batch.args, target=batch.target)
+                opt.step()
+            pipe.flush()
+            saving.wait()
+    # A layer of the model reads how many batches it has seen.
+    allowed = {RUN_AHEAD, "pd2 stage: the host waits for aten::_local_scalar_dense"}
+    assert {each for each in waits(asked) if each.startswith("pd2 stage")} <= allowed
+    (file,) = tmp_path.rglob("model-*.safetensors")
+    saved = load_file(file)
+    assert saved.keys() == want.keys()
+    assert all(torch.equal(saved[name], tensor.cpu()) for name, tensor in want.items())
