@@ -144,7 +144,13 @@ class Channels:
             headers = (self._control, source * grid.num_stages + destination)
         device = ends[peers.index(dist.get_rank())]
         own = end_of_channel(
-            group, *peers, device, self._most_under_way, ring=ring, headers=headers
+            group,
+            *peers,
+            device,
+            self._most_under_way,
+            fault=self._deadline.fault,
+            ring=ring,
+            headers=headers,
         )
         self._keep(edge, own)
         if not on_hosts:
@@ -179,6 +185,7 @@ def end_of_channel(
     device: torch.device,
     most_under_way: int,
     *,
+    fault: _C.Fault,
     ring: _C.SharedRing | None = None,
     headers: tuple[dist.ProcessGroup, int] | None = None,
 ) -> ChannelEnds:
@@ -186,6 +193,7 @@ def end_of_channel(
 
     Args:
         device: of this end's tensors.
+        fault: is raised where a message cannot be sent and no call is there to say so.
         ring: memory that both ranks share.
         headers: for a group of devices: a group of hosts, and a tag of this channel's own there.
             None: the group is one of hosts.
@@ -208,7 +216,9 @@ def end_of_channel(
     }
     if is_source:
         sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)
-        return _C.StagedSender(hosts=sender, device=device) if is_staged else sender, None
+        if is_staged:
+            return _C.StagedSender(hosts=sender, device=device, fault=fault), None
+        return sender, None
     # What a device waits for holds up all that it is given later, so the engine says when.
     posted_ahead = 2 if on_hosts else 0
     receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)

@@ -42,7 +42,9 @@ def headers_of_two_channels(rank: int, world: int) -> None:
     for tag in (1, 2):
         group = dist.new_group()
         assert group is not None
-        sender, receiver = end_of_channel(group, 0, 1, CPU, 4, headers=(hosts, tag))
+        sender, receiver = end_of_channel(
+            group, 0, 1, CPU, 4, fault=_C.Fault(), headers=(hosts, tag)
+        )
         senders.append(sender)
         receivers.append(receiver)
     for end in senders if rank == 0 else receivers:
