@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from tests.device import checked
 from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
 from tests.samples.models import Task
@@ -43,6 +45,7 @@ class Training:
 
     Attributes:
         m: microbatches of a replica; 0: one more than the stages.
+        fewer: rows that batches have less, in turn: then microbatches are absent.
         opt_options: of PipelineOptimizer.
         on_device: options of PipelineModule that the CPU's does without.
         options: of PipelineModule.
@@ -53,6 +56,7 @@ class Training:
 
     task: Task = SKIPS
     m: int = 0
+    fewer: Sequence[int] = (0,)
     optimizer: str = "adam"
     opt_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     on_device: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -66,7 +70,9 @@ class Training:
         is_on_device = device != "cpu"
         replica = dist.get_rank() // (dist.get_world_size() // width)
         m = self.m or num_stages + 1
-        batches = self.task.batches([2 * m] * NUM_BATCHES, seed=2 + replica)
+        turns = itertools.cycle(self.fewer)
+        rows = [2 * m - next(turns) for _ in range(NUM_BATCHES)]
+        batches = self.task.batches(rows, seed=2 + replica)
         batches = [batch_on(batch, device) for batch in batches]
         options = {**self.options, **(self.on_device if is_on_device else {})}
         if width > 1:
@@ -149,6 +155,10 @@ TRAININGS = {
     "no_sync": Training(train_steps=2, no_sync=True),
     "no_sync, 1f1b": Training(train_steps=2, no_sync=True, options={"schedule": "1f1b"}),
     "halves of backwards": Training(options={"schedule": "zero_bubble"}, opt_options=CLIPS),
+    "error feedback": Training(opt_options={"staleness": pd2.ErrorFeedback(0.8)}),
+    "Nesterov": Training(opt_options={"staleness": pd2.NesterovCorrection(0.7)}),
+    "normalizer": Training(options={"loss_reduction": "sum", "normalizer": torch.numel}),
+    "absent": Training(fewer=(0, 4, 1, 5), opt_options=CLIPS),
     "staleness": Training(opt_options={"staleness": pd2.LearningRateDiscount(3)}),
     "tied": Training(task=LANGUAGE_MODEL, options={"split": ["blocks.2"]}, opt_options=CLIPS, m=4),
     "tied, 1f1b": Training(
@@ -159,6 +169,9 @@ TRAININGS = {
         options=PRECISIONS["fp16"] | {"schedule": "1f1b"}, opt_options=OVERFLOWS
     ),
 }
+OF_RINGS = ["clipping", "clipping, chimera", "split masters", "loss scale, eager", "host"]
+OF_RINGS += ["graphs", "no_sync, 1f1b", "halves of backwards", "absent", "tied", "frozen"]
+"""Whose messages differ: other options change none."""
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
 OF_THREE += ["frozen"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
@@ -230,9 +243,17 @@ def train(
                 raise AssertionError(name) from error
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_two_processes(kind: str) -> None:
-    run_ranks(train, 2, args=[list(TRAININGS), kind, 1], rendezvous="environment", timeout=90)
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("group", list(TRAININGS)),
+        ("rings", OF_RINGS),
+        *exhaustive(("rings", [name for name in TRAININGS if name not in OF_RINGS])),
+    ],
+    ids=["group", "rings", "rings, others"],
+)
+def test_two_processes(kind: str, names: list[str]) -> None:
+    run_ranks(train, 2, args=[names, kind, 1], rendezvous="environment", timeout=150)
 
 
 def test_three_processes() -> None:
