@@ -234,9 +234,7 @@ def _copying_buffers(
     return copy
 
 
-def _keep_extra_state(
-    state: Mapping[str, Any], stage: int, cut: Cut, memory: HostMemory
-) -> None:
+def _keep_extra_state(state: Mapping[str, Any], stage: int, cut: Cut, memory: HostMemory) -> None:
     kept: dict[str, torch.Tensor] = {}
     cut.model_state.update(encode(state, f"stage{stage}/model_state", kept))
     # Their owners go on changing them.

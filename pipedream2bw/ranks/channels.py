@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .deadline import Deadline
-from .device_groups import TIMEOUT, backends_of, go_over_hosts
+from .device_groups import TIMEOUT, backends_of, go_over_hosts, options_of_messages
 from .device_rings import ChannelEnds, DeviceRing, agreed_by_all, make_device_ring
 from .grid import RankGrid
 from .groups import destroy_groups, new_group
@@ -130,7 +130,11 @@ class Channels:
         on_hosts = go_over_hosts({device.type for device in ends})
         backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
         group = new_group(
-            grid.teams_of(edge), self._deadline, backend, None if on_hosts else TIMEOUT
+            grid.teams_of(edge),
+            self._deadline,
+            backend,
+            None if on_hosts else TIMEOUT,
+            None if on_hosts else options_of_messages(backend),
         )
         if group is None:
             return

@@ -47,8 +47,12 @@ def join(rank: int, drains: float) -> str:
 
 def train_over_a_group(rank: int, world: int, schedules: list[str]) -> None:
     """Where processes share no memory of their devices, as on several machines."""
-    with mock.patch.object(channels, "make_device_ring", return_value=None):
+    with (
+        mock.patch.object(channels, "make_device_ring", return_value=None),
+        mock.patch.object(channels, "options_of_messages", return_value=None) as options,
+    ):
         train_every_schedule(rank, world, schedules)
+    assert {call.args for call in options.call_args_list} == {("checked",)}
 
 
 def train_every_schedule(rank: int, world: int, schedules: list[str]) -> None:
