@@ -184,11 +184,13 @@ void bind_channels(py::module_& module) {
            py::arg("pins_memory"))
       .def("connect", &ProcessGroupReceiver::connect, py::call_guard<py::gil_scoped_release>());
   py::class_<StagedSender, Sender, std::shared_ptr<StagedSender>>(module, "StagedSender")
-      .def(py::init([](std::shared_ptr<Sender> hosts, c10::Device device) {
-             return std::shared_ptr<StagedSender>(new StagedSender(std::move(hosts), device),
-                                                  delete_without_gil<StagedSender>);
-           }),
-           py::kw_only(), py::arg("hosts"), py::arg("device"));
+      .def(py::init(
+               [](std::shared_ptr<Sender> hosts, c10::Device device, std::shared_ptr<Fault> fault) {
+                 return std::shared_ptr<StagedSender>(
+                     new StagedSender(std::move(hosts), device, std::move(fault)),
+                     delete_without_gil<StagedSender>);
+               }),
+           py::kw_only(), py::arg("hosts"), py::arg("device"), py::arg("fault"));
   py::class_<StagedReceiver, Receiver, std::shared_ptr<StagedReceiver>>(module, "StagedReceiver")
       .def(py::init<std::shared_ptr<Receiver>, c10::Device>(), py::kw_only(), py::arg("hosts"),
            py::arg("device"));

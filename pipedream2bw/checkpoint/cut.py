@@ -55,7 +55,8 @@ class Cut:
         model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
         refused: why a module's cannot be saved.
         shared: what the optimizers share, when all stages have been copied.
-        copied: done when everything is in ``tensors``.
+        copied: done when everything is in ``tensors``, or on its way.
+        under_way: after these events it is there.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class Cut:
     refused: Exception | None = None
     shared: SavedOptimizers | None = None
     copied: Future[None] = dataclasses.field(default_factory=Future)
+    under_way: list[torch.Event] = dataclasses.field(default_factory=list)
 
     def add(self, kind: str, tensors: dict[str, torch.Tensor]) -> None:
         """Adds tensors of a file."""
@@ -249,21 +251,28 @@ def _copying_buffers(
     prefix = buffer_prefix(pipeline)
 
     def copy() -> None:
-        copies = memory.copy(stage.weights.named_buffers(), ("buffers", stage.index))
+        # Before what the stage's stream is given next, which may write to them; its thread does not
+        # wait.
+        buffers = stage.weights.named_buffers()
+        copies, events = memory.begin_copy(buffers, ("buffers", stage.index))
+        cut.under_way += events
         cut.add(RANK, {prefix + name: tensor for name, tensor in copies.items()})
         if pipeline == 0:
             cut.add(MODEL, {name: copies[name] for name in copies if name in in_model})
         if model is not None:
             try:
-                _keep_extra_state(model.extra_state(stage.index), stage.index, cut)
+                _keep_extra_state(model.extra_state(stage.index), stage.index, cut, memory)
             except Exception as error:  # of the user's code: told when the stage's part is written
                 cut.refused = error
 
     return copy
 
 
-def _keep_extra_state(state: Mapping[str, Any], stage: int, cut: Cut) -> None:
+def _keep_extra_state(state: Mapping[str, Any], stage: int, cut: Cut, memory: HostMemory) -> None:
     kept: dict[str, torch.Tensor] = {}
     cut.model_state.update(encode(state, f"stage{stage}/model_state", kept))
     # Their owners go on changing them.
-    cut.add(RANK, {name: t.detach().to("cpu", copy=True) for name, t in kept.items()})
+    detached = {name: tensor.detach() for name, tensor in kept.items()}
+    copies, events = memory.begin_copy(detached, ("model_state", stage))
+    cut.under_way += events
+    cut.add(RANK, copies)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..json_document import Field
+from .copies import wait_for
 from .cut import Cut
 from .encoding import encode
 from .folder import MANIFEST, Folder, name_of
@@ -195,6 +196,7 @@ class Writer:
             if self._is_ended() and not self._cut.copied.done():
                 raise RuntimeError(f"the pipeline ended before batch {self._cut.batch} was copied")
         self._cut.copied.result()
+        wait_for(self._cut.under_way)
 
     # ------------------------------------------------------------------ this rank's part
 

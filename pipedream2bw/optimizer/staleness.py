@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from ..checks import check_number, check_whole_number
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
@@ -234,7 +235,10 @@ class StepCorrection:
         for i in range(len(self._stage.handles)):
             after = engine.weight(slot, i)
             step = after - engine.weight(engine.newest_slot, i) if engine.has_gradient(i) else None
-            change, kept = self._rule.correct(step, self._kept.pop(i, None), stale=stale)
+            before = self._kept.pop(i, None)
+            if before is not None:
+                _C.use_here([before])  # after a load it has memory of the caller's stream
+            change, kept = self._rule.correct(step, before, stale=stale)
             if change is not None:
                 after.add_(change)
             if kept is not None:

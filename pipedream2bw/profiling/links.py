@@ -111,7 +111,14 @@ def _measured_pair(
             headers = (hosts, source)
         ends.append(
             end_of_channel(
-                group, source, destination, device, _UNDER_WAY, ring=ring, headers=headers
+                group,
+                source,
+                destination,
+                device,
+                _UNDER_WAY,
+                fault=deadline.fault,
+                ring=ring,
+                headers=headers,
             )
         )
     (sender, _), (_, receiver) = ends if leads else ends[::-1]

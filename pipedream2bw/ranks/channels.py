@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .deadline import Deadline
-from .device_groups import TIMEOUT, backends_of, go_over_hosts
+from .device_groups import TIMEOUT, backends_of, go_over_hosts, options_of_messages
 from .device_rings import ChannelEnds, DeviceRing, agreed_by_all, make_device_ring
 from .grid import RankGrid
 from .groups import destroy_groups, new_group
@@ -130,7 +130,11 @@ class Channels:
         on_hosts = go_over_hosts({device.type for device in ends})
         backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
         group = new_group(
-            grid.teams_of(edge), self._deadline, backend, None if on_hosts else TIMEOUT
+            grid.teams_of(edge),
+            self._deadline,
+            backend,
+            None if on_hosts else TIMEOUT,
+            None if on_hosts else options_of_messages(backend),
         )
         if group is None:
             return
@@ -144,7 +148,13 @@ class Channels:
             headers = (self._control, source * grid.num_stages + destination)
         device = ends[peers.index(dist.get_rank())]
         own = end_of_channel(
-            group, *peers, device, self._most_under_way, ring=ring, headers=headers
+            group,
+            *peers,
+            device,
+            self._most_under_way,
+            fault=self._deadline.fault,
+            ring=ring,
+            headers=headers,
         )
         self._keep(edge, own)
         if not on_hosts:
@@ -179,6 +189,7 @@ def end_of_channel(
     device: torch.device,
     most_under_way: int,
     *,
+    fault: _C.Fault,
     ring: _C.SharedRing | None = None,
     headers: tuple[dist.ProcessGroup, int] | None = None,
 ) -> ChannelEnds:
@@ -186,6 +197,7 @@ def end_of_channel(
 
     Args:
         device: of this end's tensors.
+        fault: is raised where a message cannot be sent and no call is there to say so.
         ring: memory that both ranks share.
         headers: for a group of devices: a group of hosts, and a tag of this channel's own there.
             None: the group is one of hosts.
@@ -208,7 +220,9 @@ def end_of_channel(
     }
     if is_source:
         sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)
-        return _C.StagedSender(hosts=sender, device=device) if is_staged else sender, None
+        if is_staged:
+            return _C.StagedSender(hosts=sender, device=device, fault=fault), None
+        return sender, None
     # What a device waits for holds up all that it is given later, so the engine says when.
     posted_ahead = 2 if on_hosts else 0
     receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +15,10 @@ from .. import _C
 TIMEOUT = datetime.timedelta(days=1)
 """The timeout of a group that carries messages, which never comes: the engine's own rules end
 waiting, while the group would count the user's pauses too, and end the process."""
+
+_MOST_BLOCKS = 4
+"""Of a device's multiprocessors, which NCCL takes for one transfer of a message: a few reach the
+bandwidth of a link, while by default up to 32 are kept from the stages' work, with 12 MiB each."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"  # ErrorHandlingMode of torch's ProcessGroupNCCL.hpp
@@ -77,6 +82,19 @@ def errors_left_to_engine() -> Iterator[None]:
     finally:
         if is_own:
             os.environ.pop(_ERROR_HANDLING, None)
+
+
+def options_of_messages(backend: str) -> Any:
+    """Options of a group that carries messages, for torch; None: that backend's own.
+
+    Other groups of the user's and the library's keep their blocks: that is why it is no variable of
+    the environment. The user's ``NCCL_MAX_CTAS`` comes first, for all groups.
+    """
+    if backend != "nccl" or "NCCL_MAX_CTAS" in os.environ:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MOST_BLOCKS
+    return options
 
 
 def end_with_fault(group: dist.ProcessGroup, fault: _C.Fault) -> None:

@@ -35,6 +35,7 @@ def new_group(
     deadline: Deadline,
     backend: str | None = None,
     timeout: datetime.timedelta | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup | None:
     """Makes a group of each team's processes; gives the one that this process is in.
 
@@ -44,6 +45,7 @@ def new_group(
     Args:
         backend: None: those of the default group, and gloo for hosts if it has none for them.
         timeout: of the group's transfers; None: the deadline's.
+        options: of the backend.
     """
     backend = backend or backend_for_all()
     timeout = timeout or datetime.timedelta(seconds=deadline.seconds)
@@ -54,7 +56,9 @@ def new_group(
             name = str(world.group_count)
             world.group_count += 1
             if dist.get_rank() in team:
-                join = functools.partial(join_members, sorted(team), name, backend, timeout)
+                join = functools.partial(
+                    join_members, sorted(team), name, backend, timeout, options
+                )
                 own = deadline.wait("making a group", join)
     if own is not None:
         end_with_fault(own, deadline.fault)
@@ -62,7 +66,11 @@ def new_group(
 
 
 def join_members(
-    members: list[int], name: str, backend: str | None, timeout: datetime.timedelta
+    members: list[int],
+    name: str,
+    backend: str | None,
+    timeout: datetime.timedelta,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """The group of some processes of the default group; they alone call it.
 
@@ -73,6 +81,7 @@ def join_members(
 
     Args:
         name: which no other group has.
+        options: of the backend.
     """
     c10d = dist.distributed_c10d
     make: Any = c10d._new_process_group_helper  # a name's type differs between torch's versions
@@ -88,6 +97,7 @@ def join_members(
             backend or of_default,
             store,
             name,
+            options,
             timeout=timeout,
         )
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}

@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import Backend, Store
 
 from tests.device import _checked
 from tests.device._checked import (
+    Asked,
+    AskedKind,
     Graph,
     Ordering,
     Verdict,
@@ -41,6 +43,8 @@ from tests.device._checked import (
 )
 
 __all__ = [
+    "Asked",
+    "AskedKind",
     "Graph",
     "Ordering",
     "Verdict",
@@ -50,6 +54,7 @@ __all__ = [
     "drop_nth",
     "errors",
     "expect_no_errors",
+    "log",
     "make_process_group",
     "num_connections",
     "num_drains",
@@ -73,6 +78,17 @@ def expect_no_errors() -> Iterator[None]:
     yield
     if found := errors():
         raise AssertionError("\n".join(found))
+
+
+@contextlib.contextmanager
+def log() -> Iterator[list[Asked]]:
+    """What host threads ask of the devices meanwhile; the list is filled in at the end."""
+    asked: list[Asked] = []
+    _checked.start_log()
+    try:
+        yield asked
+    finally:
+        asked += _checked.stop_log()
 
 
 def _index(device: Any = None) -> int:

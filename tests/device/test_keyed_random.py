@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 import pipedream2bw as pd2
+from tests.device import checked
+from tests.device.test_process_group import connect, full, in_threads
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["default", "named default"])
@@ -27,3 +33,35 @@ def test_draws_of_a_device_follow_the_key_alone(given: bool) -> None:
     assert torch.equal(drawn(0), first)
     assert not torch.equal(drawn(1)[0], first[0])
     assert not torch.equal(drawn(1)[1], first[1])
+
+
+def test_others_draw_from_the_default_generator_meanwhile() -> None:
+    """An operator that takes a generator gets one of the thread's own."""
+    begins = threading.Event()
+
+    def state() -> list[int]:
+        found: torch.Tensor = torch.checked.get_rng_state(1)  # type: ignore[attr-defined]
+        return found.tolist()  # type: ignore[no-any-return]
+
+    before = state()
+
+    def program(rank: int, group: Any) -> Any:
+        connect(rank, group)
+        x = full(1.0)
+        if rank == 0:
+            begins.wait(20)
+            time.sleep(0.5)
+            meanwhile = state()
+            group.send([x], 1, 0)
+            return meanwhile
+        with pd2.reference_random(seed=5, train_step=0, microbatch=0):
+            full(1.0).uniform_()
+            group.recv([x], 0, 0).wait()
+            begins.set()
+            x.uniform_()  # waits here until the message has come
+        return x.tolist()
+
+    checked.set_drains(at_first_use=False, probability=0.0, seed=0)
+    meanwhile, drawn = in_threads(program)
+    assert meanwhile == before
+    assert drawn != [1.0] * 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -21,8 +22,10 @@ import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.ranks import channels
 from tests.device import checked
+from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
 from tests.samples.models import Task
@@ -42,6 +45,7 @@ class Training:
 
     Attributes:
         m: microbatches of a replica; 0: one more than the stages.
+        fewer: rows that batches have less, in turn: then microbatches are absent.
         opt_options: of PipelineOptimizer.
         on_device: options of PipelineModule that the CPU's does without.
         options: of PipelineModule.
@@ -52,6 +56,7 @@ class Training:
 
     task: Task = SKIPS
     m: int = 0
+    fewer: Sequence[int] = (0,)
     optimizer: str = "adam"
     opt_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     on_device: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,7 +70,9 @@ class Training:
         is_on_device = device != "cpu"
         replica = dist.get_rank() // (dist.get_world_size() // width)
         m = self.m or num_stages + 1
-        batches = self.task.batches([2 * m] * NUM_BATCHES, seed=2 + replica)
+        turns = itertools.cycle(self.fewer)
+        rows = [2 * m - next(turns) for _ in range(NUM_BATCHES)]
+        batches = self.task.batches(rows, seed=2 + replica)
         batches = [batch_on(batch, device) for batch in batches]
         options = {**self.options, **(self.on_device if is_on_device else {})}
         if width > 1:
@@ -78,19 +85,34 @@ class Training:
             if self.hook is not None:
                 pipe.register_comm_hook(*self.hook)
             losses = []
-            for number, batch in enumerate(batches, 1):
-                is_last = number % self.train_steps == 0
-                with pipe.no_sync() if self.no_sync and not is_last else contextlib.nullcontext():
-                    losses.append(pipe.train_step(*batch.args, target=batch.target))
-                if is_last:
-                    opt.step()
-                if number == NUM_BATCHES // 2:
-                    pipe.flush()
+            with checked.log() as asked:
+                for number, batch in enumerate(batches, 1):
+                    is_last = number % self.train_steps == 0
+                    waits = self.no_sync and not is_last
+                    with pipe.no_sync() if waits else contextlib.nullcontext():
+                        losses.append(pipe.train_step(*batch.args, target=batch.target))
+                    if is_last:
+                        opt.step()
+                    if number == NUM_BATCHES // 2:
+                        pipe.flush()
+                pipe.flush()
+            check_transfers(asked, has_hook=self.hook is not None)
             state = copy_of(pipe.state_dict())
             if "loss_scale" in self.opt_options:
                 first, last = self.opt_options["loss_scale"].init_scale, float(opt.loss_scale)
                 assert last < first, "no step was left out"
             return Trajectory([float(loss) for loss in losses], state).on_host()
+
+
+def check_transfers(asked: Sequence[Asked], *, has_hook: bool) -> None:
+    """Only the stage's thread begins transfers, and autograd's while that waits for it.
+
+    Of two threads that do so at once one would be first on one rank and second on another. A hook
+    of the user's is called in the update's, on ranks of one stage, which sends no messages.
+    """
+    threads = {each.thread for each in asked if each.kind == AskedKind.TRANSFER}
+    allowed = ("pd2 update",) if has_hook else ("pd2 stage", "pt_autograd")
+    assert all(each.startswith(allowed) for each in threads), threads
 
 
 CLIPS = {"max_grad_norm": 0.1}
@@ -133,6 +155,10 @@ TRAININGS = {
     "no_sync": Training(train_steps=2, no_sync=True),
     "no_sync, 1f1b": Training(train_steps=2, no_sync=True, options={"schedule": "1f1b"}),
     "halves of backwards": Training(options={"schedule": "zero_bubble"}, opt_options=CLIPS),
+    "error feedback": Training(opt_options={"staleness": pd2.ErrorFeedback(0.8)}),
+    "Nesterov": Training(opt_options={"staleness": pd2.NesterovCorrection(0.7)}),
+    "normalizer": Training(options={"loss_reduction": "sum", "normalizer": torch.numel}),
+    "absent": Training(fewer=(0, 4, 1, 5), opt_options=CLIPS),
     "staleness": Training(opt_options={"staleness": pd2.LearningRateDiscount(3)}),
     "tied": Training(task=LANGUAGE_MODEL, options={"split": ["blocks.2"]}, opt_options=CLIPS, m=4),
     "tied, 1f1b": Training(
@@ -143,6 +169,9 @@ TRAININGS = {
         options=PRECISIONS["fp16"] | {"schedule": "1f1b"}, opt_options=OVERFLOWS
     ),
 }
+OF_RINGS = ["clipping", "clipping, chimera", "split masters", "loss scale, eager", "host"]
+OF_RINGS += ["graphs", "no_sync, 1f1b", "halves of backwards", "absent", "tied", "frozen"]
+"""Whose messages differ: other options change none."""
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
 OF_THREE += ["frozen"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
@@ -214,9 +243,17 @@ def train(
                 raise AssertionError(name) from error
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_two_processes(kind: str) -> None:
-    run_ranks(train, 2, args=[list(TRAININGS), kind, 1], rendezvous="environment", timeout=90)
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("group", list(TRAININGS)),
+        ("rings", OF_RINGS),
+        *exhaustive(("rings", [name for name in TRAININGS if name not in OF_RINGS])),
+    ],
+    ids=["group", "rings", "rings, others"],
+)
+def test_two_processes(kind: str, names: list[str]) -> None:
+    run_ranks(train, 2, args=[names, kind, 1], rendezvous="environment", timeout=150)
 
 
 def test_three_processes() -> None:

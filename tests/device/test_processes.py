@@ -19,14 +19,17 @@ from tests.device.on_device import batch_on, check_on_device, on
 from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import (
+    Between,
     Trajectory,
     assert_same,
     by_oracle,
     by_pipeline,
+    do_nothing,
+    expected,
     go_on,
     make_pipeline,
 )
-from tests.samples.models import TASKS, whole
+from tests.samples.models import TASKS, Task, whole
 from tests.samples.schedule_sizes import sizes_for
 from tests.samples.tied_models import TIED, summing, untied
 from tests.unit.training.test_tied import SGD, sgd
@@ -47,16 +50,48 @@ def join(rank: int, drains: float) -> str:
 
 def train_over_a_group(rank: int, world: int, schedules: list[str]) -> None:
     """Where processes share no memory of their devices, as on several machines."""
-    with mock.patch.object(channels, "make_device_ring", return_value=None):
+    with (
+        mock.patch.object(channels, "make_device_ring", return_value=None),
+        mock.patch.object(channels, "options_of_messages", return_value=None) as options,
+    ):
         train_every_schedule(rank, world, schedules)
+    assert {call.args for call in options.call_args_list} == {("checked",)}
 
 
 def train_every_schedule(rank: int, world: int, schedules: list[str]) -> None:
-    for name in ("drawing", "mlp"):  # the first has skip connections: several messages an action
-        train_schedules(rank, world, schedules, name)
+    evaluated = [each for each in schedules if each in EVALUATED]
+    # Skip connections are several messages an action. "drawing" draws in evaluations, too.
+    train_schedules(rank, world, schedules, "drawing")
+    train_schedules(rank, world, evaluated, "skips", evaluates=True)
+    train_schedules(rank, world, [each for each in schedules if each not in EVALUATED], "mlp")
 
 
-def train_schedules(rank: int, world: int, schedules: list[str], name: str) -> None:
+EVALUATED = ("2bw", "chimera", "interleaved", "2bw_v")
+"""Schedules of which training is interrupted by an evaluation, with one and two stages a rank."""
+
+
+def evaluating(task: Task, schedule: str, m: int) -> Between:
+    """After two batches the pipeline gives what the oracle's model does. Then training goes on."""
+    args = task.batches([5])[0].args
+
+    def between(number: int, pipe: Any, optimizer: Any) -> None:
+        if number != 2:
+            return
+        pipe.eval()
+        output = pipe(*args)
+        pipe.train()
+        assert (output is not None) == pipe.gives_output
+        if pipe.gives_output:
+            model = whole(task.model())
+            model.load_state_dict(expected(task, [2 * m] * 2, m, schedule=schedule).state)
+            torch.testing.assert_close(output.cpu(), model.eval()(*args), rtol=1e-5, atol=1e-6)
+
+    return between
+
+
+def train_schedules(
+    rank: int, world: int, schedules: list[str], name: str, *, evaluates: bool = False
+) -> None:
     device = join(rank, drains=0.05)
     for schedule in schedules:
         of_ranks = [sizes for sizes in sizes_for(schedule, world) if sizes.stages_per_rank == 1]
@@ -75,6 +110,7 @@ def train_schedules(rank: int, world: int, schedules: list[str], name: str) -> N
                     num_devices=None,
                     schedule=schedule,
                     stages_per_rank=sizes.stages_per_rank,
+                    between=evaluating(TASKS[name], schedule, m) if evaluates else do_nothing,
                 )
 
 

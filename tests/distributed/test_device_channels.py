@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import types
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,14 @@ import torch.distributed as dist
 from pipedream2bw import _C
 from pipedream2bw.ranks import channels
 from pipedream2bw.ranks.channels import end_of_channel
-from pipedream2bw.ranks.device_groups import backends_of, errors_left_to_engine, go_over_hosts
+from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.device_groups import (
+    backends_of,
+    errors_left_to_engine,
+    go_over_hosts,
+    options_of_messages,
+)
+from pipedream2bw.ranks.groups import new_group
 from tests.distributed.test_exactness import check
 from tests.runs.launch import run_ranks
 from tests.samples.models import TASKS
@@ -42,7 +51,9 @@ def headers_of_two_channels(rank: int, world: int) -> None:
     for tag in (1, 2):
         group = dist.new_group()
         assert group is not None
-        sender, receiver = end_of_channel(group, 0, 1, CPU, 4, headers=(hosts, tag))
+        sender, receiver = end_of_channel(
+            group, 0, 1, CPU, 4, fault=_C.Fault(), headers=(hosts, tag)
+        )
         senders.append(sender)
         receivers.append(receiver)
     for end in senders if rank == 0 else receivers:
@@ -70,10 +81,34 @@ def what_goes_over_hosts(rank: int, world: int) -> None:
     assert go_over_hosts(["cpu"])
     assert go_over_hosts(["cuda", "cpu"])
     assert go_over_hosts(["cuda"])  # the group has gloo alone
+    given = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given.append(args[6])
+        return made(*args, **kwargs)
+
+    made = dist.distributed_c10d._new_process_group_helper
+    with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", make):
+        new_group([[0]], Deadline(10.0, _C.Fault()), "gloo", options="some")
+    assert given == ["some"]
 
 
 def test_messages_go_over_hosts_where_the_group_knows_no_device() -> None:
     run_ranks(what_goes_over_hosts, 1, timeout=60)
+
+
+def test_groups_of_messages_take_few_of_a_gpus_multiprocessors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = types.SimpleNamespace(
+        Options=lambda: types.SimpleNamespace(config=types.SimpleNamespace(max_ctas=None))
+    )
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    assert options_of_messages("nccl").config.max_ctas == 4
+    assert options_of_messages("gloo") is None
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    assert options_of_messages("nccl") is None
 
 
 def test_error_handling_is_set_while_groups_are_made_unless_the_user_did(

@@ -29,7 +29,9 @@ class Staged(Channels):
         if self._grid.share_a_rank(source, destination):
             return
         if edge in self.senders:
-            self.senders[edge] = _C.StagedSender(hosts=self.senders[edge], device=CPU)
+            self.senders[edge] = _C.StagedSender(
+                hosts=self.senders[edge], device=CPU, fault=self._deadline.fault
+            )
         if edge in self.receivers:
             self.receivers[edge] = _C.StagedReceiver(hosts=self.receivers[edge], device=CPU)
 

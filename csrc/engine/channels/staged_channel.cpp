@@ -24,11 +24,9 @@ std::vector<at::Tensor> empty_like(const std::vector<at::Tensor>& tensors, c10::
   return made;
 }
 
-// Copies each of `from` into that of `to` on a stream, after what the thread has given the device
-// so far. Until the fence is done all are to be kept.
+// Copies each of `from` into that of `to` on a stream. Until the fence is done all are to be kept.
 Fence copy(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to,
-           const MaybeStream& stream, c10::Device device) {
-  Fence::here(device).hold_back(stream);
+           const MaybeStream& stream) {
   const OnStream on(stream);
   for (std::size_t i = 0; i < from.size(); ++i) {
     if (from[i].defined()) {
@@ -40,8 +38,12 @@ Fence copy(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& t
 
 }  // namespace
 
-StagedSender::StagedSender(std::shared_ptr<Sender> hosts, c10::Device device)
-    : hosts_(std::move(hosts)), device_(device), thread_([this] { hand_over(); }) {}
+StagedSender::StagedSender(std::shared_ptr<Sender> hosts, c10::Device device,
+                           std::shared_ptr<Fault> fault)
+    : hosts_(std::move(hosts)),
+      device_(device),
+      fault_(std::move(fault)),
+      thread_([this] { hand_over(); }) {}
 
 StagedSender::~StagedSender() {
   abort();
@@ -65,7 +67,8 @@ void StagedSender::transfer(LayoutId layout, Message message) {
   if (!message.is_void) {
     staged.sources = std::move(message.tensors);
     message.tensors = empty_like(staged.sources, at::kCPU, !device_.is_cpu());
-    staged.copied = copy(staged.sources, message.tensors, copies_, device_);
+    Fence::here(device_).hold_back(copies_);
+    staged.copied = copy(staged.sources, message.tensors, copies_);
   }
   staged.message = std::move(message);
   {
@@ -94,19 +97,32 @@ void StagedSender::hand_over() {
       lock.lock();
       staged_.pop_front();
     } catch (...) {
-      lock.lock();
-      if (!error_) {
-        error_ = std::current_exception();
-      }
+      fail(std::current_exception());
       return;
     }
   }
 }
 
+void StagedSender::fail(const std::exception_ptr& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) {  // a consequence of the end
+      return;
+    }
+    error_ = error;
+  }
+  // There may be no further send() that could throw it.
+  Failure failure = failure_of(error, fault_->rank());
+  failure.text = "sending a message to another process failed: " + failure.cause;
+  fault_->raise(std::move(failure));
+}
+
 void StagedSender::abort() {
   {
     const std::lock_guard lock(mutex_);
-    error_ = std::make_exception_ptr(ChannelAborted());
+    if (!error_) {
+      error_ = std::make_exception_ptr(ChannelAborted());
+    }
   }
   changed_.notify_all();
   hosts_->abort();
@@ -130,10 +146,18 @@ Message StagedReceiver::receive() {
     return message;
   }
   Source source{{}, std::move(message.tensors)};
-  message.tensors = empty_like(source.tensors, device_, /*pinned=*/false);
+  {
+    // In memory of this stream, so that what others do meanwhile need not be waited for.
+    const OnStream on(copies_);
+    message.tensors = empty_like(source.tensors, device_, /*pinned=*/false);
+  }
   source.bytes = message.bytes();
-  source.copied = copy(source.tensors, message.tensors, copies_, device_);
-  source.copied.hold_back(stream_here(device_));
+  source.copied = copy(source.tensors, message.tensors, copies_);
+  const MaybeStream here = stream_here(device_);
+  source.copied.hold_back(here);
+  for (const at::Tensor& tensor : message.tensors) {
+    use_on(tensor, here);
+  }
   const std::lock_guard lock(mutex_);
   sources_.push_back(std::move(source));
   while (!sources_.empty() && sources_.front().copied.is_done()) {

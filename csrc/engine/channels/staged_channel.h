@@ -3,6 +3,7 @@
 
 #include "engine/channels/channel.h"
 #include "engine/channels/message_layouts.h"
+#include "engine/fault.h"
 #include "engine/streams.h"
 
 #include <c10/core/Device.h>
@@ -19,12 +20,12 @@ namespace pd2 {
 
 // Sends over a sender of the host's tensors: where the device's process group knows nothing better,
 // or cannot, as two processes share the device. Copies have a stream of their own; a thread hands
-// each message over when its copy is complete. What the other sender throws there, the next send()
-// throws.
+// each message over when its copy is complete. What the other sender throws there raises the fault,
+// and the next send() throws it.
 class StagedSender : public Sender {
  public:
   // `device`: of the messages.
-  StagedSender(std::shared_ptr<Sender> hosts, c10::Device device);
+  StagedSender(std::shared_ptr<Sender> hosts, c10::Device device, std::shared_ptr<Fault> fault);
   StagedSender(const StagedSender&) = delete;
   StagedSender& operator=(const StagedSender&) = delete;
   ~StagedSender() override;
@@ -41,9 +42,11 @@ class StagedSender : public Sender {
   void lay_out(LayoutId layout, Message& message) override;
   void transfer(LayoutId layout, Message message) override;
   void hand_over();
+  void fail(const std::exception_ptr& error);
 
   const std::shared_ptr<Sender> hosts_;
   const c10::Device device_;
+  const std::shared_ptr<Fault> fault_;
   const MaybeStream copies_ = own_stream(device_);
   SentLayouts layouts_{device_};
   mutable std::mutex mutex_;

@@ -21,13 +21,20 @@ void RunLoss::take_to_host() {
   for (const at::Tensor& loss : losses) {
     use_on(loss, stream);
   }
-  if (!losses.empty()) {
-    losses = at::stack(losses).to(at::kCPU).unbind();
+  if (!metrics.defined()) {
+    if (!losses.empty()) {
+      losses = at::stack(losses).to(at::kCPU).unbind();
+    }
+    return;
   }
-  if (metrics.defined()) {
-    use_on(metrics, stream);
-    metrics = metrics.to(at::kCPU);
-  }
+  // The bytes of both, as their dtypes may differ: metrics first, whose alignment is the larger.
+  use_on(metrics, stream);
+  const at::Tensor stacked = at::stack(losses);
+  const at::Tensor bytes =
+      at::cat({metrics.view(at::kByte), stacked.reshape({-1}).view(at::kByte)}).to(at::kCPU);
+  const auto split = static_cast<std::int64_t>(metrics.nbytes());
+  metrics = bytes.slice(0, 0, split).view(metrics.scalar_type());
+  losses = bytes.slice(0, split).view(stacked.scalar_type()).view(stacked.sizes()).unbind();
 }
 
 at::Tensor RunLoss::sum(at::Tensor before) const {

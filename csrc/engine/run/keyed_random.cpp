@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,12 +28,20 @@ namespace {
 // which torch itself registers none.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
+struct ByTypeAndIndex {
+  bool operator()(const c10::Device& a, const c10::Device& b) const {
+    return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+  }
+};
+
 struct ThisThread {
   std::optional<RandomPlace> place;
   KeyedRandom::Options options;
   bool in_draw = false;               // inside an operator that draws: what it calls is part of it
   std::optional<std::uint64_t> seed;  // of the draw, until a generator has it
-  at::Generator generator;            // for the CPU's operators; made at the first draw
+  bool on_default = false;            // a device's default generator has it
+  // For operators with a Generator argument, by device; made at the first draw there.
+  std::map<c10::Device, at::Generator, ByTypeAndIndex> generators;
   std::int64_t num_draws = 0;
 };
 thread_local ThisThread this_thread;
@@ -43,8 +52,16 @@ bool is_default(const at::Generator& generator) {
           generator == at::globalContext().defaultGenerator(generator.device()));
 }
 
+at::Generator new_generator(c10::Device device) {
+  return device.is_cpu() ? at::detail::createCPUGenerator()
+                         : at::globalContext()
+                               .getAcceleratorHooksInterface(device.type())
+                               .getNewGenerator(device.index());
+}
+
 // While it lives, the device's default generator, from which operators without a Generator argument
 // draw, has another seed. Threads of ours that draw there take turns, those of other devices apart.
+// Nobody else may draw there meanwhile.
 class SeededDevice {
  public:
   SeededDevice(c10::Device device, std::uint64_t seed)
@@ -52,8 +69,10 @@ class SeededDevice {
     const std::lock_guard lock(generator_.mutex());
     state_ = generator_.get_state();
     generator_.set_current_seed(seed);
+    this_thread.on_default = true;
   }
   ~SeededDevice() {
+    this_thread.on_default = false;
     const std::lock_guard lock(generator_.mutex());
     generator_.set_state(state_);
   }
@@ -181,25 +200,42 @@ class DrawingOperator : public c10::OperatorKernel {
     return given.isNone();
   }
 
-  // Gives an operator on CPU tensors this thread's generator; returns the other device on which one
-  // draws first. Factory calls, which have no device's key, call others with their output.
+  // The device whose tensors the operator uses; none of factory calls, which have no device's key
+  // and call others with their output.
+  std::optional<c10::Device> device_of(c10::DispatchKeySet keys, Arguments& stack) const {
+    if (keys.has(c10::DispatchKey::CPU)) {
+      return c10::Device(c10::kCPU);
+    }
+    for (std::size_t i = 0; i < num_arguments_; ++i) {
+      const c10::IValue& value = argument(stack, i);
+      if (value.isTensor() && has_streams(value.toTensor().device())) {
+        return value.toTensor().device();
+      }
+    }
+    return std::nullopt;
+  }
+
+  // Gives an operator with a Generator argument this thread's generator; returns the device where
+  // one without draws first.
   std::optional<c10::Device> give_generator(ThisThread& here, c10::DispatchKeySet keys,
                                             Arguments& stack) const {
-    if (!keys.has(c10::DispatchKey::CPU)) {
-      for (std::size_t i = 0; here.seed && i < num_arguments_; ++i) {
-        const c10::IValue& value = argument(stack, i);
-        if (value.isTensor() && has_streams(value.toTensor().device())) {
-          return value.toTensor().device();
-        }
+    const std::optional<c10::Device> device = device_of(keys, stack);
+    if (!device || here.on_default) {
+      return std::nullopt;
+    }
+    if (!generator_) {
+      return here.seed && !device->is_cpu() ? device : std::nullopt;
+    }
+    if (argument(stack, *generator_).isNone()) {
+      at::Generator& mine = here.generators[*device];
+      if (!mine.defined()) {
+        mine = new_generator(*device);
       }
-    } else if (generator_ && argument(stack, *generator_).isNone()) {
       if (here.seed) {
-        if (!here.generator.defined()) {
-          here.generator = at::detail::createCPUGenerator();
-        }
-        here.generator.set_current_seed(*std::exchange(here.seed, std::nullopt));
+        const std::lock_guard lock(mine.mutex());
+        mine.set_current_seed(*std::exchange(here.seed, std::nullopt));
       }
-      argument(stack, *generator_) = here.generator;
+      argument(stack, *generator_) = mine;
     }
     return std::nullopt;
   }

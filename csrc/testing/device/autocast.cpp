@@ -6,6 +6,9 @@ namespace pd2 {
 
 using namespace at;  // as the lists name types
 
+// Operators of no list run as they are.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
 #define PD2_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define PD2_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define PD2_FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

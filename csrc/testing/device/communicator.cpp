@@ -48,7 +48,7 @@ void CheckedWork::synchronize() {
   auto& runtime = Runtime::instance();
   runtime.wait(current_stream_number(device_), clock());
   if (!on_host_) return;
-  runtime.join_host(clock());
+  runtime.join_host(clock(), "the host waits for a communicator");
   if (const auto error = exception()) std::rethrow_exception(error);
 }
 

@@ -158,7 +158,7 @@ void CpuRun::take_shape(const at::Tensor& tensor, const at::Tensor& alias) {
 void CpuRun::synchronize() const {
   GraphRecording::refuse(stream(), name_ + ", which shows the host numbers,");
   auto& runtime = Runtime::instance();
-  runtime.join_host(runtime.clock_of(stream()));
+  runtime.join_host(runtime.clock_of(stream()), "the host waits for " + name_);
 }
 
 }  // namespace pd2

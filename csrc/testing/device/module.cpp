@@ -41,6 +41,17 @@ void bind_runtime(py::module_& module) {
   module.def("set_clock_rate", &set_clock_rate);
   module.def("num_launches", [] { return Runtime::instance().num_launches(); });
   module.def("num_drains", [] { return Runtime::instance().num_drains(); });
+  py::enum_<Asked::Kind>(module, "AskedKind")
+      .value("LAUNCH", Asked::Kind::launch)
+      .value("TRANSFER", Asked::Kind::transfer)
+      .value("HOST_WAIT", Asked::Kind::host_wait);
+  py::class_<Asked>(module, "Asked")
+      .def_readonly("kind", &Asked::kind)
+      .def_readonly("name", &Asked::name)
+      .def_readonly("stream", &Asked::stream)
+      .def_readonly("thread", &Asked::thread);
+  module.def("start_log", [] { Runtime::instance().start_log(); });
+  module.def("stop_log", [] { return Runtime::instance().stop_log(); });
   module.def("set_timeout", [](double seconds) {
     Runtime::instance().set_timeout(std::chrono::duration<double>(seconds));
   });

@@ -169,7 +169,9 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   }
   if (is_late && to_host) runtime.hold_back(stream, memory);
   if (is_late && !to_host) runtime.watch(stream, memory);
-  if (!non_blocking || (to_host && !pinned)) runtime.join_host(runtime.clock_of(stream));
+  if (!non_blocking || (to_host && !pinned)) {
+    runtime.join_host(runtime.clock_of(stream), "the host waits for a copy");
+  }
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {

@@ -68,6 +68,7 @@ LaunchPtr Runtime::begin(StreamNumber stream, const std::string& name, std::span
   if (!is_transfer) {
     await(lock, known_to(stream), "'" + name + "' waits for what its stream waits for");
   }
+  note(is_transfer ? Asked::Kind::transfer : Asked::Kind::launch, name, stream);
   const Clock before = known_to(stream);
   auto launch = next_launch(stream, name);
   if (is_transfer) {
@@ -95,6 +96,20 @@ LaunchPtr Runtime::next_launch(StreamNumber stream, const std::string& name) {
   return std::make_shared<const Launch>(Launch{
       stream, tick, name,
       "stream " + std::to_string(stream) + " of checked:" + device + " by " + this_thread_text()});
+}
+
+void Runtime::note(Asked::Kind kind, const std::string& name, std::optional<StreamNumber> stream) {
+  if (log_) log_->push_back({kind, name, stream, this_thread_name()});
+}
+
+void Runtime::start_log() {
+  const Lock lock(mutex_);
+  log_.emplace();
+}
+
+std::vector<Asked> Runtime::stop_log() {
+  const Lock lock(mutex_);
+  return std::exchange(log_, std::nullopt).value_or(std::vector<Asked>());
 }
 
 void Runtime::allocate(int device) {
@@ -204,18 +219,19 @@ void Runtime::join(StreamNumber stream, const Clock& for_clock) {
 
 void Runtime::synchronize(const Clock& clock) {
   if (!leave_out(Ordering::host_wait)) {
-    join_host(clock);
+    join_host(clock, "the host waits");
     return;
   }
   const Lock lock(mutex_);
   left_out_.begin_wait(clock, over_, std::nullopt);
 }
 
-void Runtime::join_host(const Clock& clock) {
+void Runtime::join_host(const Clock& clock, const std::string& why) {
   GraphRecording::refuse_here("that the host waits");
   const WithoutGil nobody_waits_for_python;
   Lock lock(mutex_);
-  await(lock, clock, "the host waits");
+  note(Asked::Kind::host_wait, why, std::nullopt);
+  await(lock, clock, why);
   over_.join(clock);
   host_knows_more();
   raise_kept();

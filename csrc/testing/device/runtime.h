@@ -44,6 +44,15 @@ struct Moment {
   std::uint64_t graph = 0;  // see GraphRecording::of_event()
 };
 
+// What a host thread has asked of the device.
+struct Asked {
+  enum class Kind { launch, transfer, host_wait };  // host_wait: that the thread itself waits
+  Kind kind;
+  std::string name;                    // of the operator; of a wait, what it is for
+  std::optional<StreamNumber> stream;  // none: a wait
+  std::string thread;                  // its name
+};
+
 struct DrainSettings {
   bool at_first_use = true;  // of an operator on a device, as CUDA loads its kernel then
   double probability = 0.0;  // of a drain before any operator's launch or allocation
@@ -86,7 +95,7 @@ class Runtime {
   void synchronize(const Clock& clock);
   // The same, of what is no call of its own and cannot be left out.
   void join(StreamNumber stream, const Clock& for_clock);
-  void join_host(const Clock& clock);
+  void join_host(const Clock& clock, const std::string& why);
   void synchronize_stream(StreamNumber stream);
   void synchronize_device(int device);
   // Whether it is over; if so, the host knows it from now on. At random it says: not yet.
@@ -136,6 +145,9 @@ class Runtime {
   std::uint64_t num_launches() const { return num_launches_; }
   // So many were one.
   void count_as_one(std::uint64_t launches) { num_launches_ -= launches - 1; }
+  // All that is asked from now on, until stop_log() gives it.
+  void start_log();
+  std::vector<Asked> stop_log();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -155,6 +167,7 @@ class Runtime {
   struct Occasion {
     bool is_first = false, never = false;
   };
+  void note(Asked::Kind kind, const std::string& name, std::optional<StreamNumber> stream);
   void drain_maybe(Lock& lock, int device, const std::string& name, const Occasion& why);
   void await(Lock& lock, const Clock& clock, const std::string& what);
   bool is_pending(const Clock& clock) const;
@@ -193,6 +206,7 @@ class Runtime {
   std::chrono::duration<double> timeout_{60.0};
 
   LeftOut left_out_;
+  std::optional<std::vector<Asked>> log_;  // none: nobody looks
   std::vector<std::string> errors_;
   std::optional<std::string> kept_;  // an error that could not be thrown where it was found
 };

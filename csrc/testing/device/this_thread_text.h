@@ -7,11 +7,15 @@
 
 namespace pd2 {
 
-// "thread 123 (its name)", as a debugger shows it.
-inline std::string this_thread_text() {
+inline std::string this_thread_name() {
   std::array<char, 32> name{};
   pthread_getname_np(pthread_self(), name.data(), name.size());
-  return "thread " + std::to_string(gettid()) + " (" + name.data() + ")";
+  return name.data();
+}
+
+// "thread 123 (its name)", as a debugger shows it.
+inline std::string this_thread_text() {
+  return "thread " + std::to_string(gettid()) + " (" + this_thread_name() + ")";
 }
 
 }  // namespace pd2

@@ -31,7 +31,8 @@ class StagedChannelTest : public ::testing::Test {
   }
 
   std::shared_ptr<Mailbox> mailbox = std::make_shared<Mailbox>();
-  StagedSender sender{std::make_shared<ProcessGroupSender>(peer(0, mailbox), 2), at::kCPU};
+  StagedSender sender{std::make_shared<ProcessGroupSender>(peer(0, mailbox), 2), at::kCPU,
+                      std::make_shared<Fault>()};
   StagedReceiver receiver{std::make_shared<ProcessGroupReceiver>(peer(1, mailbox), 2), at::kCPU};
 };
 
@@ -102,18 +103,41 @@ TEST_F(StagedChannelTest, AbortEndsBothEnds) {
   EXPECT_THROW(sender.send(0, message_of({at::ones({1})})), ChannelAborted);
 }
 
-TEST(StagedSenderTest, WhatTheOtherSenderThrowsTheNextSendThrows) {
+TEST(StagedSenderTest, WhatTheOtherSenderThrowsRaisesTheFaultAndTheNextSendThrowsIt) {
   struct Failing : Sender {
     void abort() override {}
     void transfer(LayoutId, Message) override { throw std::runtime_error("no line"); }
   };
-  StagedSender sender(std::make_shared<Failing>(), at::kCPU);
-  EXPECT_THROW(
-      for (int i = 0; i < 1000; ++i) {
-        sender.send(0, {});
-        std::this_thread::sleep_for(10ms);
-      },
-      std::runtime_error);
+  const auto fault = std::make_shared<Fault>(3);
+  StagedSender sender(std::make_shared<Failing>(), at::kCPU, fault);
+  sender.send(0, {});  // the last one
+  for (int i = 0; i < 1000 && !fault->raised(); ++i) {
+    std::this_thread::sleep_for(10ms);
+  }
+  ASSERT_TRUE(fault->raised());
+  EXPECT_EQ(fault->failure()->rank, 3);
+  EXPECT_EQ(fault->failure()->cause, "no line");
+  sender.abort();  // as the fault ends all channels
+  try {
+    sender.send(0, {});
+    FAIL() << "sent";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "no line");
+  }
+}
+
+TEST(StagedSenderTest, TheEndOfThePipelineRaisesNoFault) {
+  struct Ended : Sender {
+    std::promise<void> is_ended;
+    void abort() override { is_ended.set_value(); }
+    void transfer(LayoutId, Message) override {
+      is_ended.get_future().wait();
+      throw ChannelAborted();
+    }
+  };
+  const auto fault = std::make_shared<Fault>();
+  { StagedSender(std::make_shared<Ended>(), at::kCPU, fault).send(0, {}); }
+  EXPECT_FALSE(fault->raised());
 }
 
 }  // namespace
