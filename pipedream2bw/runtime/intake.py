@@ -138,9 +138,7 @@ class Intake:
                     "dynamic_shapes=True captures it for all that it leaves open"
                 )
 
-    def _check_number(
-        self, what: str, number: int, given: Given, most: int | None = None
-    ) -> None:
+    def _check_number(self, what: str, number: int, given: Given, most: int | None = None) -> None:
         least = self._grid.num_pipelines if given.training else 1
         if number < least:
             why = f": each of the schedule's {least} pipelines has a microbatch" * (least > 1)

@@ -1,0 +1,390 @@
+"""A Trainer of transformers whose model is a pipeline."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import seed_worker
+
+import pipedream2bw as pd2
+
+from .arguments import (
+    arrangement_of,
+    check_arguments,
+    newest_whole,
+    optimizer_options,
+    pipeline_options,
+)
+from .computed import ComputedModel, EvaluatedBatches, prepare_for_capture
+from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept
+
+_NUMBER = "num_items_in_batch"
+_STEPS = "gradient_accumulation_steps"
+
+
+class PipelineTrainer(Trainer):
+    """A ``transformers.Trainer`` that trains its model as a pipeline.
+
+    In place of ``Trainer(...)``, with one argument more, in one process (a thread for each stage)
+    or under ``torchrun``, a process for each stage of each replica::
+
+        trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"num_stages": 4})
+
+    A batch is what it was: ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows
+    for each replica. What are steps of accumulation to the Trainer are the pipeline's microbatches:
+    ``"2bw"`` needs as many as there are stages. The loss is the one that the Trainer computes (the
+    model's own, ``compute_loss_func``, label smoothing, or ``compute_loss`` of a subclass), over
+    the items of the whole batch where the Trainer counts them. So ``schedule="1f1b"`` trains as the
+    Trainer does with accumulation, and ``"2bw"`` with a delay of one step.
+
+    Every rank has the same log history. Checkpoints are folders ``checkpoint-N``, from each of
+    which a run goes on with ``train(resume_from_checkpoint=...)``, also on another number of
+    stages; their weights are a source for ``from_pretrained``. See docs/trainer.md.
+
+    Args:
+        model, args: as a Trainer's.
+        pipeline: options of :class:`PipelineModule`: ``num_stages``, ``schedule``, ``split``,
+            ``devices``, ... Without ``width`` all processes are used.
+        pipeline_optimizer: options of :class:`PipelineOptimizer`: ``staleness``, ``shard_state``.
+        others: as a Trainer's, by name.
+
+    Attributes:
+        pipe: the :class:`PipelineModule`, made when the first training or evaluation begins.
+
+    Raises:
+        ValueError: an argument that a pipeline cannot obey, or options that do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        pipeline: Mapping[str, Any],
+        pipeline_optimizer: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        check_arguments(args)
+        self._arrangement = arrangement_of(args, pipeline)
+        self._options = pipeline_options(args, pipeline, self._arrangement)
+        self._optimizer_options = optimizer_options(args, self._options, pipeline_optimizer or {})
+        self.pipe: pd2.PipelineModule | None = None
+        self._piped: nn.Module | None = None  # the model that it is of
+        self._example: dict[str, Any] = {}
+        self._is_optimizer_training = False
+        self._microbatches: list[pd2.Microbatch] = []  # of the batch that the loop is in
+        self._losses: list[tuple[int, pd2.Loss]] = []  # with their steps, not yet in the loop's sum
+        self._norm: Any = None  # of the gradients of the step before
+        self._evaluated: list[tuple[Any, Any]] = []  # outputs of batches to come, and their items
+        self._number_given: list[Any] = []  # of items, while a batch's results are computed
+        super().__init__(model, args, **others)
+
+    # ------------------------------------------------------------------ the pipeline
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            ReplicaAccelerator.adopt(self.accelerator, self._arrangement)
+        elif self.args.n_gpu > 1:  # as the Trainer does for a model on several devices
+            self.args._n_gpu = 1  # noqa: SLF001
+
+    def _open(self, loader: Any, *, training: bool) -> pd2.PipelineModule:
+        """Makes the pipeline of the model, if there is none, for calls as the first batch's."""
+        if self.pipe is not None and self._piped is self.model:
+            return self.pipe
+        if self.pipe is not None:
+            self.pipe.close()
+        options = {**self._options}
+        replicated = (*options.pop("replicated", ()), _NUMBER)
+        with generators_kept():
+            batch = self._prepare_inputs(first_batch(loader))
+            self._example = self._call(
+                batch, self._get_num_items_in_batch([batch], self.args.device)
+            )
+            prepare_for_capture(self.model)
+            self.model.train(training)
+            self.pipe = pd2.PipelineModule(
+                self.model,
+                self._loss_of,
+                example_kwargs=self._example,
+                replicated=replicated,
+                loss_reduction="sum",
+                **options,
+            )
+        self._piped = self.model
+        self._share = Sharing(self._arrangement, has_results=self.pipe.gives_output)
+        return self.pipe
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        return model if self.pipe is None else self.pipe
+
+    def _call(self, inputs: Mapping[str, Any], number: Any) -> dict[str, Any]:
+        """The arguments of the model in a call with these inputs."""
+        call = dict(inputs)
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            call.pop("labels", None)  # as in compute_loss()
+        elif self.model_accepts_loss_kwargs and number is not None:
+            call[_NUMBER] = number.long()  # no float, of which precision= would make 16 bits
+        return call
+
+    def _loss_of(self, outputs: Any, target: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of one microbatch, a summand of its batch's, as :meth:`training_step` has it."""
+        inputs = dict(target)
+        number, steps = inputs.pop(_NUMBER), inputs.pop(_STEPS)
+        computed = ComputedModel(self.model, outputs)
+        loss: torch.Tensor = self.compute_loss(computed, inputs, num_items_in_batch=number)
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            by_model = self.model_accepts_loss_kwargs and number is not None
+            is_scaled = by_model or self.compute_loss_func is not None
+        return loss if is_scaled else loss / steps
+
+    # ------------------------------------------------------------------ data
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_num_workers > 0:  # they draw the same on all ranks of a replica
+            replica, workers = self.accelerator.process_index, self.args.dataloader_num_workers
+            loader.worker_init_fn = functools.partial(
+                seed_worker, num_workers=workers, rank=replica
+            )
+        return loader
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return int(
+            self._train_batch_size * args.gradient_accumulation_steps * self._arrangement.width
+        )
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        self._microbatches = []
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self._number_given:
+            return self._number_given[0]
+        number = super()._get_num_items_in_batch(batch_samples, device)
+        return number if number is None else number.clamp(min=1)  # of none the sum is 0
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return int(super().floating_point_ops(inputs)) // self._arrangement.ranks_per_replica
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_whole(self.args.output_dir) or True
+        recomputes = self.args.activation_checkpointing  # which the pipeline does
+        self.args.activation_checkpointing = False
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.args.activation_checkpointing = recomputes
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        pipe = self._open(train_dataloader, training=True)
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = pipe
+        self._load_optimizer_and_scheduler(resume)
+        self._losses, self._norm = [], None
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return pipe, train_dataloader
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        assert self.pipe is not None
+        if isinstance(self.optimizer, pd2.PipelineOptimizer):
+            return self.optimizer
+        if self.optimizer is None:
+            super().create_optimizer(self.pipe)
+        else:  # the caller's, over the whole model: other ranks step the rest
+            mine = {id(parameter) for parameter in self.pipe.parameters()}
+            for group in self.optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in mine]
+        self.optimizer = pd2.PipelineOptimizer(self.optimizer, **self._optimizer_options)
+        return self.optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return list(super().get_decay_parameter_names(self.model))
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        inputs = self._prepare_inputs(inputs)
+        number, steps = num_items_in_batch, self.current_gradient_accumulation_steps
+        target = {**inputs, _NUMBER: number, _STEPS: steps}
+        call = self._call(inputs, number)
+        self._microbatches.append(pd2.Microbatch(**call, target=target))
+        if self.accelerator.sync_gradients:
+            model.train()
+            if not self._is_optimizer_training:
+                self.optimizer.train()
+                self._is_optimizer_training = True
+            loss = model.train_step(microbatches=self._checked(self._microbatches))
+            self._microbatches = []
+            self._read_losses()
+            self._losses.append((self.state.global_step, loss))
+        return torch.zeros((), device=self.args.device)  # the loop's sum gets it when it is there
+
+    def _checked(self, microbatches: Sequence[pd2.Microbatch]) -> Iterator[pd2.Microbatch]:
+        """Checks labels where ranks agree on a batch, so that an error is raised on all of them."""
+        for number, each in enumerate(microbatches):
+            tokens, labels = (each.target.get(name) for name in ("input_ids", "labels"))
+            if self._loss_shifts_labels and tokens is not None and labels is not None:
+                if tokens.shape != labels.shape:
+                    raise ValueError(
+                        f"microbatch {number}: labels of shape {list(labels.shape)}, input_ids of "
+                        f"shape {list(tokens.shape)}: a label for each token is needed"
+                    )
+            yield each
+
+    def _read_losses(self) -> None:
+        """Adds losses to the loop's sum, as it adds those of steps."""
+        for step, loss in self._losses:
+            value = float(loss)
+            if self.args.logging_nan_inf_filter and not math.isfinite(value):
+                self._tr_loss += self._tr_loss / (1 + step - self._globalstep_last_logged)
+            else:
+                self._tr_loss += value
+        self._losses = []
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Leaves it to the optimizer, which clips."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Keeps the norm of the step before, for a log before that of this one can be read."""
+        self._norm = self._newest_norm()
+
+    def _newest_norm(self) -> Any:
+        try:
+            return self.optimizer.grad_norm
+        except ValueError:  # there was no step, or nothing measures it
+            return None
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if self.control.should_log:
+            self._read_losses()
+            assert self.pipe is not None
+            has_delay = any(self.pipe.session.schedule.delay)
+            norm = self._norm if has_delay else self._newest_norm()
+            grad_norm = None if norm is None else float(norm)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        assert self.pipe is not None
+        self._read_losses()
+        self.pipe.flush()
+        return super()._finalize_training(*args)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        pipe = self._open(dataloader, training=False)
+        self._is_optimizer_training = False  # the loop calls eval()
+        preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess = preprocess  # called where the logits are, before they are sent
+        batches = EvaluatedBatches(dataloader, pipe.num_microbatches, self._evaluate_batches)
+        try:
+            return super().evaluation_loop(batches, *args, **kwargs)
+        finally:
+            self.preprocess_logits_for_metrics = preprocess
+            self._evaluated = []
+
+    def _evaluate_batches(self, batches: Sequence[Any]) -> None:
+        """Computes the outputs of some batches, each a microbatch as a whole."""
+        assert self.pipe is not None
+        if not batches:
+            return
+        numbers, calls = [], []
+        for batch in batches:
+            inputs = self._prepare_inputs(batch)
+            numbers.append(self._get_num_items_in_batch([inputs], self.args.device))
+            calls.append(self._with_all_arguments(self._call(inputs, numbers[-1])))
+        with torch.no_grad():
+            outputs = self.pipe(microbatches=[pd2.Microbatch(**call) for call in calls])
+        outputs = [None] * len(calls) if outputs is None else outputs
+        self._evaluated = list(zip(outputs, numbers, strict=True))
+
+    def _with_all_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Adds zeros for labels that the data do not have, but the captured call has."""
+        missing = [name for name in self._example if name not in call]
+        for name in missing:
+            like = self._example[name]
+            if name == _NUMBER:
+                call[name] = torch.ones_like(like)
+            elif name in self.label_names:
+                main = getattr(self.model, "main_input_name", "input_ids")
+                lengths = dict(zip(self._example[main].shape, call[main].shape, strict=True))
+                shape = [lengths.get(size, size) for size in like.shape[1:]]
+                call[name] = like.new_zeros((find_batch_size(call), *shape))
+        return call
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        outputs, number = self._evaluated.pop(0)
+        results: Any = None
+        if outputs is not None:
+            if any(name not in inputs for name in self.label_names) and isinstance(outputs, dict):
+                outputs = {name: outputs[name] for name in outputs if name != "loss"}
+            self._number_given = [number]
+            try:
+                computed = ComputedModel(self.model, outputs)
+                results = super().prediction_step(
+                    computed, inputs, prediction_loss_only, ignore_keys
+                )
+            finally:
+                self._number_given = []
+            loss, logits, labels = results
+            if self._preprocess is not None and logits is not None:
+                results = loss, self._preprocess(logits, labels), labels
+        return self._share(results, self.args.device)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        state = None if self.pipe is None else self.pipe.full_state_dict()
+        self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.pipe is not None
+        pd2.save(output_dir, self.pipe, self.optimizer, schedulers=[self.lr_scheduler]).wait()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Leaves the weights to :meth:`_load_optimizer_and_scheduler`, when there is a pipeline."""
+        if not any(name.startswith("step-") for name in os.listdir(resume_from_checkpoint)):
+            raise ValueError(
+                f"resume_from_checkpoint: {resume_from_checkpoint}, it has no folder step-...: a "
+                "run goes on from what a PipelineTrainer saved without save_only_model; load the "
+                "weights of others by from_pretrained()"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            pipe, schedulers = self.pipe, [self.lr_scheduler]
+            assert pipe is not None
+            pd2.load(checkpoint, pipe, self.optimizer, schedulers=schedulers, generators=False)
+
+    def _load_best_model(self) -> None:
+        assert self.pipe is not None
+        pd2.load(self.state.best_model_checkpoint, self.pipe, generators=False)
+
+    def end(self) -> None:
+        """Closes the pipeline, then as ``Trainer.end``."""
+        if self.pipe is not None:
+            self.pipe.close()
+        super().end()
