@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import seed_worker
 
 import pipedream2bw as pd2
@@ -23,11 +21,9 @@ from .arguments import (
     optimizer_options,
     pipeline_options,
 )
-from .computed import ComputedModel, EvaluatedBatches, prepare_for_capture
+from .calls import NUMBER, Calls, LossesToCome, checked
+from .computed import EvaluatedBatches, prepare_for_capture
 from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept
-
-_NUMBER = "num_items_in_batch"
-_STEPS = "gradient_accumulation_steps"
 
 
 class PipelineTrainer(Trainer):
@@ -79,12 +75,11 @@ class PipelineTrainer(Trainer):
         self._optimizer_options = optimizer_options(args, self._options, pipeline_optimizer or {})
         self.pipe: pd2.PipelineModule | None = None
         self._piped: nn.Module | None = None  # the model that it is of
-        self._example: dict[str, Any] = {}
         self._is_optimizer_training = False
         self._microbatches: list[pd2.Microbatch] = []  # of the batch that the loop is in
-        self._losses: list[tuple[int, pd2.Loss]] = []  # with their steps, not yet in the loop's sum
+        self._losses = LossesToCome()
         self._norm: Any = None  # of the gradients of the step before
-        self._evaluated: list[tuple[Any, Any]] = []  # outputs of batches to come, and their items
+        self._evaluated: list[tuple[Any, Any]] = []  # batches that the loop has yet to get
         self._number_given: list[Any] = []  # of items, while a batch's results are computed
         super().__init__(model, args, **others)
 
@@ -104,18 +99,17 @@ class PipelineTrainer(Trainer):
         if self.pipe is not None:
             self.pipe.close()
         options = {**self._options}
-        replicated = (*options.pop("replicated", ()), _NUMBER)
+        replicated = (*options.pop("replicated", ()), NUMBER)
         with generators_kept():
             batch = self._prepare_inputs(first_batch(loader))
-            self._example = self._call(
-                batch, self._get_num_items_in_batch([batch], self.args.device)
-            )
+            number = self._get_num_items_in_batch([batch], self.args.device)
+            self._calls = Calls(self, batch, number)
             prepare_for_capture(self.model)
             self.model.train(training)
             self.pipe = pd2.PipelineModule(
                 self.model,
-                self._loss_of,
-                example_kwargs=self._example,
+                self._calls.loss,
+                example_kwargs=self._calls.example,
                 replicated=replicated,
                 loss_reduction="sum",
                 **options,
@@ -126,27 +120,6 @@ class PipelineTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         return model if self.pipe is None else self.pipe
-
-    def _call(self, inputs: Mapping[str, Any], number: Any) -> dict[str, Any]:
-        """The arguments of the model in a call with these inputs."""
-        call = dict(inputs)
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            call.pop("labels", None)  # as in compute_loss()
-        elif self.model_accepts_loss_kwargs and number is not None:
-            call[_NUMBER] = number.long()  # no float, of which precision= would make 16 bits
-        return call
-
-    def _loss_of(self, outputs: Any, target: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of one microbatch, a summand of its batch's, as :meth:`training_step` has it."""
-        inputs = dict(target)
-        number, steps = inputs.pop(_NUMBER), inputs.pop(_STEPS)
-        computed = ComputedModel(self.model, outputs)
-        loss: torch.Tensor = self.compute_loss(computed, inputs, num_items_in_batch=number)
-        is_scaled = self.loss_is_scaled_for_ga
-        if is_scaled is None:
-            by_model = self.model_accepts_loss_kwargs and number is not None
-            is_scaled = by_model or self.compute_loss_func is not None
-        return loss if is_scaled else loss / steps
 
     # ------------------------------------------------------------------ data
 
@@ -197,7 +170,7 @@ class PipelineTrainer(Trainer):
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = pipe
         self._load_optimizer_and_scheduler(resume)
-        self._losses, self._norm = [], None
+        self._losses, self._norm = LossesToCome(), None
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -222,43 +195,25 @@ class PipelineTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        steps = self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
-        number, steps = num_items_in_batch, self.current_gradient_accumulation_steps
-        target = {**inputs, _NUMBER: number, _STEPS: steps}
-        call = self._call(inputs, number)
-        self._microbatches.append(pd2.Microbatch(**call, target=target))
+        self._microbatches.append(self._calls.microbatch(inputs, num_items_in_batch, steps))
         if self.accelerator.sync_gradients:
             model.train()
             if not self._is_optimizer_training:
                 self.optimizer.train()
                 self._is_optimizer_training = True
-            loss = model.train_step(microbatches=self._checked(self._microbatches))
+            batch = checked(self._microbatches, shifts_labels=self._loss_shifts_labels)
+            loss = model.train_step(microbatches=batch)
             self._microbatches = []
-            self._read_losses()
-            self._losses.append((self.state.global_step, loss))
+            self._read_losses()  # of the batches before, which are there
+            self._losses.append(self.state.global_step, loss)
         return torch.zeros((), device=self.args.device)  # the loop's sum gets it when it is there
 
-    def _checked(self, microbatches: Sequence[pd2.Microbatch]) -> Iterator[pd2.Microbatch]:
-        """Checks labels where ranks agree on a batch, so that an error is raised on all of them."""
-        for number, each in enumerate(microbatches):
-            tokens, labels = (each.target.get(name) for name in ("input_ids", "labels"))
-            if self._loss_shifts_labels and tokens is not None and labels is not None:
-                if tokens.shape != labels.shape:
-                    raise ValueError(
-                        f"microbatch {number}: labels of shape {list(labels.shape)}, input_ids of "
-                        f"shape {list(tokens.shape)}: a label for each token is needed"
-                    )
-            yield each
-
     def _read_losses(self) -> None:
-        """Adds losses to the loop's sum, as it adds those of steps."""
-        for step, loss in self._losses:
-            value = float(loss)
-            if self.args.logging_nan_inf_filter and not math.isfinite(value):
-                self._tr_loss += self._tr_loss / (1 + step - self._globalstep_last_logged)
-            else:
-                self._tr_loss += value
-        self._losses = []
+        filters = self.args.logging_nan_inf_filter
+        logged_last = self._globalstep_last_logged
+        self._losses.add_to(self._tr_loss, logged_last=logged_last, filters=filters)
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Leaves it to the optimizer, which clips."""
@@ -305,48 +260,17 @@ class PipelineTrainer(Trainer):
             self._evaluated = []
 
     def _evaluate_batches(self, batches: Sequence[Any]) -> None:
-        """Computes the outputs of some batches, each a microbatch as a whole."""
-        assert self.pipe is not None
-        if not batches:
-            return
-        numbers, calls = [], []
-        for batch in batches:
-            inputs = self._prepare_inputs(batch)
-            numbers.append(self._get_num_items_in_batch([inputs], self.args.device))
-            calls.append(self._with_all_arguments(self._call(inputs, numbers[-1])))
-        with torch.no_grad():
-            outputs = self.pipe(microbatches=[pd2.Microbatch(**call) for call in calls])
-        outputs = [None] * len(calls) if outputs is None else outputs
-        self._evaluated = list(zip(outputs, numbers, strict=True))
+        inputs = [self._prepare_inputs(batch) for batch in batches]
+        numbers = [self._get_num_items_in_batch([each], self.args.device) for each in inputs]
+        self._evaluated = self._calls.evaluate(self.pipe, inputs, numbers)
 
-    def _with_all_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Adds zeros for labels that the data do not have, but the captured call has."""
-        missing = [name for name in self._example if name not in call]
-        for name in missing:
-            like = self._example[name]
-            if name == _NUMBER:
-                call[name] = torch.ones_like(like)
-            elif name in self.label_names:
-                main = getattr(self.model, "main_input_name", "input_ids")
-                lengths = dict(zip(self._example[main].shape, call[main].shape, strict=True))
-                shape = [lengths.get(size, size) for size in like.shape[1:]]
-                call[name] = like.new_zeros((find_batch_size(call), *shape))
-        return call
-
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        outputs, number = self._evaluated.pop(0)
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        computed, number = self._evaluated.pop(0)
         results: Any = None
-        if outputs is not None:
-            if any(name not in inputs for name in self.label_names) and isinstance(outputs, dict):
-                outputs = {name: outputs[name] for name in outputs if name != "loss"}
+        if computed is not None:
             self._number_given = [number]
             try:
-                computed = ComputedModel(self.model, outputs)
-                results = super().prediction_step(
-                    computed, inputs, prediction_loss_only, ignore_keys
-                )
+                results = super().prediction_step(computed, inputs, *args, **kwargs)
             finally:
                 self._number_given = []
             loss, logits, labels = results

@@ -1,0 +1,70 @@
+"""PipelineTrainer with a process for each stage of each replica, against the stock Trainer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
+
+from tests.runs.launch import run_ranks
+from tests.runs.trainers import assert_same_log, assert_same_state, log_of, piped, state_of, stock
+from tests.samples.trainer_tasks import TASKS
+
+EACH_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+
+
+def by_stock(rank: int, world: int, task: str, folder: str, arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    trainer = stock(TASKS[task], folder, **arguments)
+    trainer.train()
+    return log_of(trainer), state_of(trainer)
+
+
+def by_pipeline(
+    rank: int, world: int, task: str, folder: str, arguments: Any, pipeline: Any
+) -> Any:
+    torch.set_num_threads(1)
+    trainer = piped(TASKS[task], folder, pipeline, **arguments)
+    trainer.train()
+    result = log_of(trainer), state_of(trainer)
+    trainer.end()
+    return result
+
+
+def check(
+    task: str, folder: Path, world: int, pipeline: dict[str, Any], *, width: int = 1, **others: Any
+) -> None:
+    """Trains on so many processes, and as many replicas by DistributedDataParallel."""
+    arguments = {**EACH_EPOCH, **others}
+    if width == 1:
+        want = by_stock(0, 1, task, str(folder / "stock"), arguments)
+    else:
+        given = [task, str(folder / "stock"), arguments]
+        want = run_ranks(by_stock, width, args=given, rendezvous="environment")[0].value
+    given = [task, str(folder / "piped"), arguments, pipeline]
+    results = run_ranks(by_pipeline, world, args=given, rendezvous="environment", timeout=150)
+    logs = [result.value[0] for result in results]
+    assert all(log == logs[0] for log in logs[1:]), logs
+    assert_same_log(logs[0], want[0])
+    assert_same_state(results[0].value[1], want[1], within=1e-5)
+
+
+@pytest.mark.parametrize("task", ["llama", "lora"])
+def test_two_processes_train_as_the_stock_trainer(task: str, tmp_path: Path) -> None:
+    check(task, tmp_path, 2, {"num_stages": 2, "schedule": "1f1b"})
+
+
+def test_four_processes_train_as_the_stock_trainer(tmp_path: Path) -> None:
+    check("gpt2", tmp_path, 4, {"num_stages": 4, "schedule": "1f1b"})
+
+
+def test_two_replicas_train_as_the_stock_trainer_on_two_processes(tmp_path: Path) -> None:
+    check("llama", tmp_path, 4, {"num_stages": 2, "schedule": "1f1b"}, width=2)
