@@ -18,7 +18,12 @@ from tests.runs.launch import run_ranks
 from tests.runs.trainers import assert_same_log, assert_same_state, log_of, piped, state_of, stock
 from tests.samples.trainer_tasks import TASKS
 
-EACH_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+EACH_EPOCH: dict[str, Any] = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "optim": "sgd",  # Adam blows up the rounding of gradients that are truly zero
+    "learning_rate": 0.1,
+}
 
 
 def by_stock(rank: int, world: int, task: str, folder: str, arguments: Any) -> Any:
@@ -34,9 +39,7 @@ def by_pipeline(
     torch.set_num_threads(1)
     trainer = piped(TASKS[task], folder, pipeline, **arguments)
     trainer.train()
-    result = log_of(trainer), state_of(trainer)
-    trainer.end()
-    return result
+    return log_of(trainer), state_of(trainer)
 
 
 def check(
@@ -54,7 +57,7 @@ def check(
     logs = [result.value[0] for result in results]
     assert all(log == logs[0] for log in logs[1:]), logs
     assert_same_log(logs[0], want[0])
-    assert_same_state(results[0].value[1], want[1], within=1e-5)
+    assert_same_state(results[0].value[1], want[1], within=2e-6)
 
 
 @pytest.mark.parametrize("task", ["llama", "lora"])

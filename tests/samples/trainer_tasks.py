@@ -127,9 +127,7 @@ def collate(rows: list[Row]) -> Row:
             batch["attention_mask"] = nn.utils.rnn.pad_sequence(mask, batch_first=True)
         if values[0].dim() == 1:
             filler = -100 if name == "labels" else PADDING
-            batch[name] = nn.utils.rnn.pad_sequence(
-                values, batch_first=True, padding_value=filler
-            )
+            batch[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
         else:
             batch[name] = torch.stack(values)
     return batch
@@ -151,7 +149,7 @@ class TrainerTask:
         return [self.row(number) for number in range(rows)]
 
     def arguments(self, folder: Any, **others: Any) -> dict[str, Any]:
-        """What a Trainer is given: six steps of four microbatches, the last one of an epoch less."""
+        """What a Trainer is given: six steps of four microbatches, fewer at an epoch's end."""
         options = {
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 3,

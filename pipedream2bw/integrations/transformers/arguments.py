@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,16 +165,3 @@ def optimizer_options(
     if pipeline.get("precision") == "fp16":
         options["loss_scale"] = pd2.LossScale()
     return {**options, **optimizer}
-
-
-def newest_whole(folder: str) -> str | None:
-    """The newest ``checkpoint-N`` that was saved to its end; None: there is none."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    steps = [name.removeprefix("checkpoint-") for name in names if name.startswith("checkpoint-")]
-    whole = [
-        int(step)
-        for step in steps
-        if step.isdigit()
-        and os.path.isfile(os.path.join(folder, f"checkpoint-{step}", "trainer_state.json"))
-    ]
-    return os.path.join(folder, f"checkpoint-{max(whole)}") if whole else None

@@ -45,7 +45,7 @@ class ReplicaAccelerator(Accelerator):
         shape = (self.arrangement.width, self.arrangement.ranks_per_replica, -1)
 
         def once(gathered: torch.Tensor) -> torch.Tensor:
-            return gathered.unflatten(0, shape)[:, 0].flatten(0, 1)
+            return gathered.reshape(*shape, *gathered.shape[1:])[:, 0].flatten(0, 1)
 
         return recursively_apply(once, super().gather(tensor))
 
@@ -63,8 +63,9 @@ class Sharing:
         self._group: dist.ProcessGroup | None = None
         self._source = 0
         if arrangement.ranks_per_replica > 1:
-            self._group, _ = dist.new_subgroups(arrangement.ranks_per_replica)
-            have: list[Any] = [None] * arrangement.ranks_per_replica
+            size = arrangement.ranks_per_replica
+            self._group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+            have: list[Any] = [None] * size
             dist.all_gather_object(have, has_results, group=self._group)
             self._source = dist.get_global_rank(self._group, have.index(True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +13,10 @@ from transformers.trainer_utils import seed_worker
 
 import pipedream2bw as pd2
 
-from .arguments import (
-    arrangement_of,
-    check_arguments,
-    newest_whole,
-    optimizer_options,
-    pipeline_options,
-)
+from .arguments import arrangement_of, check_arguments, optimizer_options, pipeline_options
 from .calls import NUMBER, Calls, LossesToCome, checked
 from .computed import EvaluatedBatches, prepare_for_capture
+from .folders import newest_whole, remove_other_runs, state_in
 from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept
 
 
@@ -41,9 +35,8 @@ class PipelineTrainer(Trainer):
     the items of the whole batch where the Trainer counts them. So ``schedule="1f1b"`` trains as the
     Trainer does with accumulation, and ``"2bw"`` with a delay of one step.
 
-    Every rank has the same log history. Checkpoints are folders ``checkpoint-N``, from each of
-    which a run goes on with ``train(resume_from_checkpoint=...)``, also on another number of
-    stages; their weights are a source for ``from_pretrained``. See docs/trainer.md.
+    Every rank has the same log history. Checkpoints are folders ``checkpoint-N``, each a source for
+    ``from_pretrained``, and runs go on from them on any number of stages. See docs/trainer.md.
 
     Args:
         model, args: as a Trainer's.
@@ -59,6 +52,11 @@ class PipelineTrainer(Trainer):
         ValueError: an argument that a pipeline cannot obey, or options that do not go together.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+    preprocess_logits_for_metrics: Any
+    _created_lr_scheduler: bool
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -73,7 +71,7 @@ class PipelineTrainer(Trainer):
         self._arrangement = arrangement_of(args, pipeline)
         self._options = pipeline_options(args, pipeline, self._arrangement)
         self._optimizer_options = optimizer_options(args, self._options, pipeline_optimizer or {})
-        self.pipe: pd2.PipelineModule | None = None
+        self.pipe: Any = None
         self._piped: nn.Module | None = None  # the model that it is of
         self._is_optimizer_training = False
         self._microbatches: list[pd2.Microbatch] = []  # of the batch that the loop is in
@@ -92,7 +90,7 @@ class PipelineTrainer(Trainer):
         elif self.args.n_gpu > 1:  # as the Trainer does for a model on several devices
             self.args._n_gpu = 1  # noqa: SLF001
 
-    def _open(self, loader: Any, *, training: bool) -> pd2.PipelineModule:
+    def _open(self, loader: Any, *, training: bool) -> Any:
         """Makes the pipeline of the model, if there is none, for calls as the first batch's."""
         if self.pipe is not None and self._piped is self.model:
             return self.pipe
@@ -127,15 +125,13 @@ class PipelineTrainer(Trainer):
         loader = super().get_train_dataloader()
         if self.args.dataloader_num_workers > 0:  # they draw the same on all ranks of a replica
             replica, workers = self.accelerator.process_index, self.args.dataloader_num_workers
-            loader.worker_init_fn = functools.partial(
-                seed_worker, num_workers=workers, rank=replica
-            )
+            draws = functools.partial(seed_worker, num_workers=workers, rank=replica)
+            loader.worker_init_fn = draws
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return int(
-            self._train_batch_size * args.gradient_accumulation_steps * self._arrangement.width
-        )
+        rows = self._train_batch_size * args.gradient_accumulation_steps
+        return int(rows * self._arrangement.width)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         self._microbatches = []
@@ -177,7 +173,6 @@ class PipelineTrainer(Trainer):
         return pipe, train_dataloader
 
     def create_optimizer(self, model: Any = None) -> Any:
-        assert self.pipe is not None
         if isinstance(self.optimizer, pd2.PipelineOptimizer):
             return self.optimizer
         if self.optimizer is None:
@@ -192,9 +187,7 @@ class PipelineTrainer(Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return list(super().get_decay_parameter_names(self.model))
 
-    def training_step(
-        self, model: Any, inputs: Any, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         steps = self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
         self._microbatches.append(self._calls.microbatch(inputs, num_items_in_batch, steps))
@@ -233,14 +226,12 @@ class PipelineTrainer(Trainer):
     ) -> None:
         if self.control.should_log:
             self._read_losses()
-            assert self.pipe is not None
             has_delay = any(self.pipe.session.schedule.delay)
             norm = self._norm if has_delay else self._newest_norm()
             grad_norm = None if norm is None else float(norm)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _finalize_training(self, *args: Any) -> Any:
-        assert self.pipe is not None
         self._read_losses()
         self.pipe.flush()
         return super()._finalize_training(*args)
@@ -285,27 +276,22 @@ class PipelineTrainer(Trainer):
         self._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.pipe is not None
-        pd2.save(output_dir, self.pipe, self.optimizer, schedulers=[self.lr_scheduler]).wait()
+        saving = pd2.save(output_dir, self.pipe, self.optimizer, schedulers=[self.lr_scheduler])
+        saving.wait()
+        if self.args.should_save:
+            remove_other_runs(output_dir, saving.step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leaves the weights to :meth:`_load_optimizer_and_scheduler`, when there is a pipeline."""
-        if not any(name.startswith("step-") for name in os.listdir(resume_from_checkpoint)):
-            raise ValueError(
-                f"resume_from_checkpoint: {resume_from_checkpoint}, it has no folder step-...: a "
-                "run goes on from what a PipelineTrainer saved without save_only_model; load the "
-                "weights of others by from_pretrained()"
-            )
+        state_in(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            pipe, schedulers = self.pipe, [self.lr_scheduler]
-            assert pipe is not None
-            pd2.load(checkpoint, pipe, self.optimizer, schedulers=schedulers, generators=False)
+            schedulers = [self.lr_scheduler]
+            pd2.load(checkpoint, self.pipe, self.optimizer, schedulers=schedulers, generators=False)
 
     def _load_best_model(self) -> None:
-        assert self.pipe is not None
-        pd2.load(self.state.best_model_checkpoint, self.pipe, generators=False)
+        self.pipe.load_checkpoint(state_in(self.state.best_model_checkpoint))
 
     def end(self) -> None:
         """Closes the pipeline, then as ``Trainer.end``."""
