@@ -5,8 +5,8 @@
 
 First on the source code of Python's standard library, all weights, as a base; then on the package's
 own documentation (``--data``: a file or folder of yours), adapters of the attention alone. Writes
-the base, the adapter and the curves (loss.png) into ``--out``. Needs transformers, accelerate,
-peft and matplotlib. Set OMP_NUM_THREADS=1 if the stages share one machine.
+the base, the adapter and the curves (loss.png) into ``--out``. Needs transformers, peft and
+matplotlib. Set OMP_NUM_THREADS=1 if the stages share one machine.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def train(
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
         **how,
     )
     trainer = PipelineTrainer(
@@ -85,11 +84,7 @@ def train(
         args,
         train_dataset=torch.utils.data.Subset(rows, range(held_out, len(rows))),
         eval_dataset=torch.utils.data.Subset(rows, range(held_out)),
-        pipeline={
-            "num_stages": options.stages,
-            "schedule": options.schedule,
-            "dynamic_shapes": False,  # all rows have one length
-        },
+        pipeline={"num_stages": options.stages, "schedule": options.schedule},
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -97,10 +92,8 @@ def train(
     trainer.save_model(str(folder))
     trainer.accelerator.wait_for_everyone()
     trainer.pipe.close()
-    logs = [
-        (entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
-    ]
-    return logs, before, after
+    logs = [each for each in trainer.state.log_history if "loss" in each]
+    return [(each["step"], each["loss"]) for each in logs], before, after
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -109,12 +102,12 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    figure, axes = pyplot.subplots(layout="constrained")
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), label=name)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -137,7 +130,6 @@ def main() -> None:
         base, load_text(None), folder, options, learning_rate=2e-3
     )
     shown = [f"base: held-out loss: {before:.3f} -> {after:.3f}"]
-
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)  # the same adapters on every rank
