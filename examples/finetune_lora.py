@@ -84,7 +84,11 @@ def train(
         args,
         train_dataset=torch.utils.data.Subset(rows, range(held_out, len(rows))),
         eval_dataset=torch.utils.data.Subset(rows, range(held_out)),
-        pipeline={"num_stages": options.stages, "schedule": options.schedule},
+        pipeline={
+            "num_stages": options.stages,
+            "schedule": options.schedule,
+            "dynamic_shapes": False,  # all rows have one length
+        },
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -15,7 +15,16 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip("peft")
 
 from tests.runs.launch import run_ranks
-from tests.runs.trainers import assert_same_log, assert_same_state, log_of, piped, state_of, stock
+from tests.runs.trainers import (
+    assert_same_delayed_log,
+    assert_same_log,
+    assert_same_state,
+    delayed,
+    log_of,
+    piped,
+    state_of,
+    stock,
+)
 from tests.samples.trainer_tasks import TASKS
 
 EACH_EPOCH: dict[str, Any] = {
@@ -34,11 +43,17 @@ def by_stock(rank: int, world: int, task: str, folder: str, arguments: Any) -> A
 
 
 def by_pipeline(
-    rank: int, world: int, task: str, folder: str, arguments: Any, pipeline: Any
+    rank: int,
+    world: int,
+    task: str,
+    folder: str,
+    arguments: Any,
+    pipeline: Any,
+    resume: str | None = None,
 ) -> Any:
     torch.set_num_threads(1)
     trainer = piped(TASKS[task], folder, pipeline, **arguments)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return log_of(trainer), state_of(trainer)
 
 
@@ -71,3 +86,38 @@ def test_four_processes_train_as_the_stock_trainer(tmp_path: Path) -> None:
 
 def test_two_replicas_train_as_the_stock_trainer_on_two_processes(tmp_path: Path) -> None:
     check("llama", tmp_path, 4, {"num_stages": 2, "schedule": "1f1b"}, width=2)
+
+
+def test_two_processes_train_with_a_delay_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    trainer = delayed(TASKS["vit"], tmp_path / "oracle", **EACH_EPOCH)
+    trainer.train()
+    given: list[Any] = ["vit", str(tmp_path / "piped"), EACH_EPOCH, {"num_stages": 2}]
+    first, *_ = run_ranks(by_pipeline, 2, args=given, rendezvous="environment", timeout=150)
+    log, state = first.value
+    assert_same_delayed_log(log, log_of(trainer))
+    assert_same_state(state, state_of(trainer), within=2e-6)
+    given = [*given, str(tmp_path / "piped" / "checkpoint-3")]
+    results = run_ranks(by_pipeline, 2, args=given, rendezvous="environment", timeout=150)
+    for result in results:
+        resumed = result.value[0]
+        assert resumed[:4] == log[:4]  # three steps and an evaluation
+        assert {**resumed[4], "grad_norm": log[4]["grad_norm"]} == log[4]
+        assert resumed[5:-1] == log[5:-1]
+    for name, value in state.items():
+        assert torch.equal(value, results[0].value[1][name]), name
+
+
+def refuse(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    with pytest.raises(ValueError, match=r"processes: 2, num_stages: 3.* 3 processes are needed"):
+        piped(TASKS["vit"], folder, {"num_stages": 3})
+    trainer = piped(TASKS["llama"], folder, {"num_stages": 2}, max_steps=1)
+    for row in trainer.train_dataset:
+        row["labels"] = row["labels"][:3]
+    with pytest.raises(ValueError, match="microbatch 0: labels of shape"):
+        trainer.train()
+    trainer.end()
+
+
+def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(refuse, 2, args=[str(tmp_path)], rendezvous="environment", timeout=90)
