@@ -27,6 +27,7 @@ from tests.runs.trainers import (
 )
 from tests.samples.trainer_tasks import TASKS
 
+pytestmark = pytest.mark.slow
 EACH_EPOCH: dict[str, Any] = {
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
@@ -112,11 +113,17 @@ def refuse(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"processes: 2, num_stages: 3.* 3 processes are needed"):
         piped(TASKS["vit"], folder, {"num_stages": 3})
     trainer = piped(TASKS["llama"], folder, {"num_stages": 2}, max_steps=1)
-    for row in trainer.train_dataset:
-        row["labels"] = row["labels"][:3]
-    with pytest.raises(ValueError, match="microbatch 0: labels of shape"):
-        trainer.train()
-    trainer.end()
+    good = [row["labels"] for row in trainer.train_dataset]
+
+    def fails_with(labels: list[torch.Tensor]) -> None:
+        for row, its in zip(trainer.train_dataset, labels, strict=True):
+            row["labels"] = its
+        with pytest.raises(ValueError, match="microbatch 0: labels of shape"):
+            trainer.train()
+
+    fails_with([labels[:3] for labels in good])  # already in the example
+    trainer.evaluate()  # makes the pipeline of good ones
+    fails_with([labels[:3] for labels in good] if rank == 1 else good)
 
 
 def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import find_batch_size
 import pipedream2bw as pd2
 
 from .computed import ComputedModel
+from .replicas import raise_together
 
 NUMBER = "num_items_in_batch"
 _STEPS = "gradient_accumulation_steps"
@@ -25,10 +26,18 @@ class Calls:
         trainer: whose model, labels and loss these are.
         example: a batch, after which all calls are of one kind.
         number: of its items; None: they are not counted.
+        shifts_labels: whether the loss is a causal language model's.
+
+    Raises:
+        ValueError: on every rank: the example's labels are of another length.
     """
 
-    def __init__(self, trainer: Trainer, example: Mapping[str, Any], number: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, example: Mapping[str, Any], number: Any, *, shifts_labels: bool
+    ) -> None:
         self._trainer = trainer
+        self._shifts_labels = shifts_labels
+        raise_together(lambda: list(self.checked([self.microbatch(example, number, 1)])))
         self.example = self.arguments(example, number)
         """The arguments of a call."""
 
@@ -45,6 +54,18 @@ class Calls:
         """One of a batch that has so many items, in so many steps of accumulation."""
         target = {**inputs, NUMBER: number, _STEPS: steps}
         return pd2.Microbatch(**self.arguments(inputs, number), target=target)
+
+    def checked(self, microbatches: Sequence[pd2.Microbatch]) -> Iterator[pd2.Microbatch]:
+        """Checks labels where ranks agree on a batch: a ValueError is raised on all of them."""
+        for number, each in enumerate(microbatches):
+            tokens, labels = (each.target.get(name) for name in ("input_ids", "labels"))
+            is_pair = self._shifts_labels and tokens is not None and labels is not None
+            if is_pair and tokens.shape != labels.shape:
+                raise ValueError(
+                    f"microbatch {number}: labels of shape {list(labels.shape)}, input_ids of "
+                    f"shape {list(tokens.shape)}: a label for each token is needed"
+                )
+            yield each
 
     def loss(self, outputs: Any, target: Mapping[str, Any]) -> torch.Tensor:
         """A microbatch's summand of its batch's loss, scaled as in Trainer.training_step."""
@@ -94,25 +115,6 @@ class Calls:
                 shape = [lengths.get(size, size) for size in like.shape[1:]]
                 call[name] = like.new_zeros((find_batch_size(inputs), *shape))
         return call
-
-
-def checked(
-    microbatches: Sequence[pd2.Microbatch], *, shifts_labels: bool
-) -> Iterator[pd2.Microbatch]:
-    """Checks labels where the ranks agree on a batch, so that all of them raise an error.
-
-    Args:
-        shifts_labels: whether the loss is a causal language model's.
-    """
-    for number, each in enumerate(microbatches):
-        tokens, labels = (each.target.get(name) for name in ("input_ids", "labels"))
-        is_pair = shifts_labels and tokens is not None and labels is not None
-        if is_pair and tokens.shape != labels.shape:
-            raise ValueError(
-                f"microbatch {number}: labels of shape {list(labels.shape)}, input_ids of shape "
-                f"{list(tokens.shape)}: a label for each token is needed"
-            )
-        yield each
 
 
 class LossesToCome:

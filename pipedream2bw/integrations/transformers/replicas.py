@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,20 @@ class Sharing:
         shared = [send_to_device(values, "cpu")]
         dist.broadcast_object_list(shared, src=self._source, group=self._group)
         return send_to_device(shared[0], device)
+
+
+def raise_together(check: Callable[[], object]) -> None:
+    """Calls ``check``; a ValueError of one rank is raised on all of them."""
+    found: list[str | None] = [None]
+    try:
+        check()
+    except ValueError as error:
+        found = [str(error)]
+    if dist.is_initialized():
+        mine, found = found[0], [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    for text in filter(None, found):
+        raise ValueError(text)
 
 
 def first_batch(loader: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import seed_worker
 import pipedream2bw as pd2
 
 from .arguments import arrangement_of, check_arguments, optimizer_options, pipeline_options
-from .calls import NUMBER, Calls, LossesToCome, checked
+from .calls import NUMBER, Calls, LossesToCome
 from .computed import EvaluatedBatches, prepare_for_capture
 from .folders import newest_whole, remove_other_runs, state_in
 from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept
@@ -101,7 +101,7 @@ class PipelineTrainer(Trainer):
         with generators_kept():
             batch = self._prepare_inputs(first_batch(loader))
             number = self._get_num_items_in_batch([batch], self.args.device)
-            self._calls = Calls(self, batch, number)
+            self._calls = Calls(self, batch, number, shifts_labels=self._loss_shifts_labels)
             prepare_for_capture(self.model)
             self.model.train(training)
             self.pipe = pd2.PipelineModule(
@@ -196,8 +196,7 @@ class PipelineTrainer(Trainer):
             if not self._is_optimizer_training:
                 self.optimizer.train()
                 self._is_optimizer_training = True
-            batch = checked(self._microbatches, shifts_labels=self._loss_shifts_labels)
-            loss = model.train_step(microbatches=batch)
+            loss = model.train_step(microbatches=self._calls.checked(self._microbatches))
             self._microbatches = []
             self._read_losses()  # of the batches before, which are there
             self._losses.append(self.state.global_step, loss)
