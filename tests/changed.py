@@ -38,7 +38,7 @@ def tests_of(path: PurePosixPath) -> Iterator[str]:
     match path.parts:
         case ("tests", "unit" | "distributed", *_, name) if name.startswith("test_"):
             yield str(path)
-        case ("pipedream2bw", room, _):
+        case ("pipedream2bw", room, _, *_):
             yield f"tests/unit/{room}"
         case ("csrc", folder, *_):
             yield from (f"tests/unit/{room}" for room in ROOMS_OF_CXX.get(folder, ()))

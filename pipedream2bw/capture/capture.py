@@ -113,7 +113,7 @@ class _Search:
             self.reasons.append(f"sequential: {reason}")
         second_best: list[Captured] = []
         for how in ("export", "fx") if prefer == "export" else ("fx", "export"):
-            scratch = structural_clone(root, {})
+            scratch = structural_clone(root, {}, shares_hooks=False)
             leaves: dict[str, str] = {}
             rule: ShapeRule | None = None
             try:
@@ -165,7 +165,7 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     error = captured.costs.error
     if error is None:
         return captured
-    clone = structural_clone(root, {}, copies_of_buffers(root))
+    clone = structural_clone(root, {}, copies_of_buffers(root), shares_hooks=False)
     examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
     args, kwargs = captured.signature.rebuild(examples)
     try:

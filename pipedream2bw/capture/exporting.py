@@ -7,6 +7,8 @@ the example's, or, at up to three times the cost, whatever the model leaves open
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ def export(
     reason = why_not_exported(root)
     if reason is not None:
         raise HookedError(reason)
+    _name_keywords(root, args, kwargs)
     before = random_states()
     with random_state_kept(), torch_reports_silenced():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
@@ -81,6 +84,27 @@ def export(
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return graph, module, rule
+
+
+def _name_keywords(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Gives a forward with ``**kwargs`` a signature that names those of the call.
+
+    torch.export (2.13) counts them twice where shapes are given: as itself, and in ``kwargs``.
+    """
+    signature = inspect.signature(root.forward)
+    rest = [p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD]
+    bound = signature.bind(*args, **kwargs).arguments
+    if not rest or rest[0] not in bound:
+        return
+    forward = root.forward
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    own = [p for p in signature.parameters.values() if p.name != rest[0]]
+    own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in bound[rest[0]]]
+    named.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    root.forward = named
 
 
 def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:

@@ -24,6 +24,8 @@ def structural_clone(
     root: nn.Module,
     parameters: Mapping[nn.Parameter, nn.Parameter],
     buffers: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    shares_hooks: bool = True,
 ) -> nn.Module:
     """Clones the module tree of ``root`` and puts ``parameters[p]`` where it holds parameter ``p``.
 
@@ -32,11 +34,15 @@ def structural_clone(
     except where they hold (directly, or in lists, tuples and dicts, at most two deep) parameters,
     modules or methods of the tree: those are mapped. A module reached twice is cloned once.
 
+    Args:
+        shares_hooks: False: dictionaries of hooks are copied, so that a forward that registers some
+            (the first one of some models does) leaves those of the original as they are.
+
     Raises:
         TypeError: a module keeps its parameters where Python cannot replace them (TorchScript, a
             module wrapped by ``torch.compile``).
     """
-    return _Cloner(parameters, buffers).module(root)
+    return _Cloner(parameters, buffers, shares_hooks=shares_hooks).module(root)
 
 
 def copies_of_buffers(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -59,7 +65,10 @@ class _Cloner:
         self,
         parameters: Mapping[nn.Parameter, nn.Parameter],
         buffers: Mapping[torch.Tensor, torch.Tensor] | None,
+        *,
+        shares_hooks: bool,
     ) -> None:
+        self._shares_hooks = shares_hooks
         self._tensors: dict[Any, torch.Tensor] = {**parameters, **(buffers or {})}
         self._mapped = {"_parameters", "_modules"} | (
             {"_buffers"} if buffers is not None else set()
@@ -80,7 +89,9 @@ class _Cloner:
                 state[name].update((key, self._counterpart(item)) for key, item in value.items())
             elif name == "_compiled_call_impl":
                 state[name] = None  # a closure over the original module
-            elif name in ("_buffers", "_non_persistent_buffers_set") or "_hooks" in name:
+            elif "_hooks" in name and isinstance(value, dict):
+                state[name] = value if self._shares_hooks else copy.copy(value)
+            elif name in ("_buffers", "_non_persistent_buffers_set"):
                 state[name] = value
             else:
                 state[name] = replaced(value, self._counterpart)

@@ -368,12 +368,19 @@ class PipelineModule(SessionModule):
         """
         return self.session.discard_batch()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, microbatches: Iterable[Microbatch] | None = None, **kwargs: Any
+    ) -> Any:
         """The model's output on the newest weights, computed by the pipeline without gradients.
 
         Every rank calls it, under ``torch.no_grad()`` or after ``eval()``. Drains first. Returns
         the output where :attr:`gives_output`, None elsewhere; the rank of stage 0 needs the
         arguments. Any number of rows; outputs are joined along dimension 0, numbers averaged.
+
+        Args:
+            microbatches: in place of a batch ready-made ones, at most ``num_microbatches``, of any
+                rows and shapes as those of :meth:`train_step`, without targets. Returns a list of
+                their outputs, each what the unsplit model returns.
 
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
@@ -383,7 +390,8 @@ class PipelineModule(SessionModule):
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "
                 "under torch.no_grad() or after eval()"
             )
-        return self.session.evaluate(Call(Microbatch(*args, **kwargs)), is_train=self.training)
+        call = Call(Microbatch(*args, **kwargs), microbatches)
+        return self.session.evaluate(call, is_train=self.training)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.
@@ -397,19 +405,6 @@ class PipelineModule(SessionModule):
             )
         self.session.give_back()
         return self.session.model
-
-    # ------------------------------------------------------------------ reports
-
-    def extra_repr(self) -> str:
-        mode = self.session.modes.first
-        lines = [
-            f"schedule={self.schedule!r}, num_stages={self.num_stages}, "
-            f"num_microbatches={self.num_microbatches}, width={self.width}",
-            f"model={type(self.session.root).__name__}, captured by {mode.captured.how}",
-            *(f"  {note}" for note in mode.captured.notes),
-            *self.session.local_model.describe(mode),
-        ]
-        return "\n".join(lines)
 
     # ------------------------------------------------------------------ ending
 

@@ -43,6 +43,18 @@ class SessionModule(nn.Module):
 
     # ------------------------------------------------------------------ reports
 
+    def extra_repr(self) -> str:
+        session = self.session
+        schedule, mode = session.schedule, session.modes.first
+        lines = [
+            f"schedule={schedule.name!r}, num_stages={schedule.depth}, "
+            f"num_microbatches={schedule.total_microbatches}, width={session.grid.width}",
+            f"model={type(session.root).__name__}, captured by {mode.captured.how}",
+            *(f"  {note}" for note in mode.captured.notes),
+            *session.local_model.describe(mode),
+        ]
+        return "\n".join(lines)
+
     def memory_report(self) -> dict[int, StageMemory]:
         """Bytes by kind for each stage of this process. Drains nothing; reads what has been.
 

@@ -82,7 +82,7 @@ class Call(NamedTuple):
             return [("", self.batch)]
         if not self.batch.is_empty:
             raise ValueError(
-                "train_step: a batch and microbatches= given, it must be one of them: each of "
+                "a batch and microbatches= given, it must be one of them: each of "
                 "microbatches has its own arguments and target"
             )
         if not isinstance(self.microbatches, Iterable):

@@ -74,7 +74,7 @@ class Intake:
         is_last = given.training and any(map(grid.is_last, stages))
         parts = call.parts() if is_first or is_last else []
         if call.is_list and (is_first or is_last):
-            self._check_number("microbatches", len(parts), most=self._num_microbatches)
+            self._check_number("microbatches", len(parts), given, most=self._num_microbatches)
         if is_first:
             given.whole = mode.whole
             for place, each in parts:
@@ -85,7 +85,7 @@ class Intake:
                 sizes = rows[-1:] if call.is_list else self._sizes(rows[-1])
                 self._check_shapes(values, shapes[-1], mode, sizes, place)
             if given.training and not call.is_list:
-                self._check_number("rows of the batch", rows[0])
+                self._check_number("rows of the batch", rows[0], given)
         if is_last:
             for place, each in parts:
                 target = SplitTree.of(each.target, place + "target", self._replicated)
@@ -138,8 +138,8 @@ class Intake:
                     "dynamic_shapes=True captures it for all that it leaves open"
                 )
 
-    def _check_number(self, what: str, number: int, most: int | None = None) -> None:
-        least = self._grid.num_pipelines
+    def _check_number(self, what: str, number: int, given: Given, most: int | None = None) -> None:
+        least = self._grid.num_pipelines if given.training else 1
         if number < least:
             why = f": each of the schedule's {least} pipelines has a microbatch" * (least > 1)
             raise ValueError(f"{what}: {number}, at least {least} needed{why}")

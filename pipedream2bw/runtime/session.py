@@ -172,7 +172,10 @@ class Session:
         return contextlib.nullcontext() if self.grid.in_processes else interrupts_later()
 
     def evaluate(self, call: Call, *, is_train: bool) -> Any:
-        """Gives the model's output where its last stage is, None elsewhere. Drains."""
+        """Gives the model's output where its last stage is, None elsewhere. Drains.
+
+        Of ready-made microbatches: a list of their outputs.
+        """
         self.ending.check_open()
         with self.ending.failing_closes():
             given, microbatches = self._take(
@@ -196,7 +199,9 @@ class Session:
                 )
             self.drain()
             outputs = [stage.runner.outputs_of(run) for stage in stages]
-        return join_outputs(outputs[-1], microbatches.sizes) if self.gives_output else None
+        if not self.gives_output:
+            return None
+        return outputs[-1] if call.is_list else join_outputs(outputs[-1], microbatches.sizes)
 
     @property
     def gives_output(self) -> bool:

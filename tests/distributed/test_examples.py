@@ -207,3 +207,33 @@ def test_digits_are_recognised_under_torchrun(tmp_path: Path, example: str, epoc
         timeout=150,
     )
     assert recognised(results[1].stdout) > 0.9
+
+
+def check_lora(output: str, out: Path) -> None:
+    found = re.search(r"base: held-out loss: ([\d.]+) -> ([\d.]+)", output)
+    assert found, output
+    assert float(found[2]) < float(found[1]) - 0.3
+    found = re.search(r"LoRA: held-out loss: ([\d.]+) -> ([\d.]+)", output)
+    assert found, output
+    assert float(found[2]) < float(found[1])
+    assert (out / "loss.png").stat().st_size > 1000
+    assert (out / "adapter" / "adapter_model.safetensors").exists()
+
+
+TINY_LORA = ["--width=32", "--layers=2", "--context=32", "--steps=30"]
+
+
+def test_lora_is_trained_in_one_process_and_under_torchrun(tmp_path: Path) -> None:
+    for package in ("transformers", "peft", "matplotlib"):
+        pytest.importorskip(package)
+    check_lora(run_alone("finetune_lora.py", *TINY_LORA, "--out", str(tmp_path)), tmp_path)
+    out = tmp_path / "two"
+    results = run_ranks(
+        EXAMPLES / "finetune_lora.py",
+        2,
+        args=[*TINY_LORA, "--out", str(out)],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES), *sys.path])},
+        timeout=150,
+    )
+    check_lora(results[0].stdout, out)

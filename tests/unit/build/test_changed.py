@@ -18,7 +18,8 @@ def test_the_core_is_always_among_them() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_tests(room: str) -> None:
-    assert f"tests/unit/{room}" in chosen([f"pipedream2bw/{room}/some_file.py"])
+    for path in (f"pipedream2bw/{room}/some_file.py", f"pipedream2bw/{room}/deep/file.py"):
+        assert f"tests/unit/{room}" in chosen([path])
 
 
 def test_every_folder_of_cxx_has_tests() -> None:

@@ -1,0 +1,1 @@
+"""What other libraries' users take in place of a class of theirs."""

@@ -1,0 +1,48 @@
+"""The folders ``checkpoint-N`` of a Trainer, with the pipeline's state in each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+_CHECKPOINT, _STEP = "checkpoint-", "step-"
+_WRITTEN_LAST = "trainer_state.json"
+
+
+def newest_whole(folder: str) -> str | None:
+    """The newest ``checkpoint-N`` that was saved to its end; None: there is none."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    steps = [name.removeprefix(_CHECKPOINT) for name in names if name.startswith(_CHECKPOINT)]
+    paths = {
+        int(step): os.path.join(folder, _CHECKPOINT + step) for step in steps if step.isdigit()
+    }
+    whole = [step for step, path in paths.items() if _WRITTEN_LAST in os.listdir(path)]
+    return paths[max(whole)] if whole else None
+
+
+def state_in(checkpoint: str) -> str:
+    """The folder of the pipeline's state in a ``checkpoint-N``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = sorted(os.listdir(checkpoint)) if os.path.isdir(checkpoint) else []
+    found = [name for name in names if name.startswith(_STEP)]
+    if not found:
+        raise ValueError(
+            f"checkpoint: {checkpoint}, it has no folder step-...: a run goes on from what a "
+            "PipelineTrainer saved without save_only_model; load the weights of others by "
+            "from_pretrained()"
+        )
+    return os.path.join(checkpoint, found[-1])
+
+
+def remove_other_runs(checkpoint: str, step: int) -> None:
+    """Removes the states that an earlier run has left in a ``checkpoint-N``.
+
+    Args:
+        step: of the one that stays.
+    """
+    for name in os.listdir(checkpoint):
+        if name.startswith(_STEP) and name != f"{_STEP}{step:08d}":
+            shutil.rmtree(os.path.join(checkpoint, name))
