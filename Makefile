@@ -134,7 +134,7 @@ FUZZ_TESTS := build/cpp-asan/core_test --gtest_filter='ScheduleTextFuzz.*'
 fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
 fuzz: $(STAMPS)/test $(STAMPS)/extension
 	$(call build_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined)
-	$(FUZZ_TESTS) --gtest_list_tests | grep .  # a filter that selects nothing is no failure
+	$(FUZZ_TESTS) --gtest_list_tests | grep '^Schedule'  # a filter that selects none is no failure
 	$(FUZZ_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 
