@@ -183,3 +183,8 @@ def test_a_model_that_is_on_several_devices_is_evaluated_between_batches() -> No
     whole = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
     whole.load_state_dict(state)
     assert torch.equal(output, whole.eval()(inputs(5)))
+
+
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device: checked:9, .*sees: 4: there is none"):
+        pipeline(devices=[HOME, "checked:9"])
