@@ -71,6 +71,23 @@ def for_capture(root: nn.Module, example: Example) -> Iterator[tuple[nn.Module, 
             tensor.untyped_storage().resize_(0)
 
 
+@contextlib.contextmanager
+def brought_together(root: nn.Module, example: Example) -> Iterator[nn.Module]:
+    """Gives the model on the example's device, for a capture while its stages are on several.
+
+    Parameters of other devices have stand-ins without values: a capture reads none.
+    """
+    leaves = pytree.tree_leaves(example)
+    home = next((each.device for each in leaves if isinstance(each, torch.Tensor)), None)
+    away = [p for p in root.parameters() if home is not None and p.device != home]
+    buffers = {b: b.detach().to(home) for b in root.buffers() if home not in (None, b.device)}
+    if not away and not buffers:
+        yield root
+        return
+    parameters = {p: nn.Parameter(torch.empty_like(p, device=home), p.requires_grad) for p in away}
+    yield structural_clone(root, parameters, buffers)
+
+
 def materialize(root: nn.Module, names: Collection[str]) -> set[str]:
     """Gives the named parameters and buffers memory on the CPU, and values where these are known.
 

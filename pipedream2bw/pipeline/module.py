@@ -156,11 +156,9 @@ class PipelineModule(SessionModule):
             :attr:`random_seed`, the train_step, the microbatch among those of all replicas and the
             draw's number in the unsplit model. So they are the same in threads and processes, under
             every schedule, at every depth and with ``recompute``, and torch's default generators,
-            which the rest of the script uses, are left alone; but a GPU's operators that take no
-            generator (fused dropout, attention) borrow the device's for their call, so draw there
-            from a ``torch.Generator`` of your own meanwhile. :func:`reference_random` makes the
-            unsplit model draw them. ``"torch"``: stages draw from torch's default generators, which
-            all threads share; not with ``recompute``. Evaluation always does.
+            which the script uses, are left alone (but see the README for GPUs).
+            :func:`reference_random` makes the unsplit model draw them. ``"torch"``: stages draw
+            from those, which all threads share; not with ``recompute``. Evaluation always does.
         spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
             of their gradients: a batch is discarded without a trace, whatever failed in it. The
             planner does not count it. False: after some failures (in a backward before the last

@@ -11,7 +11,7 @@ from torch import nn
 from ..capture.capture import capture
 from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_parameters
 from ..model.fingerprint import describe_parameters
-from ..model.materialize import Example, for_capture
+from ..model.materialize import Example, brought_together, for_capture
 from ..model.precision import Precision
 from .boundaries import choose_boundaries, place_like
 from .cut import split_into_stages
@@ -95,7 +95,8 @@ class Modes:
                 "dynamic_shapes": self._dynamic_shapes,
             }
             if self._by_training:
-                captured = self._capture_like_first(root, options)
+                with brought_together(root, (args, kwargs)) as root_here:
+                    captured = self._capture_like_first(root_here, options)
                 boundaries = place_like(captured, self.first.programs)
             else:
                 captured = capture(root, num_stages=self._num_stages, split=self._split, **options)

@@ -158,3 +158,33 @@ def test_synchronizing_anywhere_changes_nothing(schedule: str) -> None:
         return [loss.item() for loss in found]
 
     assert losses(synchronizes=True) == losses(synchronizes=False)
+
+
+def test_a_model_that_is_on_several_devices_is_evaluated_between_batches() -> None:
+    """It is captured in its second mode when its stages are there."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+    with pd2.PipelineModule(
+        moved(model, HOME),
+        nn.MSELoss(),
+        num_stages=2,
+        num_microbatches=2,
+        example_args=(inputs(0).to(HOME),),
+        devices=["checked:1", "checked:2"],
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        for number in range(4):
+            pipe.train_step(inputs(number), target=inputs(number))
+            opt.step()
+            if number == 1:
+                output = pipe.eval()(inputs(5)).cpu()
+                state = {name: value.cpu() for name, value in pipe.state_dict().items()}
+                pipe.train()
+    whole = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+    whole.load_state_dict(state)
+    assert torch.equal(output, whole.eval()(inputs(5)))
+
+
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device: checked:9, .*sees: 4: there is none"):
+        pipeline(devices=[HOME, "checked:9"])

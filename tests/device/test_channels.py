@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.ranks.channels import end_of_channel
 from tests.device import checked
+from tests.device.on_device import moved
 from tests.device.test_process_group import connect, full, in_threads
 from tests.runs.launch import run_ranks
 
@@ -37,6 +40,22 @@ def exchange(rank: int, world: int) -> None:
                 assert floats.stride() == (1, 5)
                 assert (floats * 2).tolist() == [[2.0 + 2 * i] * 2] * 5
         dist.barrier()
+    refuse_replicas()
+
+
+def refuse_replicas() -> None:
+    """The group has gloo alone, which adds up nothing of a device's."""
+    layer = moved(torch.nn.Linear(4, 4), "checked:0")
+    with pytest.raises(ValueError, match=r"backend of the process group for it: None, width: 2"):
+        pd2.PipelineModule(
+            layer,
+            torch.nn.functional.mse_loss,
+            num_stages=1,
+            num_microbatches=1,
+            width=2,
+            example_args=(torch.zeros(1, 4, device=DEVICE),),
+            timeout=20.0,
+        )
 
 
 def test_messages_of_a_device_arrive_in_order_and_without_a_race() -> None:

@@ -24,6 +24,7 @@ WAIT, RECORD, HOST = (
         ("2bw, skips, clipping", 20, [WAIT, RECORD]),
         ("optimizer on the host", 12, [WAIT, RECORD, HOST]),
         ("graphs", 25, [WAIT, RECORD]),
+        ("saves", 25, [WAIT]),
     ],
 )
 def test_nothing_that_is_left_out_is_missed(
@@ -33,7 +34,12 @@ def test_nothing_that_is_left_out_is_missed(
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("two processes, rings", 15), ("two replicas, clipping", 20)]
+    ("name", "every"),
+    [
+        ("two processes, rings", 15),
+        ("two processes, staged", 25),
+        ("two replicas, shared state", 25),
+    ],
 )
 def test_nothing_that_one_of_two_processes_leaves_out_is_missed(name: str, every: int) -> None:
     check(two_processes.prove(name, every, timeout=90.0), [WAIT])

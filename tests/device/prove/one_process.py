@@ -9,7 +9,16 @@ from typing import Any
 
 import pipedream2bw as pd2
 from tests.device.on_device import batch_on, on, places
-from tests.device.prove.outcomes import KINDS, NUM_BATCHES, Outcome, count, train, without
+from tests.device.prove.outcomes import (
+    KINDS,
+    NOTHING,
+    NUM_BATCHES,
+    Between,
+    Outcome,
+    count,
+    train,
+    without,
+)
 from tests.runs.trajectory import Trajectory, assert_same, make_pipeline
 from tests.samples.models import TASKS, Task
 from tests.samples.tied_models import TIED
@@ -21,6 +30,8 @@ class Training:
     """What is trained, on two devices in turn.
 
     Attributes:
+        rows: of a microbatch.
+        between: what else is done.
         optimizer: options of PipelineOptimizer.
         options: of PipelineModule.
     """
@@ -28,6 +39,8 @@ class Training:
     task: Task
     num_stages: int = 3
     m: int = 3
+    rows: int = 1
+    between: Between = NOTHING
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -37,9 +50,10 @@ class Training:
         options = self.options
         if device != "cpu":
             options = {**options, "devices": places(self.num_stages, 2)}
-        batches = [batch_on(each, device) for each in self.task.batches([self.m] * NUM_BATCHES)]
+        rows = [self.m * self.rows] * NUM_BATCHES
+        batches = [batch_on(each, device) for each in self.task.batches(rows)]
         with make_pipeline(task, self.num_stages, self.m, batches[0], **options) as pipe:
-            return train(pipe, batches, judged, **self.optimizer)
+            return train(pipe, batches, judged, self.between, **self.optimizer)
 
 
 _LANGUAGE_MODEL = TIED["language model"]
@@ -61,6 +75,8 @@ TRAININGS = {
         options={"precision": "bf16", "split_master": True},
     ),
     "optimizer on the host": Training(SKIPS, options=_ON_HOST),
+    "saves": Training(TASKS["batch norm"], num_stages=2, rows=2, between=Between(saves=True)),
+    "evaluation": Training(SKIPS, between=Between(evaluates=True)),
     "graphs": Training(TASKS["mlp"], num_stages=2, m=6, options={"graphs": "auto"}),
 }
 

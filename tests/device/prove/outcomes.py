@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import pipedream2bw as pd2
 from tests.device import checked
@@ -40,23 +45,53 @@ def synchronize() -> None:
         torch.accelerator.synchronize(device)
 
 
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What is done between the first batches and the others, beside training.
+
+    Attributes:
+        saves: begins a checkpoint, whose weights and buffers belong to what came out.
+        evaluates: calls the pipeline, whose output does.
+    """
+
+    saves: bool = False
+    evaluates: bool = False
+
+
+NOTHING = Between()
+
+
 def train(
     pipe: pd2.PipelineModule,
     batches: Sequence[Batch],
     judged: Callable[[], None],
+    between: Between = NOTHING,
     **optimizer: Any,
 ) -> Trajectory:
     """Trains by Adam; the state is the host's. Calls ``judged`` after the first batches."""
     adam = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
     opt = pd2.PipelineOptimizer(adam, **optimizer)
     losses = []
-    for number, batch in enumerate(batches):
-        losses.append(pipe.train_step(*batch.args, target=batch.target))
-        opt.step()
-        if number == NUM_JUDGED - 1:
-            losses[-1].item()
-            judged()
-    state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+    state = {}
+    with contextlib.ExitStack() as ends:
+        for number, batch in enumerate(batches):
+            if between.saves and number == 1:
+                folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+                saving = pd2.save(folder, pipe, opt)
+            if between.evaluates and number == 1:
+                pipe.eval()
+                state["evaluated"] = pipe(*batch.args).cpu()
+                pipe.train()
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+            if number == NUM_JUDGED - 1:
+                losses[-1].item()
+                if between.saves:
+                    saving.wait()
+                    (file,) = folder.rglob("model-*.safetensors")
+                    state |= {f"saved {name}": value for name, value in load_file(file).items()}
+                judged()
+    state |= {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
     return Trajectory([float(loss) for loss in losses], copy_of(state))
 
 

@@ -43,6 +43,7 @@ class Training:
 
     Attributes:
         rings: whether messages go through memory that both share; else over the group.
+        staged: whether they go by way of the hosts' memory.
         width: replicas; 2: each process has all stages of one.
         optimizer: options of PipelineOptimizer.
         options: of PipelineModule.
@@ -51,6 +52,7 @@ class Training:
     task: Task = SKIPS
     m: int = 3
     rings: bool = False
+    staged: bool = False
     width: int = 1
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -72,6 +74,7 @@ _CLIPS = {"max_grad_norm": 0.1}
 TRAININGS = {
     "two processes, clipping": Training(optimizer=_CLIPS),
     "two processes, rings": Training(rings=True),
+    "two processes, staged": Training(staged=True),
     "two processes, loss scale": Training(
         optimizer={**_CLIPS, "loss_scale": pd2.LossScale(2.0**10)}, options={"precision": "bf16"}
     ),
@@ -102,10 +105,13 @@ def _prove(rank: int, world: int, name: str, every: int) -> list[Outcome]:
     dist.init_process_group("cpu:gloo,checked:checked")
     checked.set_timeout(20.0)
     training = TRAININGS[name]
-    patch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if not training.rings:
-        patch = mock.patch.object(channels, "make_device_ring", return_value=None)
-    with patch:
+    with contextlib.ExitStack() as patches:
+        if not training.rings:
+            none = mock.patch.object(channels, "make_device_ring", return_value=None)
+            patches.enter_context(none)
+        if training.staged:
+            by_hosts = mock.patch.object(channels, "go_over_hosts", return_value=True)
+            patches.enter_context(by_hosts)
         return list(_outcomes(rank, world, training, every))
 
 

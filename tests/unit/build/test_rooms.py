@@ -63,6 +63,24 @@ def test_every_include_goes_to_a_room_below() -> None:
     assert {path.parent.relative_to(CSRC).as_posix() for path in CXX} == set(MAY_INCLUDE)
 
 
+KNOW_CUDA = {
+    "engine/channels/cuda_memory_sharing.cpp",
+    "engine/run/cuda_graph.cpp",
+    "engine/weights/cuda_passes.cpp",
+}
+"""The only files beside kernels that torch's headers for CUDA may be in: all others know streams
+and events of any device."""
+
+
+def test_few_files_know_cuda() -> None:
+    known = {
+        path.relative_to(CSRC).as_posix()
+        for path in CXX
+        if re.search(r"#include [<\"](c10|ATen)/cuda/", path.read_text("utf-8"))
+    }
+    assert known == KNOW_CUDA
+
+
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

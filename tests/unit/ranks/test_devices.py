@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch.distributed as dist
 
+from pipedream2bw import _C
+from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.device_groups import check_built
 from pipedream2bw.ranks.devices import (
     DeviceFacts,
@@ -13,6 +16,7 @@ from pipedream2bw.ranks.devices import (
     check_device,
     check_sums,
 )
+from pipedream2bw.ranks.joining import join_world
 
 FACTS = DeviceFacts(
     device="cuda:1", num_visible=4, host="one", uuid="GPU-1", backend="nccl", local_rank="1"
@@ -77,3 +81,10 @@ def test_gpus_need_a_torch_with_nccl_to_join() -> None:
     check_built("cpu", has_nccl=False)
     with pytest.raises(ValueError, match="cuda, backends of this torch: gloo without nccl"):
         check_built("cuda", has_nccl=False)
+
+
+def test_processes_with_gpus_do_not_join_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match="model's device: cuda, backends of this torch: gloo"):
+        join_world("cuda", Deadline(1.0, _C.Fault()))
