@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
+from pipedream2bw.checkpoint import cut
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -228,6 +232,29 @@ def of_three(rank: int, world: int) -> None:
 
 def test_a_parameter_larger_than_a_share_is_several_replicas() -> None:
     run_ranks(of_three, 3, timeout=100)
+
+
+def loses_one(rank: int, world: int, folder: str) -> None:
+    """The last replica ends where a checkpoint is put together; nobody waits for it."""
+    batch = own_batches(world)[0]
+    with made(world, lopsided, precision="bf16") as pipe:
+        opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=True)
+        pipe.train_step(*batch.args, target=batch.target)
+        opt.step()
+        pipe.flush()
+        leaves = (lambda *_: os._exit(9)) if rank == world - 1 else cut.of_all_replicas
+        with mock.patch.object(cut, "of_all_replicas", leaves):
+            start = time.monotonic()
+            with pytest.raises(pd2.errors.PeerLost):
+                pd2.save(folder, pipe, opt).wait()
+        print("told after", time.monotonic() - start, flush=True)
+    os._exit(0)
+
+
+def test_a_replica_that_is_lost_while_others_save_is_told(tmp_path: Path) -> None:
+    run = functools.partial(run_ranks, loses_one, 2, args=(str(tmp_path),), timeout=60)
+    first, _ = run(expect_failure=True)
+    assert float(first.stdout.split()[-1]) < 10, first
 
 
 def like_the_oracle(rank: int, world: int) -> None:
