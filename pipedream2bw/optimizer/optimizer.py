@@ -157,7 +157,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
             weights.engine.share(self._shard_state, fault=session.control.fault)
         weights.show_newest()
         self._after_step.take_over(weights)
-        set_fused(weights, self._kinds, self.param_groups, self._holders())
+        set_fused(
+            weights,
+            self._kinds,
+            self.param_groups,
+            self._holders(),
+            keeps_bfloat16=self._after_step.keeps_bfloat16,
+        )
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
@@ -243,13 +249,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 steppers = [self._steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
-                divisor = self._after_step.divisor(stage.index, batch)
-                steps = self._after_step.steps_of(stage, steppers, batch, divisor)
                 stage.executor.submit_update(
                     stage=stage.index,
                     run=train_step,
-                    groups=[options.with_lr_divided(divisor) for options in fused],
-                    step=steps,
+                    groups=self._after_step.fused_options(stage, batch, fused),
+                    step=self._after_step.steps_of(stage, steppers, batch),
                 )
             self._options, self._room = current, []
             self._first_step = batch if self._first_step is None else self._first_step

@@ -13,7 +13,7 @@ from ..ranks.groups import broadcast
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
-from .staleness import Remedies
+from .staleness import NesterovCorrection, Remedies
 
 _EACH_BY_ITSELF = (
     torch.optim.Adadelta,
@@ -60,10 +60,10 @@ def check_shares(
             f"shard_state: True, schedule: {session.schedule.name!r}, pipelines: "
             f"{session.schedule.num_pipelines}: it must have 1"
         )
-    if remedies.correction is not None:
+    if isinstance(remedies.correction, NesterovCorrection):
         raise ValueError(
             f"shard_state: True, staleness: {remedies.correction}: it keeps a whole tensor for "
-            "each parameter: it must be a LearningRateDiscount"
+            "each parameter: it must be a LearningRateDiscount or an ErrorFeedback"
         )
 
 
@@ -109,21 +109,37 @@ def whole_states(
 def _gather(
     session: Session, weights: StageWeights, holders: dict[int, torch.optim.Optimizer]
 ) -> None:
-    group = session.grid.replica_group(weights.index)
-    assert group is not None
-    deadline = session.grid.deadline
-    weights.engine.settle(session.control.fault)  # sums that use the group
     mine = {
         name: holders[id(original)].state.get(original, {})
         for i, (name, original) in enumerate(zip(weights.trainable, weights.originals, strict=True))
         if weights.engine.owns(i)
     }
+    originals = dict(zip(weights.trainable, weights.originals, strict=True))
+    for name, found in all_shares(session, weights, mine).items():
+        if found:
+            holders[id(originals[name])].state[originals[name]] = found
+
+
+def all_shares(
+    session: Session, weights: StageWeights, mine: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Gathers what the other replicas have of a stage, as copies.
+
+    All of its replicas call it, drained.
+
+    Args:
+        mine: by parameter and name: tensors, or what can be pickled.
+    """
+    group = session.grid.replica_group(weights.index)
+    assert group is not None
+    deadline = session.grid.deadline
+    weights.engine.settle(session.control.fault)  # sums that use the group
     told: list[Any] = [None] * group.size()
     shapes = {
         name: {key: _described(v) for key, v in state.items()} for name, state in mine.items()
     }
     deadline.wait("gathering", lambda: dist.all_gather_object(told, shapes, group=group))
-    originals = dict(zip(weights.trainable, weights.originals, strict=True))
+    others: dict[str, dict[str, Any]] = {}
     for rank, states in enumerate(told):
         for name, state in states.items():
             found: dict[str, Any] = {}
@@ -136,8 +152,9 @@ def _gather(
                         tensor.copy_(mine[name][key])
                     broadcast(tensor, group, rank, deadline)
                     found[key] = tensor
-            if rank != group.rank() and found:
-                holders[id(originals[name])].state[originals[name]] = found
+            if rank != group.rank():
+                others[name] = found
+    return others
 
 
 def _described(value: Any) -> Any:
