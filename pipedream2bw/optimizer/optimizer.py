@@ -17,6 +17,7 @@ from .after_step import AfterStep
 from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
+from .delay_warning import warn_of_delay
 from .fused import (
     Holder,
     fused_kind,
@@ -144,6 +145,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
         self._after_step.join_sites()
+        warn_of_delay(session, optimizers, remedies, stacklevel=2)
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
