@@ -11,7 +11,7 @@ from ..runtime.session import Session
 from .staleness import Remedies
 
 _LOW_BETA1 = 0.9
-"""Measured: with a longer average of the gradients, or another optimizer, the delay costs less."""
+"""torch's default; a longer average feels the delay less (arXiv 2606.30634)."""
 
 
 def warn_of_delay(
@@ -39,6 +39,6 @@ def warn_of_delay(
         warnings.warn(
             f'{name} with beta1 {beta1:g} under "{schedule}", whose gradients are late, ends at a '
             "higher loss than without the delay; staleness=pipedream2bw.ErrorFeedback() makes up "
-            "for most of it: docs/which_optimizer.md",
+            "for half of that or more: docs/which_optimizer.md",
             stacklevel=stacklevel + 1,
         )
