@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import pipedream2bw as pd2
 from tests.device.on_device import batch_on, on
@@ -43,6 +44,8 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
         {"opt_options": {"clip_grad_value": 0.01}, "flush_after": [2]},
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
+        {"opt_options": {"staleness": pd2.ErrorFeedback(0.8)}},
+        {"opt_options": {"staleness": pd2.ErrorFeedback(dtype=torch.bfloat16)}},
         {"spare_buffer": True, "recompute": True},
         {"warmup_batches": 2},
     ],
