@@ -202,7 +202,7 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 
 SMOKES := $(addprefix smoke/,$(BENCHMARKS) benchmarks/models/survey.py \
     $(PAPER)/reproduce.py $(PAPER)/scale.py \
-    $(STUDY)/study.py $(STUDY)/precision.py)
+    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py)
 .PHONY: $(SMOKES)
 bench-smoke: $(SMOKES)
 $(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
@@ -211,6 +211,8 @@ $(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
 	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
+	$(BIN)/python $(STUDY)/which_optimizer.py --jobs 2 --json $(STUDY)/which_optimizer.json \
+	    --pictures $(STUDY)
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py

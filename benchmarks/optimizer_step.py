@@ -12,6 +12,9 @@ In mixed precision a step reads and writes 30 bytes per parameter: float32 maste
 it changes (24), the float32 gradient (4) and the bfloat16 weights of the next version (2); with a
 split master 28. Measured beside each, in alternation, a plain copy that reads and writes as many.
 
+With error feedback (pd2.ErrorFeedback) a step also reads and writes the step before it. Measured
+beside the step, and then the correction, tensor by tensor, by torch.
+
     python benchmarks/optimizer_step.py [--rounds 15] [--smoke] [--json PATH]
 """
 
@@ -30,6 +33,9 @@ OURS = "pipedream2bw, over the gradients"
 IN_PLACE = "torch, fused, in place"
 COPIED = "torch, fused, weights copied"
 MAX_RATIOS = {IN_PLACE: 1.03, COPIED: 0.78}
+FED, FED_ROUNDED = "error feedback in the pass", "error feedback in the pass, bfloat16"
+TWO_PASSES, PLAIN = "the step, then error feedback", "the step without feedback"
+MAX_FED_OVER_TWO_PASSES, MAX_FED_OVER_PLAIN = 0.3, 1.5
 MIXED_BYTES = {"bfloat16 and master": 30, "bfloat16 and split master": 28}
 MIN_BANDWIDTH = 0.9  # of the copy's, per byte read or written
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
@@ -76,7 +82,14 @@ class StockStepAndCopy(StockStep):
 class FusedStep:
     """pipedream2bw's optimizer in the three buffers of a stage that keeps two versions."""
 
-    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        *,
+        feedback: float = 0.0,
+        keeps_bfloat16: bool = False,
+    ) -> None:
         names = [f"parameter{i}" for i in range(len(weights))]
         self.stage = _C.Stage(parameters=weights, names=names, num_versions=2)
         buffers = [self.stage.slot_buffers(slot)[0] for slot in range(3)]
@@ -88,9 +101,9 @@ class FusedStep:
             self.stage.weight(1, i).copy_(gradient)
         self.slices = slices
         self.given = self.gradient.clone()
-        self.optimizer = _C.FusedOptimizer("adam", slices, self.newest)
+        self.optimizer = _C.FusedOptimizer("adam", slices, self.newest, keeps_bfloat16)
         self.has_gradient = [True] * len(slices)
-        self.groups = ADAMW
+        self.groups = [group.with_feedback(feedback) for group in ADAMW]
 
     def __call__(self) -> None:
         new = self.gradient
@@ -107,8 +120,27 @@ class FusedStep:
         self.newest, self.gradient, self.other = self.gradient, self.other, self.newest
         self.gradient.copy_(self.given)
 
+    def of_each(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[each.offset : each.offset + each.numel] for each in self.slices]
+
     def weights(self) -> list[torch.Tensor]:
-        return [self.newest[each.offset : each.offset + each.numel] for each in self.slices]
+        return self.of_each(self.newest)
+
+
+class StepThenFeedback(FusedStep):
+    """The step, and the correction in a second pass."""
+
+    def __init__(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        super().__init__(weights, gradients)
+        self.kept = [torch.zeros_like(gradient) for gradient in gradients]
+
+    def __call__(self) -> None:
+        super().__call__()
+        both = zip(self.of_each(self.newest), self.of_each(self.gradient), strict=True)
+        for i, (before, after) in enumerate(both):
+            step = after - before
+            after.add_((step - self.kept[i]) * 1.0)
+            self.kept[i] = step
 
 
 class MixedStep:
@@ -212,6 +244,33 @@ def main() -> None:
         )
         for name, limit in MAX_RATIOS.items()
     ]
+    del in_place, fused, steps
+    fed = {
+        FED: FusedStep(weights, gradients, feedback=1.0),
+        FED_ROUNDED: FusedStep(weights, gradients, feedback=1.0, keeps_bfloat16=True),
+        TWO_PASSES: StepThenFeedback(weights, gradients),
+        PLAIN: FusedStep(weights, gradients),
+    }
+    seconds = measure(dict(fed), rounds)
+    times += [
+        Figure(name, "milliseconds", [1e3 * value for value in values])
+        for name, values in seconds.items()
+        if name != PLAIN
+    ]
+    figures += [
+        Figure(
+            name,
+            f"time over {other}'s",
+            [mine / theirs for mine, theirs in zip(seconds[name], seconds[other], strict=True)],
+            at_most=limit,
+        )
+        for name, other, limit in (
+            (FED, TWO_PASSES, MAX_FED_OVER_TWO_PASSES),
+            (FED, PLAIN, MAX_FED_OVER_PLAIN),
+            (FED_ROUNDED, PLAIN, MAX_FED_OVER_PLAIN),
+        )
+    ]
+    del fed
     for name, bytes_each in MIXED_BYTES.items():
         mixed = MixedStep(weights, gradients, split="split" in name)
         copy = f"a copy, {bytes_each} bytes per parameter"

@@ -50,7 +50,11 @@ def main() -> None:
         schedule=options.schedule,
         example_args=(images[: options.rows],),
     ) as pipe:
-        optimizer = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=2e-3))
+        late = "2bw" in options.schedule
+        optimizer = pd2.PipelineOptimizer(
+            torch.optim.AdamW(pipe.parameters(), lr=2e-3),
+            staleness=pd2.ErrorFeedback() if late else (),
+        )
         for epoch in range(options.epochs):
             losses = []
             shuffled = training[torch.randperm(len(training), generator=shuffling)]

@@ -63,7 +63,8 @@ def main() -> None:
         adamw = torch.optim.AdamW(
             pipe.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1
         )
-        return pipe, pd2.PipelineOptimizer(adamw)
+        late = "2bw" in schedule
+        return pipe, pd2.PipelineOptimizer(adamw, staleness=pd2.ErrorFeedback() if late else ())
 
     pipe, optimizer = build(options.schedule)
     is_root = pipe.rank == 0

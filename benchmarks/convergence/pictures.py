@@ -48,7 +48,7 @@ def draw(report: dict[str, Any], folder: Path, name: str = "{}") -> list[Path]:
                     losses = [x for seeds in shown.values() for seed in seeds for x in seed]
                     least = min(x for x in losses if not math.isnan(x))
                     each.set_ylim(least - 0.05 * most if each is below else 0.9 * least, most)
-        axes[0][0].set_ylabel(f"training loss of the {task}")
+        axes[0][0].set_ylabel(f"{report.get('measure', 'training loss')} of the {task}")
         axes[1][0].set_ylabel(f"difference from {mine[0]['method']}")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(

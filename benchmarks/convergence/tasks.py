@@ -37,17 +37,19 @@ class Task:
     learning_rates: dict[str, tuple[float, ...]]
 
 
-def byte_gpt(rows: int = 8, context: int = 32) -> Task:
+def byte_gpt(
+    rows: int = 8, context: int = 32, *, layers: int = 2, width: int = 64, num_held_out: int = 512
+) -> Task:
     """The model of examples/train_gpt.py, smaller, on the sources of Python's library."""
     text = load_text(None)
     training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]
     return Task(
         name="byte GPT",
         unit="nats per byte",
-        build=lambda: GPT(num_layers=2, width=64, num_heads=4, context=context),
+        build=lambda: GPT(num_layers=layers, width=width, num_heads=4, context=context),
         loss_fn=next_byte_loss,
         batches=lambda seed: RandomBatches(training, rows, context, seed),
-        held_out=next(RandomBatches(held_out, 512, context, seed=0)),
+        held_out=next(RandomBatches(held_out, num_held_out, context, seed=0)),
         is_inner=lambda name: name.startswith("blocks."),
         learning_rates={
             "SGD": (0.1, 0.3, 1.0),

@@ -126,19 +126,28 @@ void bind_optimizer_state(StageClass& stage) {
   stage
       .def(
           "set_optimizers",
-          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind) {
+          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind,
+             bool keeps_bfloat16) {
             std::vector<OptimizerGroups> optimizers;
             for (const auto& [kind, of_parameter] : groups_by_kind) {
               optimizers.push_back({parse_optimizer(kind), of_parameter});
             }
-            self.set_optimizers(optimizers);
+            self.set_optimizers(optimizers, keeps_bfloat16);
           },
-          py::arg("groups_by_kind"))
+          py::arg("groups_by_kind"), py::arg("keeps_bfloat16") = false)
       .def("optimizer_state", &Stage::optimizer_state, py::arg("name"), py::arg("parameter"))
       .def("set_optimizer_state", &Stage::set_optimizer_state, py::arg("name"),
            py::arg("parameter"), py::arg("value"))
       .def("step_count", &Stage::step_count, py::arg("parameter"))
-      .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"));
+      .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
+      .def("is_fused", &Stage::is_fused, py::arg("parameter"))
+      .def("kept_step", &Stage::kept_step, py::arg("parameter"))
+      .def(
+          "set_kept_step",
+          [](Stage& self, std::size_t parameter, const std::optional<at::Tensor>& value) {
+            self.set_kept_step(parameter, value.value_or(at::Tensor()));
+          },
+          py::arg("parameter"), py::arg("value").none(true));
 }
 
 void bind_group_options(py::module_& module) {
@@ -161,7 +170,8 @@ void bind_group_options(py::module_& module) {
                                           .weight_decay = weight_decay,
                                           .decoupled_weight_decay = decoupled_weight_decay,
                                           .amsgrad = amsgrad,
-                                          .maximize = maximize}};
+                                          .maximize = maximize},
+                                 .feedback_coefficient = 0};
            }),
            py::kw_only(), py::arg("lr") = sgd.lr, py::arg("weight_decay") = sgd.weight_decay,
            py::arg("maximize") = sgd.maximize, py::arg("momentum") = sgd.momentum,
@@ -176,7 +186,14 @@ void bind_group_options(py::module_& module) {
             self.adam.lr /= divisor;
             return self;
           },
-          py::arg("divisor"));
+          py::arg("divisor"))
+      .def(
+          "with_feedback",
+          [](GroupOptions self, double coefficient) {
+            self.feedback_coefficient = coefficient;
+            return self;
+          },
+          py::arg("coefficient"));
 }
 
 void bind_fused_optimizer(py::module_& module) {
@@ -186,11 +203,12 @@ void bind_fused_optimizer(py::module_& module) {
               std::pair("group", &ParameterSlice::group));
   py::class_<FusedOptimizer>(module, "FusedOptimizer")
       .def(py::init([](const std::string& kind, std::vector<ParameterSlice> slices,
-                       const at::Tensor& flat_example) {
+                       const at::Tensor& flat_example, bool keeps_bfloat16) {
              return std::make_unique<FusedOptimizer>(parse_optimizer(kind), std::move(slices),
-                                                     flat_example);
+                                                     flat_example, keeps_bfloat16);
            }),
-           py::arg("kind"), py::arg("slices"), py::arg("flat_example"))
+           py::arg("kind"), py::arg("slices"), py::arg("flat_example"),
+           py::arg("keeps_bfloat16") = false)
       .def(
           "step",
           [](FusedOptimizer& self, const at::Tensor& w, const at::Tensor& gradient,

@@ -43,6 +43,14 @@ struct AdamOptions {
   bool maximize = false;
 };
 
+// Error feedback for gradients that are a batch late: after a step u from W(t), W(t+1) = W(t) + u +
+// coefficient * (u - kept), where `kept` is the step before; it becomes u. `first_step`: nothing
+// has been kept, W(t+1) = W(t) + u. u is W(t) + u, rounded, minus W(t): what rounding left of it.
+struct FeedbackOptions {
+  double coefficient = 1.0;
+  bool first_step = false;
+};
+
 // Where a step reads and writes the weights; `Scalar` is the type of its arithmetic and of state,
 // `Gradient` that of gradients.
 
@@ -90,14 +98,25 @@ struct Bfloat16Gradients : Weights {
   PD2_HOST_DEVICE Bfloat16Gradients at(std::int64_t i) const { return {Weights::at(i)}; }
 };
 
-// `momentum_buffer` is read and written if momentum != 0, else it may be null.
-template <typename Weights, typename T = typename Weights::Scalar>
+// The array of a step's feedback; Kept is the type of its elements: Weights::Scalar, or of floats
+// std::uint16_t, which are bfloat16, rounded to nearest even.
+template <typename Kept>
+struct Feedback {
+  Kept* kept;
+  FeedbackOptions options;
+};
+struct NoFeedback {};
+
+// `momentum_buffer` is read and written if momentum != 0, else it may be null. `feedback` is a
+// Feedback or NoFeedback.
+template <typename Weights, typename T = typename Weights::Scalar, typename Fed = NoFeedback>
 void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
-             std::int64_t n, const SgdOptions& options);
+             std::int64_t n, const SgdOptions& options, const Fed& feedback = {});
 
 // `max_exp_avg_sq` is read and written if amsgrad, else it may be null.
-template <typename Weights, typename T = typename Weights::Scalar>
+template <typename Weights, typename T = typename Weights::Scalar, typename Fed = NoFeedback>
 void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
-              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options);
+              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
+              const Fed& feedback = {});
 
 }  // namespace pd2::kernels

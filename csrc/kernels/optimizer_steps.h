@@ -27,6 +27,7 @@ V rounded(double coefficient) {
 template <typename V>
 class SgdStep {
  public:
+  using Vector = V;
   static constexpr int kFewestStates = 0;  // or one more, with momentum
 
   explicit SgdStep(const SgdOptions& options)
@@ -60,6 +61,7 @@ class SgdStep {
 template <typename V>
 class AdamStep {
  public:
+  using Vector = V;
   static constexpr int kFewestStates = 2;  // or one more, with amsgrad
 
   explicit AdamStep(const AdamOptions& options)
@@ -109,12 +111,39 @@ class AdamStep {
   bool maximize_;
 };
 
+// What FeedbackOptions define, in the definition's order.
+template <typename V>
+class FeedbackStep {
+ public:
+  explicit FeedbackStep(const FeedbackOptions& options)
+      : coefficient_(rounded<V>(options.coefficient)), first_step_(options.first_step) {}
+
+  // Returns the corrected weights, given those before the step and after it.
+  PD2_HOST_DEVICE V correct(V before, V after, V& kept) const {
+    const V step = subtract(after, before);
+    if (!first_step_) after = add(after, multiply(subtract(step, kept), coefficient_));
+    kept = step;
+    return after;
+  }
+
+ private:
+  V coefficient_;
+  bool first_step_;
+};
+
 template <typename Weights, int kStates>
 struct Arrays {
   using T = typename Weights::Scalar;
   Weights weights;
   const typename Weights::Gradient* g;
   T* state[kStates + 1];  // the last is unused: no array is empty
+};
+
+// Where a fed step finds the one before.
+template <typename V, typename Kept>
+struct FedArray {
+  FeedbackStep<V> step;
+  Kept* kept;
 };
 
 }  // namespace pd2::kernels

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .. import _C
 from ..runtime.discarding import TakenBack
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .own_step import StageStepper, update_with
 from .replica_sync import ReplicaSync
+from .shares import all_shares
 from .stage_sync import StageSync
-from .staleness import Remedies, StepCorrection
+from .staleness import Remedies
+from .step_correction import StepCorrection
 
 
 class AfterStep:
@@ -40,6 +43,12 @@ class AfterStep:
             correction = self.corrections[weights.index] = StepCorrection(rule, weights)
             weights.correction_bytes = correction.nbytes
 
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether fused passes round what error feedback keeps of them."""
+        rule = self._remedies.correction
+        return rule is not None and rule.keeps_bfloat16
+
     def join_sites(self) -> None:
         """Waits for the other sites, if there are any. Drained; every rank calls it."""
         self._session.local_model.after_load = lambda: None
@@ -60,15 +69,30 @@ class AfterStep:
             return 1.0
         return discount.divisor(self._session.schedule.delay[stage], self.delayed_batches)
 
+    def fused_options(
+        self, stage: LocalStage, batch: int, groups: Sequence[_C.GroupOptions]
+    ) -> list[_C.GroupOptions]:
+        """Changes the options of the fused passes to those of a stage's update."""
+        divisor = self.divisor(stage.index, batch)
+        correction = self.corrections.get(stage.index)
+        stale = self._is_stale(stage, batch)
+        coefficient = 0.0 if correction is None else correction.feedback(stale=stale)
+        return [group.with_lr_divided(divisor).with_feedback(coefficient) for group in groups]
+
+    def _is_stale(self, stage: LocalStage, batch: int) -> bool:
+        return stage.executor.version_of_batch(stage.index, batch) < batch
+
     def steps_of(
-        self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int, divisor: float
+        self, stage: LocalStage, steppers: Sequence[StageStepper], batch: int
     ) -> Callable[[int], None] | None:
         """Makes what a stage does in a batch's update beside the fused pass; None: nothing."""
         correction = self.corrections.get(stage.index)
+        if correction is not None and not correction.corrected_here():
+            correction = None
         exchange = None if self._sync is None else self._sync.exchange_of(stage.weights, batch)
         if correction is None and exchange is None and not steppers:
             return None
-        stale = stage.executor.version_of_batch(stage.index, batch) < batch
+        divisor, stale = self.divisor(stage.index, batch), self._is_stale(stage, batch)
         return update_with(steppers, batch, divisor, correction, stale=stale, exchange=exchange)
 
     def count(self, batch: int) -> None:
@@ -84,14 +108,18 @@ class AfterStep:
         return batch >= self._session.stages.options.warmup_batches
 
     def state(self) -> dict[str, Any]:
-        """The entries of the optimizer's ``state_dict``. Drained."""
+        """The entries of the optimizer's ``state_dict``. Drained; every rank calls it."""
         state = {} if self._sync is None else self._sync.state()
         if self._remedies:
-            kept = [correction.state() for correction in self.corrections.values()]
-            state["staleness"] = {
-                "delayed_batches": self.delayed_batches,
-                "kept": {name: tensor for of_stage in kept for name, tensor in of_stage.items()},
-            }
+            kept: dict[str, Any] = {}
+            for stage in self._session.stages:
+                if stage.index in self.corrections:
+                    mine = self.corrections[stage.index].state()
+                    of_stage = {name: {"kept": tensor} for name, tensor in mine.items()}
+                    if stage.weights.engine.is_shared and not self._session.ending.has_failed:
+                        of_stage |= all_shares(self._session, stage.weights, of_stage)
+                    kept |= {name: each["kept"] for name, each in of_stage.items()}
+            state["staleness"] = {"delayed_batches": self.delayed_batches, "kept": kept}
         return state
 
     @property

@@ -16,7 +16,7 @@ from .clipping import Clipping
 from .fused import fused_kind, parameters_of
 from .replica_sync import ReplicaSync
 from .shares import check_shares
-from .staleness import Remedies
+from .staleness import NesterovCorrection, Remedies
 
 
 def agreed_session_of(
@@ -203,10 +203,11 @@ def _check_on_host(
                 "Adam or AdamW of float32 or float64, neither capturable nor differentiable, with "
                 "betas and eps that are numbers"
             )
-    if remedies.correction is not None:
+    if isinstance(remedies.correction, NesterovCorrection):
         raise ValueError(
-            f'optimizer_device: "cpu", staleness: {remedies.correction}: steps are corrected where '
-            "the stage is: it must be a LearningRateDiscount, or optimizer_device None"
+            f'optimizer_device: "cpu", staleness: {remedies.correction}: its steps are corrected '
+            "where the stage is: it must be a LearningRateDiscount or an ErrorFeedback, or "
+            "optimizer_device None"
         )
 
 

@@ -13,7 +13,7 @@ from ..runtime.stage_weights import StageWeights
 from .fused import read_state
 from .own_step import StageStepper, changed_by
 from .stage_sync import StageSync, check_outer
-from .staleness import StepCorrection
+from .step_correction import StepCorrection
 
 STALENESS = "staleness"
 """The name of what a remedy keeps of a parameter, beside its optimizer's own names."""

@@ -17,6 +17,7 @@ from .after_step import AfterStep
 from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
+from .delay_warning import warn_of_delay
 from .fused import (
     Holder,
     fused_kind,
@@ -147,6 +148,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
         self._after_step.join_sites()
+        warn_of_delay(session, optimizers, remedies, stacklevel=2)
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
@@ -165,7 +167,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         weights.show_newest()
         self._after_step.take_over(weights)
-        set_fused(weights, self._kinds, self.param_groups, holders)
+        set_fused(
+            weights,
+            self._kinds,
+            self.param_groups,
+            holders,
+            keeps_bfloat16=self._after_step.keeps_bfloat16,
+        )
 
     def _take_back(self, taken: TakenBack) -> None:
         """Some steps have not been; what the user has changed in the groups since stays."""
@@ -251,13 +259,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 steppers = [self._steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
-                divisor = self._after_step.divisor(stage.index, batch)
-                steps = self._after_step.steps_of(stage, steppers, batch, divisor)
                 stage.executor.submit_update(
                     stage=stage.index,
                     run=train_step,
-                    groups=[options.with_lr_divided(divisor) for options in fused],
-                    step=steps,
+                    groups=self._after_step.fused_options(stage, batch, fused),
+                    step=self._after_step.steps_of(stage, steppers, batch),
                 )
             self._options, self._room = current, []
             self._first_step = batch if self._first_step is None else self._first_step

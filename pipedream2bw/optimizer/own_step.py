@@ -15,7 +15,7 @@ from torch import nn
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
-from .staleness import StepCorrection
+from .step_correction import StepCorrection
 
 
 class StageStepper:
@@ -106,6 +106,8 @@ def update_with(
     """
 
     def steps(slot: int) -> None:
+        if correction is not None:
+            correction.begin(slot, stale=stale)
         for stepper in steppers:
             stepper.step(batch, slot, divisor)
         if correction is not None:

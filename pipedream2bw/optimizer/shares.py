@@ -14,7 +14,7 @@ from ..ranks.groups import broadcast
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
-from .staleness import Remedies
+from .staleness import NesterovCorrection, Remedies
 
 _EACH_BY_ITSELF = (
     torch.optim.Adadelta,
@@ -61,10 +61,10 @@ def check_shares(
             f"shard_state: True, schedule: {session.schedule.name!r}, pipelines: "
             f"{session.schedule.num_pipelines}: it must have 1"
         )
-    if remedies.correction is not None:
+    if isinstance(remedies.correction, NesterovCorrection):
         raise ValueError(
             f"shard_state: True, staleness: {remedies.correction}: it keeps a whole tensor for "
-            "each parameter: it must be a LearningRateDiscount"
+            "each parameter: it must be a LearningRateDiscount or an ErrorFeedback"
         )
 
 
@@ -115,19 +115,26 @@ def whole_states(
 def _gather(
     session: Session, weights: StageWeights, holders: dict[int, torch.optim.Optimizer]
 ) -> None:
-    group = session.grid.replica_group(weights.index)
-    assert group is not None
-    weights.engine.settle(session.control.fault)  # sums that use the group
     originals = dict(zip(weights.trainable, weights.originals, strict=True))
     mine = {
         name: holders[id(original)].state.get(original, {})
         for i, (name, original) in enumerate(originals.items())
         if weights.engine.owns(i)
     }
-    found = of_all_replicas(weights, mine, group, session.grid.deadline)
+    found = all_shares(session, weights, mine)
     for i, (name, original) in enumerate(originals.items()):
         if found.get(name) and (is_cut(weights, i) or not weights.engine.owns(i)):
             holders[id(original)].state[original] = found[name]
+
+
+def all_shares(
+    session: Session, weights: StageWeights, mine: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """As :func:`of_all_replicas`, in the group of the stage's replicas; drained."""
+    group = session.grid.replica_group(weights.index)
+    assert group is not None
+    weights.engine.settle(session.control.fault)  # sums that use the group
+    return of_all_replicas(weights, mine, group, session.grid.deadline)
 
 
 def of_all_replicas(

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import _C
 from ..checks import check_number, check_whole_number
 from ..runtime.session import Session
-from ..runtime.stage_weights import StageWeights
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
 """A tensor to add to a parameter's step, and one to keep until the next step."""
@@ -50,7 +48,7 @@ class LearningRateDiscount:
         check_whole_number("num_batches", self.num_batches)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ErrorFeedback:
     """Makes up for each late step when its error is known (arXiv 2606.30634).
 
@@ -61,13 +59,36 @@ class ErrorFeedback:
     warm-up) has no error. With w(t) = W(t) - coefficient * u(t-1) it reads w(t+1) = w(t) + u(t):
     plain steps of w, with gradients at the weights w(t) + coefficient * (w(t) - w(t-1)) that are
     predicted for the next batch, as in SpecTrain (arXiv 1809.02839) and linear weight prediction
-    (arXiv 2003.11666). Works with every optimizer; keeps one tensor per parameter, u(t-1).
+    (arXiv 2003.11666).
+
+    Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. Where 16-bit
+    weights have float32 masters, W(t) above is the master, of split ones what their two parts are
+    joined to, and u(t) the difference of two masters: the rounding of the weights is not fed back.
+    An update that a loss scale leaves out keeps u(t-1): W(t+1) and w(t+1) are then W(t) and w(t),
+    and the next step makes up for the last one that there was.
+
+    Keeps one tensor per parameter, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
+    checkpoints save.
 
     Args:
         coefficient: > 0.
+        dtype: of the kept tensors: None, that of the steps, or ``torch.bfloat16``, which halves
+            them. u(t-1) above is then rounded to it; w takes a random walk of these roundings, of
+            2^-9 of a step at most each. Not with float64 weights.
     """
 
     coefficient: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def __repr__(self) -> str:
+        # As it was before there was a dtype: checkpoints compare it.
+        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
+        return f"ErrorFeedback(coefficient={self.coefficient}{dtype})"
+
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether what it keeps is rounded."""
+        return self.dtype is not None
 
     def correct(
         self, step: torch.Tensor | None, kept: torch.Tensor | None, *, stale: bool
@@ -75,11 +96,16 @@ class ErrorFeedback:
         """``step`` is None where there was no gradient."""
         if step is None or not stale:
             return None, None
-        return None if kept is None else (step - kept) * self.coefficient, step
+        change = None if kept is None else (step - kept.to(step.dtype)) * self.coefficient
+        return change, step if self.dtype is None else step.to(self.dtype)
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
         check_number("coefficient", self.coefficient, below=math.inf)
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype: {self.dtype!r} given, it must be None or torch.bfloat16")
+        if self.dtype not in (None, torch.bfloat16):
+            raise ValueError(f"dtype: {self.dtype}, it must be None or torch.bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +128,11 @@ class NesterovCorrection:
     """
 
     momentum: float = 0.9
+
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether what it keeps is rounded."""
+        return False
 
     def correct(
         self, step: torch.Tensor | None, kept: torch.Tensor | None, *, stale: bool
@@ -196,11 +227,15 @@ class Remedies:
                 f"{', '.join(map(str, delays))}: it corrects a delay of 1 on every stage"
             )
         precision = session.stages.options.precision.dtype
-        if self.correction is not None and (scales_loss or precision not in (None, torch.float32)):
+        looks_ahead = isinstance(self.correction, NesterovCorrection)
+        if looks_ahead and (scales_loss or precision not in (None, torch.float32)):
             raise ValueError(
                 f"staleness: {self.correction}, loss_scale: {scales_loss}, precision: {precision}: "
-                "steps of masters, and steps that may be left out, are not corrected"
+                "it does not correct steps of masters, nor steps that may be left out: "
+                "ErrorFeedback does"
             )
+        if self.correction is not None and self.correction.keeps_bfloat16:
+            _check_no_float64(self.correction, session)
         for number, optimizer in enumerate(optimizers if self.discount is not None else ()):
             if any("lr" not in group for group in optimizer.param_groups):
                 raise ValueError(
@@ -209,59 +244,12 @@ class Remedies:
                 )
 
 
-class StepCorrection:
-    """Corrects the steps of one stage, after the optimizer has made them.
-
-    Args:
-        rule: the remedy.
-    """
-
-    def __init__(self, rule: Correction, stage: StageWeights) -> None:
-        self._rule = rule
-        self._stage = stage
-        self._kept: dict[int, torch.Tensor] = {}  # by parameter
-
-    def nbytes(self) -> int:
-        """Bytes that it keeps from one step to the next."""
-        return sum(tensor.nbytes for tensor in self._kept.values())
-
-    def apply(self, slot: int, *, stale: bool) -> None:
-        """Within an update: W(t) is the newest version, W(t) + u(t) is in ``slot``.
-
-        Args:
-            stale: whether the batch read an older version than W(t).
-        """
-        engine = self._stage.engine
-        for i in range(len(self._stage.handles)):
-            after = engine.weight(slot, i)
-            step = after - engine.weight(engine.newest_slot, i) if engine.has_gradient(i) else None
-            before = self._kept.pop(i, None)
-            if before is not None:
-                _C.use_here([before])  # after a load it has memory of the caller's stream
-            change, kept = self._rule.correct(step, before, stale=stale)
-            if change is not None:
-                after.add_(change)
-            if kept is not None:
-                self._kept[i] = kept
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Tensors to save, by the parameters' names."""
-        names = list(self._stage.trainable)
-        return {names[i]: tensor for i, tensor in self._kept.items()}
-
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes what :meth:`state` gave; of parameters that are not there nothing is known.
-
-        Raises:
-            ValueError: a tensor has another shape than its parameter.
-        """
-        loaded = {}
-        for i, (name, handle) in enumerate(self._stage.trainable.items()):
-            if name in state:
-                if state[name].shape != handle.shape:
-                    raise ValueError(
-                        f"staleness of {name}: shape {list(state[name].shape)}, the parameter has "
-                        f"{list(handle.shape)}: they must be equal"
-                    )
-                loaded[i] = state[name].to(handle, copy=True)
-        self._kept = loaded
+def _check_no_float64(correction: Correction, session: Session) -> None:
+    for stage in session.stages:
+        dtypes = stage.weights.stepped_dtypes()
+        for name, dtype in zip(stage.weights.trainable, dtypes, strict=True):
+            if dtype == torch.float64:
+                raise ValueError(
+                    f"staleness: {correction}, parameter {name}: {dtype}: what is kept of steps in "
+                    "float64 is not rounded: dtype must be None"
+                )

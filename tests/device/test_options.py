@@ -59,6 +59,8 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
         {"opt_options": {"clip_grad_value": 0.01}, "flush_after": [2]},
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
+        {"opt_options": {"staleness": pd2.ErrorFeedback(0.8)}},
+        {"opt_options": {"staleness": pd2.ErrorFeedback(dtype=torch.bfloat16)}},
         {"spare_buffer": True, "recompute": True},
         {"warmup_batches": 2},
     ],

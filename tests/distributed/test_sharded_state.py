@@ -150,7 +150,9 @@ def trained(
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             opt.step()
         pipe.flush()
+        staleness = opt.state_dict().get("staleness", {"kept": {}})
         return {
+            "kept": {name: tensor.clone() for name, tensor in staleness["kept"].items()},
             "norm": opt.grad_norm.item() if clip and "max_grad_norm" in clip else 0.0,
             "weights": {n: t.clone() for n, t in pipe.state_dict().items()},
             "state": {n: {k: torch.as_tensor(v).clone() for k, v in s.items()} for n, s in
@@ -176,6 +178,8 @@ LOPSIDED: list[tuple[Any, dict[str, Any]]] = [
     (adamw, {"precision": "bf16", "bucket_cap_mb": SMALL, "clip": CLIP}),
     (adamw, {**NARROW, "split_master": True, "clip": {"clip_grad_value": 0.01}}),
 ]
+ROUNDED = pd2.ErrorFeedback(dtype=torch.bfloat16)
+
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (sgd, {"bucket_cap_mb": SMALL, "clip": CLIP}),
     (sgd, {"schedule": "1f1b", "clip": {"clip_grad_value": 0.01}}),
@@ -188,6 +192,10 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (rmsprop, {**NARROW, "make_model": tied_model, "schedule": "1f1b"}),
     (adamw, {"replica_sums": "all_reduce"}),
     *((make, {"width": w, "make_model": lopsided, **of}) for w in (2, 4) for make, of in LOPSIDED),
+    (adamw, {"clip": {"staleness": pd2.ErrorFeedback(0.8)}, "make_model": lopsided}),
+    (adamw, {"clip": {"staleness": pd2.ErrorFeedback(0.8)}, "bucket_cap_mb": SMALL}),
+    (sgd, {"precision": "bf16", "split_master": True, "clip": {"staleness": ROUNDED}}),
+    (rmsprop, {"precision": "bf16", "make_model": tied_model, "clip": {"staleness": ROUNDED}}),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
     (sgd, {"width": 4, "make_model": one_matrix, "clip": CLIP}),
     (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),
@@ -270,24 +278,26 @@ def like_the_oracle(rank: int, world: int) -> None:
 
 def goes_on(rank: int, world: int, folder: str) -> None:
     """From a checkpoint of shares with whole states, and the other way round."""
-    batches = own_batches(world)
+    batches, remedy = own_batches(world), {"staleness": pd2.ErrorFeedback()}
     for number, (first, then) in enumerate(((True, False), (False, True), (True, True))):
         path, build = f"{folder}/{first}-{then}", (lopsided, model, lopsided)[number]
-        want = trained(world, adamw, False, build, precision="bf16")
+        want = trained(world, adamw, False, build, clip=remedy, precision="bf16")
+        assert want["kept"]
         with made(world, build, precision="bf16") as pipe:
-            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=first)
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=first, **remedy)
             for batch in batches[:3]:
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
             pd2.save(path, pipe, opt).wait()
         with made(world, build, precision="bf16") as pipe:
-            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=then)
+            opt = pd2.PipelineOptimizer(adamw(pipe.parameters()), shard_state=then, **remedy)
             pd2.load(path, pipe, opt)
             for batch in batches[3:]:
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
             assert same(dict(pipe.state_dict()), want["weights"])
             assert same(opt.state_dict()["state"], want["state"])
+            assert same(opt.state_dict()["staleness"]["kept"], want["kept"])
 
 
 def kinds_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -381,7 +391,9 @@ def refused(rank: int, world: int) -> None:
         pipeline={"optimizer_device": "cpu"},
     )
     refuses(
-        ValueError, "shard_state: True, staleness: ErrorFeedback", staleness=pd2.ErrorFeedback()
+        ValueError,
+        "shard_state: True, staleness: NesterovCorrection",
+        staleness=pd2.NesterovCorrection(),
     )
 
 

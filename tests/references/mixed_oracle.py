@@ -36,6 +36,7 @@ class MixedOracle:
         round_to: gives the weights of ``low``; by default as ``copy_`` does.
         scale: of W(0), if there is loss scaling, with ``growth_interval``; factors 2 and 0.5.
         clip: called before a step with parameters that have the gradients.
+        left_out: called in the place of a step.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class MixedOracle:
         scale: float | None = None,
         growth_interval: int = 2000,
         clip: Callable[[list[nn.Parameter]], object] = lambda parameters: None,
+        left_out: Callable[[], object] = lambda: None,
     ) -> None:
         self.model, self.low, self.optimizer = model, low, optimizer
         self.num_microbatches, self.loss_fn, self.delay = num_microbatches, loss_fn, delay
         self.dtype, self.round_to, self.clip = dtype, round_to, clip
+        self.left_out = left_out
         self.narrow = narrow
         self.scales = [1.0 if scale is None else scale]
         self.has_scale = scale is not None
@@ -126,6 +129,7 @@ class MixedOracle:
                 scale, self.since_change = scale * 2, 0
         else:
             self.num_overflows += 1
+            self.left_out()
             scale, self.since_change = scale * 0.5, 0
         self.scales.append(scale)
         self.versions.append(self._weights())

@@ -47,17 +47,32 @@ class Discounted(torch.optim.Optimizer):
 
 
 class Corrected(torch.optim.Optimizer):
-    """Corrects the steps of another optimizer by one of the two rules."""
+    """Corrects the steps of another optimizer by one of the two rules.
 
-    def __init__(self, inner: torch.optim.Optimizer, rule: str, number: float, warmup: int) -> None:
+    Args:
+        dtype: to which a step that is kept for error feedback is rounded.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        rule: str,
+        number: float,
+        warmup: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__([{"params": []}], {})
-        self.inner, self.rule, self.number = inner, rule, number
+        self.inner, self.rule, self.number, self.dtype = inner, rule, number, dtype
         self.param_groups = inner.param_groups
         self.fresh_left = max(warmup, 1)  # batches that have no delay
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
 
     def restart_delay(self) -> None:
         self.fresh_left = 1
+
+    def skip(self) -> None:
+        """An update is left out: what is kept stays."""
+        self.fresh_left = max(self.fresh_left - 1, 0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -87,5 +102,5 @@ class Corrected(torch.optim.Optimizer):
             return
         for p, u in steps.items():
             if p in kept:
-                p.add_((u - kept[p]) * self.number)
-            self.kept[p] = u
+                p.add_((u - kept[p].to(u.dtype)) * self.number)
+            self.kept[p] = u.to(self.dtype or u.dtype)

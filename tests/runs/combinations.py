@@ -125,9 +125,8 @@ class Combination:
     @property
     def can_shard(self) -> bool:
         """Whether replicas may share out its optimizers' state."""
-        return (
-            not self.is_corrected and self.optimizer != "own" and self.schedule not in TWO_PIPELINES
-        )
+        looks_ahead = self.staleness == "nesterov"
+        return not looks_ahead and self.optimizer != "own" and self.schedule not in TWO_PIPELINES
 
     @property
     def can_hook(self) -> bool:
@@ -182,8 +181,8 @@ def draw(choose: Choose[Any], num_ranks: int | None = None) -> Combination:
     staleness = choose(["", "", "discount", "feedback", "nesterov", "both"])
     if "2bw" not in schedule:
         staleness = ""
-    elif scaled or precision in DTYPES:
-        staleness = "discount" if staleness else ""
+    elif staleness == "nesterov" and (scaled or precision in DTYPES):
+        staleness = "discount"
     # What error feedback keeps is not saved.
     harmless = HARMLESS[:-1] if staleness in ("feedback", "both") else HARMLESS
     # Statistics are each pipeline's own, and stay NaN. A bias before them has a gradient that is
@@ -499,6 +498,8 @@ class Definition:
             scale, self.since_change = scale / 2, 0
             if self.discounted is not None:
                 self.discounted.t += 1  # batches are counted
+            if self.corrected is not None:
+                self.corrected.skip()
         self.t += 1
         self.scales.append(scale)
         self.versions.append(self._weights())

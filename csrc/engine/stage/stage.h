@@ -282,7 +282,8 @@ class Stage {
   void load_versions(std::int64_t oldest, std::int64_t newest);
 
   // A parameter is in at most one of them.
-  void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
+  // `keeps_bfloat16`: what their feedback keeps is rounded to it, if it is not float64.
+  void set_optimizers(const std::vector<OptimizerGroups>& optimizers, bool keeps_bfloat16 = false);
   // State of one parameter of a fused optimizer, as a view of the flat state; undefined if there
   // is none. One of several replicas that step it has its elements() alone, as a vector.
   at::Tensor optimizer_state(std::string_view name, std::size_t parameter) const;
@@ -290,6 +291,11 @@ class Stage {
   // `value`: as optimizer_state() gives it, or of the whole parameter.
   void set_optimizer_state(std::string_view name, std::size_t parameter, const at::Tensor& value);
   void set_step_count(std::size_t parameter, std::int64_t count);
+  bool is_fused(std::size_t parameter) const { return stepped_.at(parameter).by != nullptr; }
+  // The step of one parameter that feedback keeps, as a view; undefined if there is none.
+  at::Tensor kept_step(std::size_t parameter) const;
+  // Undefined: there is none.
+  void set_kept_step(std::size_t parameter, const at::Tensor& value);
 
   // After weights were loaded into the newest slot: the delay restarts.
   void restart_delay();
@@ -331,10 +337,12 @@ class Stage {
   };
   // Throws ValueError if none steps it.
   const Stepped& stepped(std::size_t parameter) const;
+  at::Tensor view_of_state(const at::Tensor& flat, std::size_t parameter) const;
+  void fill_state(const at::Tensor& state, std::size_t parameter, const at::Tensor& value) const;
   // The parameters of one dtype, of this replica's share or of a bucket of the host's that the
   // optimizer steps.
-  void add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
-                 std::size_t bucket);
+  void add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range, std::size_t bucket,
+                 bool keeps_bfloat16);
   // Whether the fused optimizers step all of this replica's parameters, so that none is left to
   // the caller.
   bool steps_all() const;

@@ -9,18 +9,19 @@
 
 namespace pd2 {
 
-void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
+void Stage::set_optimizers(const std::vector<OptimizerGroups>& optimizers, bool keeps_bfloat16) {
   optimizers_.clear();
   stepped_.assign(places_.size(), {});
   for (const OptimizerGroups& groups : optimizers) {
     PD2_ASSERT(groups.of_parameter.size() == places_.size(), "a group for each parameter");
     for (std::size_t buffer = 0; buffer < packings_.size() && !host_; ++buffer) {
       for (const Share& share : shares_of(buffer)) {
-        add_fused(groups, {buffer, share.first, share.last, share.begin, share.end}, share.bucket);
+        add_fused(groups, {buffer, share.first, share.last, share.begin, share.end}, share.bucket,
+                  keeps_bfloat16);
       }
     }
     for (std::size_t bucket = 0; host_ && bucket < host_->buckets().size(); ++bucket) {
-      add_fused(groups, host_->buckets()[bucket], bucket);
+      add_fused(groups, host_->buckets()[bucket], bucket, keeps_bfloat16);
     }
   }
   std::ranges::stable_sort(optimizers_, {}, &Fused::bucket);
@@ -36,7 +37,7 @@ bool Stage::steps_all() const {
 }
 
 void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& range,
-                      std::size_t bucket) {
+                      std::size_t bucket, bool keeps_bfloat16) {
   const std::size_t buffer = range.dtype;
   // Where the host steps, its buffers are stepped in place of a range.
   const std::int64_t begin = host_ ? 0 : range.begin;
@@ -62,9 +63,10 @@ void Stage::add_fused(const OptimizerGroups& groups, const HostMirror::Bucket& r
   if (slices.empty()) {
     return;
   }
+  const at::Tensor flat =
+      host_ ? host_->gradients(buffer) : gradients_[buffer]->flat(0).narrow(0, begin, numel);
   fused.optimizer = std::make_unique<FusedOptimizer>(
-      groups.kind, std::move(slices),
-      host_ ? host_->gradients(buffer) : gradients_[buffer]->flat(0).narrow(0, begin, numel));
+      groups.kind, std::move(slices), flat, keeps_bfloat16 && flat.scalar_type() != at::kDouble);
   fused.master = range_of_masters(buffer, begin, numel);
   for (std::size_t index = 0; index < parameters.size(); ++index) {
     Stepped& stepped = stepped_[parameters[index]];
@@ -131,17 +133,43 @@ void Stage::repeat_newest() {
 }
 
 at::Tensor Stage::optimizer_state(std::string_view name, std::size_t parameter) const {
+  const at::Tensor flat = stepped(parameter).by->state(name);
+  return flat.defined() ? view_of_state(flat, parameter) : at::Tensor();
+}
+
+at::Tensor Stage::view_of_state(const at::Tensor& flat, std::size_t parameter) const {
   const Stepped& stepped = this->stepped(parameter);
-  const at::Tensor flat = stepped.by->state(name);
-  if (!flat.defined()) {
-    return {};
-  }
   const ParameterView& view = view_of(parameter);
   const std::int64_t begin = flat.storage_offset() + stepped.by->state_offset(stepped.index);
   if (!is_whole(parameter)) {
     return flat.as_strided({elements(parameter).numel}, {1}, begin);
   }
   return flat.as_strided(view.sizes, view.strides, begin);
+}
+
+void Stage::fill_state(const at::Tensor& state, std::size_t parameter,
+                       const at::Tensor& value) const {
+  if (is_whole(parameter) || value.numel() == state.numel()) {
+    state.copy_(value);
+  } else {
+    const ParameterView& view = view_of(parameter);
+    const at::Tensor whole = at::empty_strided(view.sizes, view.strides, state.options());
+    state.copy_(mine(parameter, whole.copy_(value)));
+  }
+}
+
+at::Tensor Stage::kept_step(std::size_t parameter) const {
+  const Stepped& stepped = this->stepped(parameter);
+  return stepped.by->has_kept(stepped.index) ? view_of_state(stepped.by->kept(), parameter)
+                                             : at::Tensor();
+}
+
+void Stage::set_kept_step(std::size_t parameter, const at::Tensor& value) {
+  const Stepped& stepped = this->stepped(parameter);
+  if (value.defined()) {
+    fill_state(view_of_state(stepped.by->kept_or_zeros(), parameter), parameter, value);
+  }
+  stepped.by->set_has_kept(stepped.index, value.defined());
 }
 
 const Stage::Stepped& Stage::stepped(std::size_t parameter) const {
@@ -159,14 +187,7 @@ void Stage::set_optimizer_state(std::string_view name, std::size_t parameter,
                                 const at::Tensor& value) {
   const Stepped& stepped = this->stepped(parameter);
   stepped.by->state_or_zeros(name);
-  const at::Tensor state = optimizer_state(name, parameter);
-  if (is_whole(parameter) || value.numel() == state.numel()) {
-    state.copy_(value);
-  } else {
-    const ParameterView& view = view_of(parameter);
-    const at::Tensor whole = at::empty_strided(view.sizes, view.strides, state.options());
-    state.copy_(mine(parameter, whole.copy_(value)));
-  }
+  fill_state(optimizer_state(name, parameter), parameter, value);
   stepped.by->mark_loaded(stepped.index);
 }
 

@@ -36,19 +36,40 @@ void scale(std::uint16_t* g, std::int64_t n, float by) {
   }
 }
 
-template <typename Weights>
-void step_part(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
-               std::int64_t begin, std::int64_t end) {
+template <typename Weights, typename Fed>
+void step_fed(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
+              std::int64_t begin, std::int64_t end, const Fed& feedback) {
   using T = typename Weights::Scalar;
   const auto* g = static_cast<const typename Weights::Gradient*>(step.arrays.g) + begin;
   const std::int64_t state = run.state + begin - run.begin, n = end - begin;
   if (const auto* sgd = std::get_if<kernels::SgdOptions>(&run.options)) {
-    kernels::sgd_cpu(weights.at(begin), g, state_at<T>(step, 0, state), n, *sgd);
+    kernels::sgd_cpu(weights.at(begin), g, state_at<T>(step, 0, state), n, *sgd, feedback);
   } else {
     kernels::adam_cpu(weights.at(begin), g, state_at<T>(step, 0, state),
                       state_at<T>(step, 1, state), state_at<T>(step, 2, state), n,
-                      std::get<kernels::AdamOptions>(run.options));
+                      std::get<kernels::AdamOptions>(run.options), feedback);
   }
+}
+
+template <typename Kept>
+kernels::Feedback<Kept> feedback_at(const FlatStep& step, const kernels::StepOfRun& run,
+                                    std::int64_t begin) {
+  return {static_cast<Kept*>(step.arrays.kept) + run.state + begin - run.begin, *run.feedback};
+}
+
+template <typename Weights>
+void step_part(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
+               std::int64_t begin, std::int64_t end) {
+  using T = typename Weights::Scalar;
+  if (!run.feedback) {
+    return step_fed(weights, step, run, begin, end, kernels::NoFeedback());
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    if (step.arrays.keeps_bfloat16) {
+      return step_fed(weights, step, run, begin, end, feedback_at<std::uint16_t>(step, run, begin));
+    }
+  }
+  step_fed(weights, step, run, begin, end, feedback_at<T>(step, run, begin));
 }
 
 template <typename Weights>

@@ -43,7 +43,7 @@ bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
 }
 
 FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
-                               const at::Tensor& flat_example)
+                               const at::Tensor& flat_example, bool keeps_bfloat16)
     : kind_(kind),
       slices_(std::move(slices)),
       numel_(flat_example.numel()),
@@ -51,11 +51,15 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
       options_(flat_example.options().requires_grad(false).dtype(
           gradient_dtype_ == at::kBFloat16 ? at::kFloat : gradient_dtype_)),
       step_counts_(slices_.size(), 0),
-      has_momentum_(slices_.size(), false) {
+      has_momentum_(slices_.size(), false),
+      keeps_bfloat16_(keeps_bfloat16),
+      has_kept_(slices_.size(), false) {
   PD2_CHECK(
       supports(options_.dtype().toScalarType(), flat_example.device()),
       "flat buffer: ", gradient_dtype_, " on ", flat_example.device(),
       ": the fused optimizer needs float32, float64 or bfloat16 on a device it was built for");
+  PD2_CHECK(!keeps_bfloat16_ || options_.dtype() == at::kFloat, "flat buffer: ", gradient_dtype_,
+            ": what feedback keeps of it can be rounded to bfloat16 from float32 only");
   const std::int64_t line = alignment_bytes(flat_example.device()) / flat_example.element_size();
   std::int64_t end = 0;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
@@ -92,6 +96,8 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
                            .g = gradient.const_data_ptr(),
                            .has_bfloat16_gradients = gradient_dtype_ == at::kBFloat16,
                            .state = {},
+                           .kept = kept_.defined() ? kept_.mutable_data_ptr() : nullptr,
+                           .keeps_bfloat16 = keeps_bfloat16_,
                            .table = nullptr,
                            .num_chunks = 0},
                 .gradient = gradient.mutable_data_ptr(),
@@ -107,6 +113,7 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
   passes.step(step, table_);
 
   for (std::size_t i = 0; i < slices_.size(); ++i) {
+    has_kept_[i] = has_gradient[i] && groups[slices_[i].group].feedback_coefficient != 0.0;
     if (!has_gradient[i]) continue;
     ++step_counts_[i];
     if (groups[slices_[i].group].sgd.momentum != 0.0) has_momentum_[i] = true;
@@ -155,6 +162,7 @@ void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     if (!has_gradient[i]) continue;
     const GroupOptions& group = groups[slices_[i].group];
+    if (group.feedback_coefficient != 0.0) kept_or_zeros();
     if (kind_ == OptimizerKind::kSgd) {
       if (group.sgd.momentum != 0.0) state_or_zeros(0);
     } else {
@@ -180,17 +188,18 @@ std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
                        .group = slice.group,
                        .step = sgd ? 0 : step_counts_[i] + 1,
                        .has_gradient = has_gradient[i],
-                       .first_step = sgd && (step_counts_[i] == 0 || !has_momentum_[i])};
+                       .first_step = sgd && (step_counts_[i] == 0 || !has_momentum_[i]),
+                       .has_kept = has_kept_[i]};
     // Adam would make 0 / (0 + eps) of padding.
     const bool padding_stays_zero =
         sgd || !next.has_gradient || groups[slice.group].adam.eps != 0.0;
     if (!segments.empty()) {
       Segment& last = segments.back();
       const std::int64_t gap = next.begin - last.end;
-      const bool alike =
-          last.has_gradient == next.has_gradient &&
-          (!next.has_gradient || (last.group == next.group && last.step == next.step &&
-                                  last.first_step == next.first_step));
+      const bool alike = last.has_gradient == next.has_gradient &&
+                         (!next.has_gradient ||
+                          (last.group == next.group && last.step == next.step &&
+                           last.first_step == next.first_step && last.has_kept == next.has_kept));
       if (alike && gap < line && (gap == 0 || padding_stays_zero)) {
         last.end = next.end;
         continue;
@@ -206,7 +215,7 @@ std::vector<kernels::StepOfRun> FusedOptimizer::runs(std::span<const GroupOption
   std::vector<kernels::StepOfRun> runs;
   for (const Segment& segment : merge_into_segments(groups, has_gradient)) {
     kernels::StepOfRun& run = runs.emplace_back();
-    run = {segment.begin, segment.end, segment.state, {}};
+    run = {segment.begin, segment.end, segment.state};
     if (segment.has_gradient && kind_ == OptimizerKind::kSgd) {
       kernels::SgdOptions options = groups[segment.group].sgd;
       options.first_step = segment.first_step;
@@ -215,6 +224,10 @@ std::vector<kernels::StepOfRun> FusedOptimizer::runs(std::span<const GroupOption
       kernels::AdamOptions options = groups[segment.group].adam;
       options.step = segment.step;
       run.options = options;
+    }
+    const double coefficient = groups[segment.group].feedback_coefficient;
+    if (segment.has_gradient && coefficient != 0.0) {
+      run.feedback = {.coefficient = coefficient, .first_step = !segment.has_kept};
     }
   }
   return runs;
@@ -250,20 +263,30 @@ void FusedOptimizer::set_step_count(std::size_t i, std::int64_t count) {
   step_counts_.at(i) = count;
 }
 
-std::int64_t FusedOptimizer::num_states() const {
-  return std::count_if(states_.begin(), states_.end(),
-                       [](const State& state) { return state.flat.defined(); });
+at::Tensor FusedOptimizer::kept_or_zeros() {
+  if (!kept_.defined()) {
+    kept_ = zeros_on_huge_pages(state_numel_,
+                                keeps_bfloat16_ ? options_.dtype(at::kBFloat16) : options_);
+  }
+  return kept_;
+}
+
+std::int64_t FusedOptimizer::bytes_of_element() const {
+  std::int64_t bytes = kept_.defined() ? kept_.element_size() : 0;
+  for (const State& state : states_) {
+    bytes += state.flat.defined() ? state.flat.element_size() : 0;
+  }
+  return bytes;
 }
 
 std::int64_t FusedOptimizer::state_bytes() const {
   std::int64_t numel = 0;
   for (const ParameterSlice& slice : slices_) numel += slice.numel;
-  return numel * num_states() * static_cast<std::int64_t>(options_.dtype().itemsize());
+  return numel * bytes_of_element();
 }
 
 std::int64_t FusedOptimizer::state_padding_bytes() const {
-  return state_numel_ * num_states() * static_cast<std::int64_t>(options_.dtype().itemsize()) -
-         state_bytes();
+  return state_numel_ * bytes_of_element() - state_bytes();
 }
 
 }  // namespace pd2

@@ -22,9 +22,12 @@ using OptimizerKind = kernels::StepRule;
 OptimizerKind parse_optimizer(std::string_view kind);
 
 // Hyper-parameters of one param_group. The optimizer fills in `sgd.first_step` and `adam.step`.
+// `feedback_coefficient`: steps are fed back by it (kernels::FeedbackOptions); 0: they are not, and
+// what was kept is forgotten.
 struct GroupOptions {
   kernels::SgdOptions sgd;
   kernels::AdamOptions adam;
+  double feedback_coefficient = 0;
 };
 
 // A parameter's place in the flat buffer, in elements. Offsets are multiples of
@@ -49,8 +52,9 @@ class FusedOptimizer {
   // of that dtype too; of bfloat16 gradients, which bfloat16 weights with a master may have, it is
   // float32. Slices are in ascending order. Throws ValueError for slices that overlap, are not on a
   // 64-byte boundary or leave the buffer, and where supports() is false.
+  // `keeps_bfloat16`: what feedback keeps is rounded; not with float64.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
-                 const at::Tensor& flat_example);
+                 const at::Tensor& flat_example, bool keeps_bfloat16 = false);
 
   // Writes every slice of `w_out`: parameters with a gradient are stepped, the others copied bit
   // for bit, their state and step count untouched (as stock optimizers skip grad None). Elements
@@ -84,7 +88,14 @@ class FusedOptimizer {
   // Parameter i's part of a state has been written from outside: it counts as a step's.
   void mark_loaded(std::size_t i) { has_momentum_.at(i) = true; }
 
-  // Bytes of state that belong to parameters: padding not counted.
+  // The flat tensor of the steps that feedback keeps, packed as states are; undefined before the
+  // first. A parameter's part means something while has_kept() is true of it.
+  at::Tensor kept() const { return kept_; }
+  at::Tensor kept_or_zeros();
+  bool has_kept(std::size_t i) const { return has_kept_.at(i); }
+  void set_has_kept(std::size_t i, bool has_kept) { has_kept_.at(i) = has_kept; }
+
+  // Bytes of state, and of what feedback keeps, that belong to parameters: padding not counted.
   std::int64_t state_bytes() const;
   std::int64_t state_padding_bytes() const;
 
@@ -97,6 +108,7 @@ class FusedOptimizer {
     std::int64_t step;  // Adam: the number of the step that this will be
     bool has_gradient;
     bool first_step;  // SGD: there is no momentum yet
+    bool has_kept;    // there is a step to feed back
   };
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                        std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
@@ -113,7 +125,8 @@ class FusedOptimizer {
   };
   const State& find_state(std::string_view name) const;
   at::Tensor state_or_zeros(std::size_t which);
-  std::int64_t num_states() const;
+  // Of one element of all that is allocated.
+  std::int64_t bytes_of_element() const;
 
   OptimizerKind kind_;
   std::vector<ParameterSlice> slices_;
@@ -125,6 +138,9 @@ class FusedOptimizer {
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;
+  const bool keeps_bfloat16_;
+  at::Tensor kept_;
+  std::vector<bool> has_kept_;
   at::Tensor table_;  // of the passes
 };
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -46,6 +47,20 @@ Passes<Weights> current_passes() {
   }
 #endif
   return portable_passes<Weights>();
+}
+
+template <typename Weights>
+FedPasses<Weights, NoFeedback> passes_with(const Passes<Weights>& passes, const NoFeedback&) {
+  return passes.plain;
+}
+template <typename Weights, typename Kept>
+FedPasses<Weights, Feedback<Kept>> passes_with(const Passes<Weights>& passes,
+                                               const Feedback<Kept>&) {
+  if constexpr (std::is_same_v<Kept, typename Weights::Scalar>) {
+    return passes.fed;
+  } else {
+    return passes.fed_bfloat16;
+  }
 }
 
 // The weights that a step reads and does not write.
@@ -98,30 +113,40 @@ void set_instruction_set(InstructionSet instruction_set) {
   chosen().store(instruction_set, std::memory_order_relaxed);
 }
 
-template <typename Weights, typename T>
+template <typename Weights, typename T, typename Fed>
 void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
-             std::int64_t n, const SgdOptions& options) {
-  current_passes<Weights>().sgd(weights, g, momentum_buffer, n, options,
-                                worth_streaming(weights, g, n));
+             std::int64_t n, const SgdOptions& options, const Fed& feedback) {
+  passes_with(current_passes<Weights>(), feedback)
+      .sgd(weights, g, momentum_buffer, n, options, feedback, worth_streaming(weights, g, n));
 }
 
-template <typename Weights, typename T>
+template <typename Weights, typename T, typename Fed>
 void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
-              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options) {
-  current_passes<Weights>().adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options,
-                                 worth_streaming(weights, g, n));
+              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
+              const Fed& feedback) {
+  passes_with(current_passes<Weights>(), feedback)
+      .adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options, feedback,
+            worth_streaming(weights, g, n));
 }
 
-#define PD2_INSTANTIATE(Weights, G, T)                                                  \
-  template void sgd_cpu(const Weights&, const G*, T*, std::int64_t, const SgdOptions&); \
-  template void adam_cpu(const Weights&, const G*, T*, T*, T*, std::int64_t, const AdamOptions&);
+#define PD2_INSTANTIATE_FED(Weights, G, T, Fed)                                                  \
+  template void sgd_cpu(const Weights&, const G*, T*, std::int64_t, const SgdOptions&,           \
+                        const Fed&);                                                             \
+  template void adam_cpu(const Weights&, const G*, T*, T*, T*, std::int64_t, const AdamOptions&, \
+                         const Fed&);
+#define PD2_INSTANTIATE(Weights, G, T)            \
+  PD2_INSTANTIATE_FED(Weights, G, T, NoFeedback)  \
+  PD2_INSTANTIATE_FED(Weights, G, T, Feedback<T>) \
+  PD2_INSTANTIATE_FED(Weights, G, T, Feedback<std::uint16_t>)
 PD2_INSTANTIATE(PlainWeights<float>, float, float)
-PD2_INSTANTIATE(PlainWeights<double>, double, double)
+PD2_INSTANTIATE_FED(PlainWeights<double>, double, double, NoFeedback)
+PD2_INSTANTIATE_FED(PlainWeights<double>, double, double, Feedback<double>)
 PD2_INSTANTIATE(MasterWeights<HalfFormat::kBfloat16>, float, float)
 PD2_INSTANTIATE(MasterWeights<HalfFormat::kFloat16>, float, float)
 PD2_INSTANTIATE(SplitWeights, float, float)
 PD2_INSTANTIATE(Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>, std::uint16_t, float)
 PD2_INSTANTIATE(Bfloat16Gradients<SplitWeights>, std::uint16_t, float)
 #undef PD2_INSTANTIATE
+#undef PD2_INSTANTIATE_FED
 
 }  // namespace pd2::kernels

@@ -7,15 +7,23 @@
 
 namespace pd2::kernels {
 
-template <typename Weights>
-struct Passes {
+// Fed is a Feedback or NoFeedback.
+template <typename Weights, typename Fed>
+struct FedPasses {
   using T = typename Weights::Scalar;
   using G = typename Weights::Gradient;
   // `stream`: w_out is 64-byte aligned, no other argument, and too large to be worth caching.
   void (*sgd)(const Weights& weights, const G* g, T* momentum_buffer, std::int64_t n,
-              const SgdOptions& options, bool stream);
+              const SgdOptions& options, const Fed& feedback, bool stream);
   void (*adam)(const Weights& weights, const G* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamOptions& options, bool stream);
+               std::int64_t n, const AdamOptions& options, const Fed& feedback, bool stream);
+};
+
+template <typename Weights>
+struct Passes {
+  FedPasses<Weights, NoFeedback> plain;
+  FedPasses<Weights, Feedback<typename Weights::Scalar>> fed;
+  FedPasses<Weights, Feedback<std::uint16_t>> fed_bfloat16;  // of floats alone
 };
 
 template <typename Weights>

@@ -16,8 +16,8 @@ namespace {
 // for threads to keep all numbers in registers.
 constexpr int kBlocks = 2;
 
-template <typename Step, typename Weights>
-__global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(StepArrays<Weights> arrays) {
+template <typename Step, typename Arrays>
+__global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(Arrays arrays) {
   step_thread<Step>(arrays, {blockIdx.x, gridDim.x, static_cast<int>(threadIdx.x)});
 }
 
@@ -56,10 +56,10 @@ void launch(void (*kernel)(Arguments...), std::int64_t useful, void* stream,
 }
 
 void launch_step(const StepLaunch& given, void* stream) {
-  visit_step(given, [&]<typename Weights, typename Step>(const StepArrays<Weights>& arrays,
-                                                         std::type_identity<Step>) {
-    launch(step_kernel<Step, Weights>, given.num_chunks, stream, arrays);
-  });
+  visit_step(given,
+             [&]<typename Arrays, typename Step>(const Arrays& arrays, std::type_identity<Step>) {
+               launch(step_kernel<Step, Arrays>, given.num_chunks, stream, arrays);
+             });
 }
 
 void launch_norms(const NormLaunch& given, void* stream) {

@@ -86,11 +86,58 @@ PD2_HOST_DEVICE inline Float scaled_gradient(std::uint16_t g, Float scale) {
   return {float_of_bfloat16(bfloat16_bits(product.v))};
 }
 
+// What a step's feedback makes of neighbours. `Fed` is NoFeedback or a FedArray.
+
+PD2_HOST_DEVICE inline void to_kept(float& kept, Float step) { kept = step.v; }
+PD2_HOST_DEVICE inline void to_kept(double& kept, Double step) { kept = step.v; }
+PD2_HOST_DEVICE inline void to_kept(std::uint16_t& kept, Float step) {
+  kept = bfloat16_bits(step.v);
+}
+template <typename V>
+PD2_HOST_DEVICE V from_kept(typename V::Scalar kept) {
+  return {kept};
+}
+template <typename V>
+PD2_HOST_DEVICE V from_kept(std::uint16_t kept) {
+  return {float_of_bfloat16(kept)};
+}
+
+template <typename T, int kWidth>
+PD2_HOST_DEVICE void feed_back(const NoFeedback&, int, const Pack<T, kWidth>&, Pack<T, kWidth>&) {}
+template <typename T, int kWidth, typename Kept>
+PD2_HOST_DEVICE void feed_back(const FedArray<Number<T>, Kept>& fed, int i,
+                               const Pack<T, kWidth>& before, Pack<T, kWidth>& after) {
+  using V = Number<T>;
+  Pack<Kept, kWidth> pack = read<kWidth>(static_cast<const Kept*>(fed.kept) + i);
+  for (int lane = 0; lane < kWidth; ++lane) {
+    V kept = from_kept<V>(pack.lane[lane]);
+    after.lane[lane] = fed.step.correct(V{before.lane[lane]}, V{after.lane[lane]}, kept).v;
+    to_kept(pack.lane[lane], kept);
+  }
+  write<false>(fed.kept + i, pack);
+}
+
+PD2_HOST_DEVICE inline bool is_fed_aligned(const NoFeedback&) { return true; }
+template <typename V, typename Kept>
+PD2_HOST_DEVICE bool is_fed_aligned(const FedArray<V, Kept>& fed) {
+  return is_aligned(fed.kept);
+}
+
+template <typename Weights, typename Fed>
+struct SmallestElement {
+  static constexpr int kBytes = sizeof(typename Weights::Out);
+};
+template <typename Weights, typename V, typename Kept>
+struct SmallestElement<Weights, FedArray<V, Kept>> {
+  static constexpr int kBytes = static_cast<int>(
+      sizeof(Kept) < sizeof(typename Weights::Out) ? sizeof(Kept) : sizeof(typename Weights::Out));
+};
+
 // Steps kWidth neighbours with whole accesses to each array. Everything is read before anything is
 // written: w_out may be w or g.
-template <int kWidth, typename Step, typename Weights, int kStates>
+template <int kWidth, typename Step, typename Weights, int kStates, typename Fed>
 PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const Step& step,
-                               Number<typename Weights::Scalar> gradient_scale) {
+                               const Fed& fed, Number<typename Weights::Scalar> gradient_scale) {
   using T = typename Weights::Scalar;
   using V = Number<T>;
   const Pack<T, kWidth> w = load_weights<kWidth>(a.weights, i);
@@ -108,23 +155,25 @@ PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const S
     for (int s = 0; s < kStates; ++s) state[s].lane[lane] = numbers[s].v;
   }
   for (int s = 0; s < kStates; ++s) write<false>(a.state[s] + i, state[s]);
+  feed_back(fed, i, w, w_out);
   store_weights(a.weights, i, w_out);
 }
 
 // A thread's part of n <= kStepChunk elements.
-template <typename Step, typename Weights, int kStates>
+template <typename Step, typename Weights, int kStates, typename Fed>
 PD2_HOST_DEVICE void step_chunk(const Arrays<Weights, kStates>& a, int n, int thread,
-                                const Step& step, Number<typename Weights::Scalar> gradient_scale) {
+                                const Step& step, const Fed& fed,
+                                Number<typename Weights::Scalar> gradient_scale) {
   // 16 bytes of the array with the smallest elements.
-  constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(typename Weights::Out));
-  bool aligned = are_weights_aligned(a.weights) && is_aligned(a.g);
+  constexpr int kWidth = kAccessBytes / SmallestElement<Weights, Fed>::kBytes;
+  bool aligned = are_weights_aligned(a.weights) && is_aligned(a.g) && is_fed_aligned(fed);
   for (int s = 0; s < kStates; ++s) aligned = aligned && is_aligned(a.state[s]);
   const int in_packs = aligned ? n / kWidth * kWidth : 0;
   for (int i = thread * kWidth; i < in_packs; i += kThreads * kWidth) {
-    step_pack<kWidth>(a, i, step, gradient_scale);
+    step_pack<kWidth>(a, i, step, fed, gradient_scale);
   }
   for (int i = in_packs + thread; i < n; i += kThreads) {
-    step_pack<1>(a, i, step, gradient_scale);
+    step_pack<1>(a, i, step, fed, gradient_scale);
   }
 }
 
@@ -138,26 +187,44 @@ PD2_HOST_DEVICE void copy_chunk(const T* from, T* to, int n, int thread) {
   for (int i = in_packs + thread; i < n; i += kThreads) to[i] = from[i];
 }
 
-template <typename Weights>
+// Kept is void where no run has feedback.
+template <typename Weights, typename Kept>
 struct StepArrays {
   using T = typename Weights::Scalar;
   Weights weights;
   const typename Weights::Out* w;  // what a parameter without a step keeps
   const typename Weights::Gradient* g;
   T* state[3];
+  Kept* kept;
   const void* table;
 };
 
-template <int kStates, typename Weights>
-PD2_HOST_DEVICE Arrays<Weights, kStates> arrays_at(const StepArrays<Weights>& a, std::int64_t i,
-                                                   std::int64_t state) {
+template <int kStates, typename Weights, typename Kept>
+PD2_HOST_DEVICE Arrays<Weights, kStates> arrays_at(const StepArrays<Weights, Kept>& a,
+                                                   std::int64_t i, std::int64_t state) {
   Arrays<Weights, kStates> result{a.weights.at(i), a.g + i, {}};
   for (int s = 0; s < kStates; ++s) result.state[s] = a.state[s] + state;
   return result;
 }
 
-template <typename Step, typename Weights>
-PD2_HOST_DEVICE void step_thread(const StepArrays<Weights>& a, const GridThread& place) {
+// The chunk of a run that begins with this element.
+template <int kStates, typename Step, typename Weights, typename Kept>
+PD2_HOST_DEVICE void step_run(const StepArrays<Weights, Kept>& a, const StepRun<Step>& run,
+                              std::int64_t begin, int n, int thread,
+                              Number<typename Weights::Scalar> gradient_scale) {
+  const std::int64_t state = run.state + begin - run.begin;
+  const auto arrays = arrays_at<kStates>(a, begin, state);
+  if constexpr (!std::is_void_v<Kept>) {
+    if (run.is_fed) {
+      const FedArray<typename Step::Vector, Kept> fed{run.feedback, a.kept + state};
+      return step_chunk(arrays, n, thread, run.step, fed, gradient_scale);
+    }
+  }
+  step_chunk(arrays, n, thread, run.step, NoFeedback(), gradient_scale);
+}
+
+template <typename Step, typename Weights, typename Kept>
+PD2_HOST_DEVICE void step_thread(const StepArrays<Weights, Kept>& a, const GridThread& place) {
   using V = Number<typename Weights::Scalar>;
   constexpr int kFewest = Step::kFewestStates;
   const StepControl control = *static_cast<const StepControl*>(a.table);
@@ -168,39 +235,46 @@ PD2_HOST_DEVICE void step_thread(const StepArrays<Weights>& a, const GridThread&
   for (std::int64_t chunk = place.block; chunk < control.num_chunks; chunk += place.num_blocks) {
     at = item_of_chunk(runs, at, control.num_runs, chunk);
     const StepRun<Step> run = runs[at];  // what is written cannot change it
-    const std::int64_t skipped = (chunk - run.first_chunk) * kStepChunk;
-    const std::int64_t begin = run.begin + skipped;
+    const std::int64_t begin = run.begin + (chunk - run.first_chunk) * kStepChunk;
     const std::int64_t left = run.end - begin;
     const int n = static_cast<int>(left < kStepChunk ? left : kStepChunk);
     if (run.num_states == kCopied) {
       if (a.w != a.weights.w_out) copy_chunk(a.w + begin, a.weights.w_out + begin, n, place.thread);
     } else if (run.num_states == kFewest) {
-      step_chunk(arrays_at<kFewest>(a, begin, run.state + skipped), n, place.thread, run.step,
-                 gradient_scale);
+      step_run<kFewest>(a, run, begin, n, place.thread, gradient_scale);
     } else {
-      step_chunk(arrays_at<kFewest + 1>(a, begin, run.state + skipped), n, place.thread, run.step,
-                 gradient_scale);
+      step_run<kFewest + 1>(a, run, begin, n, place.thread, gradient_scale);
     }
   }
 }
 
 // Calls visit(StepArrays, std::type_identity<Step>) with the launch's types.
+template <typename Kept, typename Weights, typename Visit>
+void visit_rule(const StepLaunch& launch, const Weights& weights, const Visit& visit) {
+  using T = typename Weights::Scalar;
+  const StepArrays<Weights, Kept> arrays{
+      weights,
+      static_cast<const typename Weights::Out*>(launch.w),
+      static_cast<const typename Weights::Gradient*>(launch.g),
+      {static_cast<T*>(launch.state[0]), static_cast<T*>(launch.state[1]),
+       static_cast<T*>(launch.state[2])},
+      static_cast<Kept*>(launch.kept),
+      launch.table};
+  if (launch.rule == StepRule::kSgd) {
+    visit(arrays, std::type_identity<SgdStep<Number<T>>>());
+  } else {
+    visit(arrays, std::type_identity<AdamStep<Number<T>>>());
+  }
+}
 template <typename Visit>
 void visit_step(const StepLaunch& launch, const Visit& visit) {
   visit_weights(launch, [&]<typename Weights>(const Weights& weights) {
     using T = typename Weights::Scalar;
-    const StepArrays<Weights> arrays{
-        weights,
-        static_cast<const typename Weights::Out*>(launch.w),
-        static_cast<const typename Weights::Gradient*>(launch.g),
-        {static_cast<T*>(launch.state[0]), static_cast<T*>(launch.state[1]),
-         static_cast<T*>(launch.state[2])},
-        launch.table};
-    if (launch.rule == StepRule::kSgd) {
-      visit(arrays, std::type_identity<SgdStep<Number<T>>>());
-    } else {
-      visit(arrays, std::type_identity<AdamStep<Number<T>>>());
+    if (launch.kept == nullptr) return visit_rule<void>(launch, weights, visit);
+    if constexpr (std::is_same_v<T, float>) {
+      if (launch.keeps_bfloat16) return visit_rule<std::uint16_t>(launch, weights, visit);
     }
+    visit_rule<T>(launch, weights, visit);
   });
 }
 

@@ -23,12 +23,15 @@ std::vector<std::byte> table(std::span<const StepOfRun> runs, double gradient_sc
                       .num_runs = static_cast<std::int32_t>(runs.size())};
   for (const StepOfRun& given : runs) {
     const auto* options = std::get_if<Options>(&given.options);
-    const StepRun<Step> run{given.begin,
-                            given.end,
-                            given.state,
-                            control.num_chunks,
-                            options == nullptr ? kCopied : num_states(*options),
-                            Step(options == nullptr ? Options() : *options)};
+    const StepRun<Step> run{
+        given.begin,
+        given.end,
+        given.state,
+        control.num_chunks,
+        options == nullptr ? kCopied : num_states(*options),
+        given.feedback.has_value(),
+        Step(options == nullptr ? Options() : *options),
+        FeedbackStep<typename Step::Vector>(given.feedback.value_or(FeedbackOptions()))};
     std::memcpy(end, &run, sizeof(run));
     end += sizeof(run);
     control.num_chunks += num_chunks(given.end - given.begin, kStepChunk);

@@ -4,9 +4,11 @@
 #pragma once
 
 #include "kernels/optimizer.h"
+#include "kernels/optimizer_steps.h"
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <variant>
 #include <vector>
@@ -29,13 +31,16 @@ struct StepRun {
   std::int64_t state;  // where they begin in the arrays of state
   std::int64_t first_chunk;
   std::int32_t num_states;  // that the step uses; kCopied: the weights are copied instead
+  bool is_fed;
   Step step;
+  FeedbackStep<typename Step::Vector> feedback;
 };
 constexpr std::int32_t kCopied = -1;
 
 struct StepOfRun {
   std::int64_t begin = 0, end = 0, state = 0;
-  std::variant<std::monostate, SgdOptions, AdamOptions> options;  // none: copied
+  std::variant<std::monostate, SgdOptions, AdamOptions> options{};  // none: copied
+  std::optional<FeedbackOptions> feedback{};
 };
 
 // T is the type of the arithmetic. The runs' options are all of one optimizer, which the launch

@@ -18,10 +18,14 @@ ARCHITECTURES = (80, 90, 120)  # of those that setup.py builds for: compiling ta
 
 # With bfloat16 gradients.
 NARROW = ("kBfloat16, narrow", "SplitWeights, narrow")
+# By the type of what error feedback keeps.
+FED = {"v": "", "f": "/fed", "d": "/fed", "t": "/fed bfloat16"}
 STEPS = [
-    f"{rule}/{weights}"
+    f"{rule}/{weights}{fed}"
     for rule in ("SgdStep", "AdamStep")
     for weights in ("float", "double", "kBfloat16", "kFloat16", "SplitWeights", *NARROW)
+    for fed in dict.fromkeys(FED.values())
+    if (weights, fed) != ("double", "/fed bfloat16")
 ]
 NORMS = [
     f"{kernel}/{kind}/{dtype}"
@@ -67,7 +71,9 @@ def kernel_of(symbol: str) -> str:
         ):
             if part in symbol:
                 narrow = ", narrow" if "Bfloat16Gradients" in symbol else ""
-                return f"{rule}/{weights}{narrow}"
+                kept = re.search(r"([vfdt])E+vT0_", symbol)
+                assert kept is not None, symbol
+                return f"{rule}/{weights}{narrow}{FED[kept[1]]}"
     found = re.search(r"(sum|finish)_kernelILNS0_8NormKindE(\d)E(f|d|NS1_8Bfloat16)E", symbol)
     assert found is not None, symbol
     kinds = ("kOne", "kTwo", "kMax")
@@ -135,10 +141,11 @@ def count(pattern: str, text: str) -> int:
 def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
     compiled: Compiled, step: str
 ) -> None:
-    rule, weights = step.split("/")
+    rule, weights, *fed = step.split("/")
     weights, _, narrow = weights.partition(", ")
     # An instruction reads 16 bytes; a pack has as many elements as 16 bytes of its smallest.
     wide = {"float": 1, "double": 1}.get(weights, 2)  # of a pack of gradients or of state
+    kept = 0 if not fed else 1 if "bfloat16" in fed[0] else wide
     of_weights_in = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 2}.get(weights, 1)
     of_weights_out = {"kBfloat16": 1, "kFloat16": 1, "SplitWeights": 1}.get(weights, 1)
     of_masters_out = {"kBfloat16": 2, "kFloat16": 2, "SplitWeights": 1}.get(weights, 0)
@@ -146,6 +153,9 @@ def test_every_array_of_a_step_is_read_and_written_16_bytes_at_a_time(
     for num_states in (0, 1) if rule == "SgdStep" else (2, 3):
         reads += wide * num_states + (1 if narrow else wide) + of_weights_in
         writes += wide * num_states + of_masters_out
+    if fed:  # runs without feedback may be among the others
+        reads, writes = 2 * (reads + kept), 2 * (writes + kept)
+        of_weights_out *= 2
     ptx = compiled.ptx[step]
     # Loops may be unrolled, so that an instruction is there several times, and weights are copied.
     assert count(r"ld\.global\.cs\.v4\.[a-z]32", ptx) >= reads + 1

@@ -47,6 +47,16 @@ def test_every_optimizer_of_torch(name: str) -> None:
         check_task(task, d, d, [2 * d] * 6, lambda p: STOCK[name](p, lr=0.01), exact=exact)
 
 
+def test_nadam_with_decoupled_weight_decay() -> None:
+    def nadamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(
+            parameters, lr=0.01, betas=(0.98, 0.99), weight_decay=0.1, decoupled_weight_decay=True
+        )
+
+    for task, d in ((TASKS["skips"], 4), (TASKS["branch"], 3)):
+        check_task(task, d, d, [2 * d] * 6, nadamw, exact=True)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_no_pipeline_can_serve_are_refused_with_the_reason(name: str) -> None:
     with (

@@ -222,7 +222,7 @@ def test_a_failing_batch_is_discarded(part: str, spare: bool) -> None:
             {},
             r'optimizer_device: "cpu", optimizer: Adam of torch.float32',
         ),
-        (SGD, {"staleness": pd2.ErrorFeedback()}, r'optimizer_device: "cpu", staleness: Error'),
+        (SGD, {"staleness": pd2.NesterovCorrection()}, r'optimizer_device: "cpu", staleness: Nest'),
     ],
 )
 def test_what_cannot_step_there_is_refused(

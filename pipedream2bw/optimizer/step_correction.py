@@ -1,0 +1,125 @@
+"""Corrects the steps of a stage by a remedy for the delay, and keeps what that needs."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _C
+from ..runtime.stage_weights import StageWeights
+from .staleness import Correction, ErrorFeedback
+
+
+class StepCorrection:
+    """Corrects the steps of one stage.
+
+    What :class:`ErrorFeedback` adds to a step that one of the engine's fused passes makes, that
+    pass adds too. All else is corrected here, after the optimizers have stepped.
+
+    Args:
+        rule: the remedy.
+    """
+
+    def __init__(self, rule: Correction, stage: StageWeights) -> None:
+        self._rule = rule
+        self._stage = stage
+        self._before: dict[int, torch.Tensor] = {}  # masters, by parameter; within an update
+        self._kept: dict[int, torch.Tensor] = {}  # by parameter
+
+    def _is_fused(self, parameter: int) -> bool:
+        return isinstance(self._rule, ErrorFeedback) and self._stage.engine.is_fused(parameter)
+
+    def corrected_here(self) -> list[int]:
+        """The parameters of this replica whose steps no fused pass corrects."""
+        engine = self._stage.engine
+        return [
+            i for i in range(len(self._stage.handles)) if engine.owns(i) and not self._is_fused(i)
+        ]
+
+    def feedback(self, *, stale: bool) -> float:
+        """The coefficient for an update by the engine's fused passes; 0 without feedback.
+
+        Args:
+            stale: as :meth:`apply` has it.
+        """
+        return self._rule.coefficient if isinstance(self._rule, ErrorFeedback) and stale else 0.0
+
+    @property
+    def keeps_bfloat16(self) -> bool:
+        """Whether the fused passes round what they keep."""
+        return self._rule.keeps_bfloat16
+
+    def nbytes(self) -> int:
+        """Bytes that it keeps from one step to the next beside the engine."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    def begin(self, slot: int, *, stale: bool) -> None:
+        """Within an update, before the optimizers' own steps, which change masters in place.
+
+        Args:
+            stale: as :meth:`apply` has it.
+        """
+        engine = self._stage.engine
+        for i in self.corrected_here() if stale else ():
+            if engine.has_gradient(i) and self._has_master(slot, i):
+                self._before[i] = engine.master(slot, i).clone()
+
+    def apply(self, slot: int, *, stale: bool) -> None:
+        """Within an update: W(t) is the newest version, W(t) + u(t) is in ``slot``.
+
+        Args:
+            stale: whether the batch read an older version than W(t).
+        """
+        engine = self._stage.engine
+        for i in self.corrected_here():
+            has_master = self._has_master(slot, i)
+            after = engine.master(slot, i) if has_master else engine.weight(slot, i)
+            step = None
+            if engine.has_gradient(i) and (i in self._before or not has_master):
+                before = self._before.pop(i, None)
+                step = after - (engine.weight(engine.newest_slot, i) if before is None else before)
+            earlier = self._kept.pop(i, None)
+            if earlier is not None:
+                _C.use_here([earlier])  # after a load it has memory of the caller's stream
+            change, kept = self._rule.correct(step, earlier, stale=stale)
+            if change is not None:
+                after.add_(change)
+                if has_master:
+                    engine.weight(slot, i).copy_(after)
+            if kept is not None:
+                self._kept[i] = kept
+
+    def _has_master(self, slot: int, parameter: int) -> bool:
+        engine = self._stage.engine
+        weight = engine.weight(slot, parameter)
+        return engine.master(slot, parameter).data_ptr() != weight.data_ptr()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors to save, by the parameters' names; of this replica's share."""
+        found = {}
+        for i, name in enumerate(self._stage.trainable):
+            kept = self._kept.get(i)
+            if self._is_fused(i):
+                kept = self._stage.engine.kept_step(i)
+            if kept is not None:
+                found[name] = kept
+        return found
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes what :meth:`state` gave; of parameters that are not there nothing is known.
+
+        Raises:
+            ValueError: a tensor has another shape than its parameter.
+        """
+        for name, handle in self._stage.trainable.items():
+            if name in state and state[name].shape != handle.shape:
+                raise ValueError(
+                    f"staleness of {name}: shape {list(state[name].shape)}, the parameter has "
+                    f"{list(handle.shape)}: they must be equal"
+                )
+        self._kept = {}
+        for i, name in enumerate(self._stage.trainable):
+            if self._is_fused(i):
+                self._stage.engine.set_kept_step(i, state.get(name))
+            elif name in state and self._stage.engine.owns(i):
+                dtype = torch.bfloat16 if self.keeps_bfloat16 else self._stage.stepped_dtypes()[i]
+                self._kept[i] = state[name].to(self._stage.device, dtype, copy=True)
