@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py     one process per stage
 
 First on the source code of Python's standard library, all weights, as a base; then on the package's
-own documentation (``--data``: a file or folder of yours), adapters of the attention alone. Writes
-the base, the adapter and the curves (loss.png) into ``--out``. Needs transformers, peft and
-matplotlib. Set OMP_NUM_THREADS=1 if the stages share one machine.
+own documentation (``--data``: a file or folder of yours), adapters of its linear layers. Writes the
+base, the adapter and the curves (loss.png) into ``--out``. Needs transformers, peft and matplotlib.
+Set OMP_NUM_THREADS=1 if the stages share one machine.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def train(
         warmup_steps=options.steps // 10,
         logging_steps=5,
         save_strategy="no",
-        report_to="none",
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
         **how,
     )
     trainer = PipelineTrainer(
@@ -135,11 +135,11 @@ def main() -> None:
     )
     shown = [f"base: held-out loss: {before:.3f} -> {after:.3f}"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(1)  # the same adapters on every rank
     adapted, folder = get_peft_model(loaded, lora), options.out / "adapter"
     text = load_text(options.data)
-    curves["LoRA"], before, after = train(adapted, text, folder, options, learning_rate=1e-2)
+    curves["LoRA"], before, after = train(adapted, text, folder, options, learning_rate=3e-3)
     shown.append(f"LoRA: held-out loss: {before:.3f} -> {after:.3f}")
     if int(os.environ.get("RANK", "0")) == 0:
         draw(curves, options.out / "loss.png")

@@ -215,23 +215,25 @@ def check_lora(output: str, out: Path) -> None:
     assert float(found[2]) < float(found[1]) - 0.3
     found = re.search(r"LoRA: held-out loss: ([\d.]+) -> ([\d.]+)", output)
     assert found, output
-    assert float(found[2]) < float(found[1])
+    assert float(found[2]) < float(found[1]) - 0.1
     assert (out / "loss.png").stat().st_size > 1000
     assert (out / "adapter" / "adapter_model.safetensors").exists()
 
 
-TINY_LORA = ["--width=32", "--layers=2", "--context=32", "--steps=30"]
+TINY_LORA = ["--width=64", "--layers=2", "--context=32", "--steps=40"]
 
 
-def test_lora_is_trained_in_one_process_and_under_torchrun(tmp_path: Path) -> None:
+def test_lora_is_trained_in_one_process_and_under_torchrun(tmp_path: Path, text: Path) -> None:
     for package in ("transformers", "peft", "matplotlib"):
         pytest.importorskip(package)
-    check_lora(run_alone("finetune_lora.py", *TINY_LORA, "--out", str(tmp_path)), tmp_path)
+    arguments = [*TINY_LORA, "--data", str(text), "--out"]
+    out = tmp_path / "one"
+    check_lora(run_alone("finetune_lora.py", *arguments, str(out)), out)
     out = tmp_path / "two"
     results = run_ranks(
         EXAMPLES / "finetune_lora.py",
         2,
-        args=[*TINY_LORA, "--out", str(out)],
+        args=[*arguments, str(out)],
         rendezvous="environment",
         env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES), *sys.path])},
         timeout=150,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,6 +104,11 @@ def arrangement_of(args: TrainingArguments, pipeline: Mapping[str, Any]) -> Arra
         raise ValueError(
             f"pipeline: num_stages: {num_stages!r}, stages_per_rank: {per_rank!r}: num_stages must "
             "be a number that stages_per_rank divides"
+        )
+    if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
+        raise ValueError(
+            f"processes: {launched} of torchrun, {args.world_size} of TrainingArguments: on CPUs "
+            "give use_cpu=True"
         )
     ranks = num_stages // per_rank if args.world_size > 1 else 1
     width = pipeline.get("width") or max(1, args.world_size // ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,33 @@ def test_losses_of_ones_own_are_obeyed(kind: str, tmp_path: Path) -> None:
 def test_labels_are_shifted_where_they_are_smoothed(tmp_path: Path) -> None:
     ours, theirs = train_both("lora", tmp_path, max_steps=1, label_smoothing_factor=0.2)
     assert_same_log(log_of(ours), log_of(theirs))
+
+
+class Plain(torch.nn.Module):
+    """No model of transformers: its loss is a mean over the microbatch, whatever the batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.first, self.second = torch.nn.Linear(768, 16), torch.nn.Linear(16, 3)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.second(self.first(pixel_values.flatten(1)).tanh() * self.scale)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_plain_module_is_trained_on_means_of_microbatches(tmp_path: Path) -> None:
+    task = dataclasses.replace(VIT, build=Plain)
+    given: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "weight_decay": 0.1,
+        "save_strategy": "epoch",
+    }
+    ours, theirs = piped(task, tmp_path / "a", TWO, **given), stock(task, tmp_path / "b", **given)
+    for trainer in (ours, theirs):
+        trainer.train()
+    assert_same_log(log_of(ours), log_of(theirs))
+    assert_same_state(state_of(ours), state_of(theirs), within=1e-5)
 
 
 class Recorder(transformers.TrainerCallback):

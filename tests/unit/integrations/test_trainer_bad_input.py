@@ -17,6 +17,7 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip("peft")
 
 from pipedream2bw.errors import StageError
+from pipedream2bw.integrations.transformers import PipelineTrainer
 from tests.runs.trainers import log_of, piped, stock
 from tests.samples.trainer_tasks import TASKS
 
@@ -95,6 +96,16 @@ def test_options_that_do_not_go_together_are_named(
         piped(VIT, tmp_path, pipeline)
 
 
+def test_processes_that_the_trainer_does_not_see_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = VIT.arguments(tmp_path)  # whose processes are counted now
+    assert given["args"].world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="processes: 2 of torchrun, 1 of TrainingArguments"):
+        PipelineTrainer(VIT.model(), pipeline=TWO, **given)
+
+
 def test_labels_of_another_length_are_refused_and_the_pipeline_stays_open(tmp_path: Path) -> None:
     trainer = piped(LLAMA, tmp_path, TWO, train_sampling_strategy="sequential", max_steps=1)
     good = list(trainer.train_dataset)
@@ -109,7 +120,7 @@ def test_labels_of_another_length_are_refused_and_the_pipeline_stays_open(tmp_pa
 
 
 def test_a_batch_of_no_items_contributes_nothing(tmp_path: Path) -> None:
-    trainer = piped(LLAMA, tmp_path, TWO, optim="sgd", max_steps=1)
+    trainer = piped(LLAMA, tmp_path, TWO, max_steps=1, logging_nan_inf_filter=False)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     for row in trainer.train_dataset:
         row["labels"] = torch.full_like(row["labels"], -100)
