@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -72,9 +73,9 @@ def delayed_collectives(shortest: float, longest: float, seed: int = 0) -> Itera
     join_members = groups.join_members
 
     def join_delayed(
-        members: list[int], name: str, _: str | None, timeout: datetime.timedelta
+        members: list[int], name: str, _: str | None, timeout: datetime.timedelta, options: Any
     ) -> dist.ProcessGroup:
-        return join_members(members, name, backend, timeout)
+        return join_members(members, name, backend, timeout, options)
 
     with (
         mock.patch.object(groups, "join_members", join_delayed),

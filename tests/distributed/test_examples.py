@@ -194,19 +194,24 @@ def test_digits_are_recognised_in_one_process() -> None:
     assert recognised(run_alone("train_digits.py", "--epochs", "3")) > 0.9
 
 
-@pytest.mark.parametrize(("example", "epochs"), [("train_digits.py", 3), ("train_vit.py", 8)])
-def test_digits_are_recognised_under_torchrun(tmp_path: Path, example: str, epochs: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "epochs", "draws", "share"),
+    [("train_digits.py", 3, False, 0.9), ("train_vit.py", 8, True, 0.4)],
+)
+def test_digits_are_recognised_under_torchrun(
+    tmp_path: Path, example: str, epochs: int, draws: bool, share: float
+) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     results = run_ranks(
         EXAMPLES / example,
         2,
-        args=["--epochs", str(epochs)],
+        args=["--epochs", str(epochs), *(("--out", str(tmp_path)) if draws else ())],
         rendezvous="environment",
         env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
         timeout=150,
     )
-    assert recognised(results[1].stdout) > 0.9
+    assert recognised(results[1].stdout) > share  # of ten digits
 
 
 def check_lora(output: str, out: Path) -> None:
