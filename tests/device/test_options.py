@@ -107,7 +107,7 @@ def test_a_correction_is_loaded_while_the_caller_takes_memory(remedy: Any) -> No
         {"loss_reduction": "sum", "normalizer": torch.numel},
         *exhaustive({"compile": {"backend": "eager"}}),  # seconds of dynamo's
     ],
-    ids=str,
+    ids=lambda options: ",".join(options),  # an address would differ between pytest's workers
 )
 def test_options_of_float32(options: dict[str, Any]) -> None:
     check(SKIPS, 3, 4, "adam", **options)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.runs.launch import ROOT, run_ranks
 from tests.samples.plans import plan_for
 
@@ -113,6 +114,7 @@ def test_gpt_learns_as_a_plan_says(tmp_path: Path, text: Path) -> None:
     assert "schedule='1f1b', num_stages=2, num_microbatches=4" in results[0].stdout
 
 
+@pytest.mark.exhaustive
 def test_gpt_learns_with_four_stages_in_one_process(tmp_path: Path, text: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
@@ -189,6 +191,7 @@ def recognised(output: str) -> float:
     return int(found[1]) / int(found[2])
 
 
+@pytest.mark.exhaustive
 def test_digits_are_recognised_in_one_process() -> None:
     pytest.importorskip("sklearn")
     assert recognised(run_alone("train_digits.py", "--epochs", "3")) > 0.9
@@ -196,7 +199,7 @@ def test_digits_are_recognised_in_one_process() -> None:
 
 @pytest.mark.parametrize(
     ("example", "epochs", "draws", "share"),
-    [("train_digits.py", 3, False, 0.9), ("train_vit.py", 8, True, 0.4)],
+    [("train_digits.py", 3, False, 0.9), *exhaustive(("train_vit.py", 8, True, 0.4))],
 )
 def test_digits_are_recognised_under_torchrun(
     tmp_path: Path, example: str, epochs: int, draws: bool, share: float
@@ -228,19 +231,23 @@ def check_lora(output: str, out: Path) -> None:
 TINY_LORA = ["--width=64", "--layers=2", "--context=32", "--steps=40"]
 
 
-def test_lora_is_trained_in_one_process_and_under_torchrun(tmp_path: Path, text: Path) -> None:
+@pytest.mark.exhaustive
+def test_lora_is_trained_in_one_process(tmp_path: Path, text: Path) -> None:
     for package in ("transformers", "peft", "matplotlib"):
         pytest.importorskip(package)
-    arguments = [*TINY_LORA, "--data", str(text), "--out"]
-    out = tmp_path / "one"
-    check_lora(run_alone("finetune_lora.py", *arguments, str(out)), out)
-    out = tmp_path / "two"
+    arguments = [*TINY_LORA, "--data", str(text), "--out", str(tmp_path)]
+    check_lora(run_alone("finetune_lora.py", *arguments), tmp_path)
+
+
+def test_lora_is_trained_under_torchrun(tmp_path: Path, text: Path) -> None:
+    for package in ("transformers", "peft", "matplotlib"):
+        pytest.importorskip(package)
     results = run_ranks(
         EXAMPLES / "finetune_lora.py",
         2,
-        args=[*arguments, str(out)],
+        args=[*TINY_LORA, "--data", str(text), "--out", str(tmp_path)],
         rendezvous="environment",
         env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES), *sys.path])},
         timeout=150,
     )
-    check_lora(results[0].stdout, out)
+    check_lora(results[0].stdout, tmp_path)

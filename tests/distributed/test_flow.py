@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.runs.trajectory import (
@@ -114,7 +115,7 @@ def compiled_stages(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *exhaustive(4)])
 def test_what_flows_in_processes_equals_the_definition(num_ranks: int) -> None:
     """With metrics on every rank, and with replicas that average added losses."""
     checks = [everything_flows, metrics_reach_every_rank, replicas_average_added_losses]

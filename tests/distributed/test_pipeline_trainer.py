@@ -14,6 +14,7 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
 
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trainers import (
     assert_same_delayed_log,
@@ -76,11 +77,12 @@ def check(
     assert_same_state(results[0].value[1], want[1], within=2e-6)
 
 
-@pytest.mark.parametrize("task", ["llama", "lora"])
+@pytest.mark.parametrize("task", ["llama", *exhaustive("lora")])
 def test_two_processes_train_as_the_stock_trainer(task: str, tmp_path: Path) -> None:
     check(task, tmp_path, 2, {"num_stages": 2, "schedule": "1f1b"})
 
 
+@pytest.mark.exhaustive
 def test_four_processes_train_as_the_stock_trainer(tmp_path: Path) -> None:
     check("gpt2", tmp_path, 4, {"num_stages": 4, "schedule": "1f1b"})
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.token_losses import TASK, by_definition, by_pipeline, count, padded
 from tests.runs.trajectory import Trajectory, assert_same, make_pipeline, sgd
@@ -27,7 +28,7 @@ def train(rank: int, world: int) -> None:
             assert_same(got, Trajectory(want.losses, held))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_replicas_and_train_steps_are_one_sum(world: int) -> None:
     run_ranks(train, world, timeout=90)
 

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.distributed.test_exactness import adamw, check, replicas_follow_the_mean, rmsprop
+from tests.exhaustive import exhaustive
 from tests.runs.launch import in_turn, run_ranks
 from tests.runs.trajectory import by_oracle, copy_of, make_pipeline, sgd
 from tests.samples.models import TASKS
@@ -207,7 +208,7 @@ def _raise_in_second_batch(num_microbatches: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, *exhaustive(4)])
 def test_two_pipelines_in_processes_equal_the_definition(num_stages: int) -> None:
     """With replicas that average, too; and a failure in one pipeline ends all ranks."""
     checks = [train_everything, *([replicas_average] if num_stages == 4 else []), fails]

@@ -82,6 +82,6 @@ def user_code_runs(rank: int, world_size: int, width: int) -> None:
         ranges_are_the_timelines_actions(width, schedule, m)
 
 
-@pytest.mark.parametrize(("num_ranks", "width"), [(2, 1), (4, 2), *exhaustive((2, 2), (4, 1))])
+@pytest.mark.parametrize(("num_ranks", "width"), [(2, 1), *exhaustive((2, 2), (4, 1), (4, 2))])
 def test_user_code_runs_in_processes_as_in_one(num_ranks: int, width: int) -> None:
     run_ranks(user_code_runs, num_ranks, args=[width], timeout=150)

@@ -20,6 +20,7 @@ import transformers
 from transformers import Trainer
 
 from pipedream2bw.integrations.transformers import PipelineTrainer
+from tests.exhaustive import exhaustive
 from tests.runs.trainers import (
     assert_same_log,
     assert_same_state,
@@ -31,6 +32,7 @@ from tests.runs.trainers import (
 from tests.samples.trainer_tasks import TASKS
 
 TWO = {"num_stages": 2, "schedule": "1f1b"}
+ALWAYS = ("gpt2", "mixtral", "lora")  # Llama and ViT are trained in other tests
 LLAMA, VIT, BERT = TASKS["llama"], TASKS["vit"], TASKS["bert"]
 
 
@@ -47,7 +49,9 @@ def train_both(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [*ALWAYS, *exhaustive(*(name for name in TASKS if name not in ALWAYS))]
+)
 def test_logs_and_weights_are_those_of_the_stock_trainer(name: str, tmp_path: Path) -> None:
     ours, theirs = train_both(
         name, tmp_path, eval_strategy="epoch", optim="sgd", learning_rate=0.1, weight_decay=0.01

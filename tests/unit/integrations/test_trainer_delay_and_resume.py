@@ -19,6 +19,7 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
 import transformers
 from peft import AutoPeftModelForCausalLM
 
+from tests.exhaustive import exhaustive
 from tests.runs.trainers import (
     assert_same_delayed_log,
     assert_same_log,
@@ -48,7 +49,7 @@ def dropping() -> torch.nn.Module:
 DROPPING = dataclasses.replace(VIT, build=dropping)
 
 
-@pytest.mark.parametrize("name", ["vit", "lora"])
+@pytest.mark.parametrize("name", ["vit", *exhaustive("lora")])
 def test_2bw_trains_as_its_definition_says(name: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"eval_strategy": "epoch", "max_grad_norm": 0.3}
     ours = piped(TASKS[name], tmp_path / "ours", TWO, **arguments)
@@ -63,7 +64,7 @@ def test_2bw_trains_as_its_definition_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-@pytest.mark.parametrize("step", [2, 3])  # in the middle of an epoch, and at its end
+@pytest.mark.parametrize("step", [2, *exhaustive(3)])  # in the middle of an epoch, and at its end
 def test_a_run_goes_on_with_the_same_bits(schedule: str, step: int, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "save_strategy": "steps",
