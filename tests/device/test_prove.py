@@ -37,7 +37,7 @@ def test_nothing_that_is_left_out_is_missed(
     ("name", "every"),
     [
         ("two processes, rings", 15),
-        ("two processes, staged", 25),
+        ("two processes, staged", 7),
         ("two replicas, shared state", 25),
     ],
 )
