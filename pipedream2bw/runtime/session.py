@@ -172,10 +172,7 @@ class Session:
         return contextlib.nullcontext() if self.grid.in_processes else interrupts_later()
 
     def evaluate(self, call: Call, *, is_train: bool) -> Any:
-        """Gives the model's output where its last stage is, None elsewhere. Drains.
-
-        Of ready-made microbatches: a list of their outputs.
-        """
+        """Gives the output, of ready-made microbatches a list, where the last stage is. Drains."""
         self.ending.check_open()
         with self.ending.failing_closes():
             given, microbatches = self._take(
