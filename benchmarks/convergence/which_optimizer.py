@@ -40,7 +40,7 @@ import pipedream2bw as pd2
 from measuring.report import compact, describe, machine  # isort: skip  # study.py says where
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
-LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 BETA2, WEIGHT_DECAY = 0.99, 0.01
 BOUND = 0.005  # of the synchronous loss: the claim that is held or refuted
 SIZES = ((4, 4), (4, 8), (8, 8))  # stages and microbatches, for the time to equal loss
