@@ -52,9 +52,10 @@ def load_whole(
         TimeoutError: the file system hangs.
     """
     there = on_first_rank(session, folder, "looking for checkpoints", folder.steps)
-    steps: list[int] = session.control.from_first(
-        lambda: _candidates(folder, known_everywhere(there), step)
-    )
+    with session.ending.lost_ranks_close():
+        steps: list[int] = session.control.from_first(
+            lambda: _candidates(folder, known_everywhere(there), step)
+        )
     damage: dict[int, str] = {}
     for candidate in steps:
         look = _Look(session, folder, candidate)
