@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .text import build, tokens
+from .text import LLAMA_LIKE, SEQUENCE, build, tokens
 from .zoo import Example, Model
 
 PATCHES: dict[str, Any] = {
@@ -61,17 +61,6 @@ WAVES: dict[str, dict[str, Any]] = {
     "sew": {**SOUND, "squeeze_factor": 2},
     "data2vec-audio": SOUND,
 }
-SPEECH: dict[str, Any] = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "decoder_start_token_id": 1,
-    "use_cache": False,
-}
 
 
 def image(rows: int, size: int = 16) -> Example:
@@ -109,8 +98,6 @@ def clip(kind: str) -> nn.Module:
 def llava() -> nn.Module:
     """Pictures' features in the places of a text's tokens for them."""
     import transformers
-
-    from .text import LLAMA_LIKE
 
     vision = transformers.CLIPVisionConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, projection_dim=8, **PATCHES
@@ -241,8 +228,13 @@ def models() -> list[Model]:
         Model("transformers", name, made(build, name, "AutoModelForCTC", options), wave)
         for name, options in WAVES.items()
     ]
-    whisper = {**SPEECH, "num_mel_bins": 16, "max_source_positions": 16, "max_target_positions": 8}
-    read_aloud = {**SPEECH, "input_feat_per_channel": 16, "conv_channels": 8}
+    whisper = {
+        **SEQUENCE,
+        "num_mel_bins": 16,
+        "max_source_positions": 16,
+        "max_target_positions": 8,
+    }
+    read_aloud = {**SEQUENCE, "input_feat_per_channel": 16, "conv_channels": 8}
     read_aloud |= {"max_source_positions": 16, "max_target_positions": 8}
     sequence = "AutoModelForSpeechSeq2Seq"
     found += [

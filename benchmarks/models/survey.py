@@ -95,16 +95,16 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
         return Outcome(name, "not built", reason=_first_line(error))
     reference = copy.deepcopy(module)
     args, kwargs = batches[0]
+    num_microbatches = max(NUM_MICROBATCHES, options.stages)
     start = time.perf_counter()
     try:
         pipe = pd2.PipelineModule(
             module,
             mean_square,
             num_stages=options.stages,
-            num_microbatches=max(NUM_MICROBATCHES, options.stages),
+            num_microbatches=num_microbatches,
             example_args=args,
             example_kwargs=kwargs,
-            replicated=model.replicated,
             precision=options.precision,
             compile=options.compile,
             timeout=SECONDS,
@@ -122,7 +122,7 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
         ours = [float(loss) for loss in losses]
         state = {key: value.clone() for key, value in pipe.state_dict().items()}
         seed = pipe.random_seed
-    difference = _difference(reference, batches, seed, ours, state, pipe_stages=options.stages)
+    difference = _difference(reference, batches, seed, ours, state, num_microbatches)
     verdict = "bitwise" if difference == 0.0 else "close" if difference <= CLOSE else "WRONG"
     return Outcome(name, verdict, route, seconds, difference, stages)
 
@@ -133,7 +133,7 @@ def _difference(
     seed: int,
     losses: list[float],
     state: dict[str, torch.Tensor],
-    pipe_stages: int,
+    num_microbatches: int,
 ) -> float:
     """The largest difference from the unsplit model, trained by the definition."""
 
@@ -145,7 +145,7 @@ def _difference(
     oracle = Oracle(
         reference,
         torch.optim.SGD(reference.parameters(), lr=0.01),
-        max(NUM_MICROBATCHES, pipe_stages),
+        num_microbatches,
         mean_square,
         delay=1,
         drawing=drawing,

@@ -22,8 +22,6 @@ class Model:
     """Called after ``torch.manual_seed``."""
     example: Callable[[int], Example]
     """A call's arguments with that many rows."""
-    replicated: tuple[str, ...] = ()
-    """Arguments without rows."""
 
 
 def mean_square(output: Any, target: Any) -> torch.Tensor:
