@@ -83,7 +83,7 @@ def _numbers(sizes: dict[Any, int]) -> dict[Any, Any]:
 
 
 def _sympy() -> Any:
-    """It takes longer to import than all of this package, and few models have open sizes."""
+    """Imports sympy, which takes longer than this package, where a model has open sizes."""
     import sympy  # type: ignore[import-untyped]
 
     return sympy

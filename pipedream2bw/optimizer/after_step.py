@@ -117,7 +117,7 @@ class AfterStep:
                     mine = self.corrections[stage.index].state()
                     of_stage = {name: {"kept": tensor} for name, tensor in mine.items()}
                     if stage.weights.engine.is_shared and not self._session.ending.has_failed:
-                        of_stage |= all_shares(self._session, stage.weights, of_stage)
+                        of_stage = all_shares(self._session, stage.weights, of_stage)
                     kept |= {name: each["kept"] for name, each in of_stage.items()}
             state["staleness"] = {"delayed_batches": self.delayed_batches, "kept": kept}
         return state

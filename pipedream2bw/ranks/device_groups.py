@@ -17,8 +17,8 @@ TIMEOUT = datetime.timedelta(days=1)
 waiting, while the group would count the user's pauses too, and end the process."""
 
 _MOST_BLOCKS = 4
-"""Of a device's multiprocessors, which NCCL takes for one transfer of a message: a few reach the
-bandwidth of a link, while by default up to 32 are kept from the stages' work, with 12 MiB each."""
+"""How many multiprocessors of a device NCCL takes for a transfer: a few reach the bandwidth of a
+link, while by default up to 32 are kept from the stages' work, with 12 MiB each."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"  # ErrorHandlingMode of torch's ProcessGroupNCCL.hpp
