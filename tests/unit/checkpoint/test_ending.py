@@ -53,6 +53,7 @@ def test_a_pipeline_that_ends_while_a_save_waits_frees_what_it_held(
 ) -> None:
     gc.collect()
     gc.freeze()
+    deadline = time.monotonic() + 40
     trainer = Trainer()
     session, fault = weakref.ref(trainer.pipe.session), trainer.pipe.session.control.fault
     trainer.train()
@@ -65,7 +66,9 @@ def test_a_pipeline_that_ends_while_a_save_waits_frees_what_it_held(
         saving = pd2.save(tmp_path, trainer.pipe, trainer.opt)
     if end == "drop":
         del trainer
-        gc.collect()
+        while not saving.done.done() and time.monotonic() < deadline:
+            gc.collect()  # again: a stage may still call the loss, which is the trainer's
+            time.sleep(0.01)
     elif end == "failure":
         fault.raise_(pd2.errors.StageError("on purpose", cause="on purpose"))
         with pytest.raises(pd2.errors.StageError, match="on purpose"):
@@ -81,7 +84,6 @@ def test_a_pipeline_that_ends_while_a_save_waits_frees_what_it_held(
     assert by_checkpointer or held(Cut) == held(HostMemory) == []
     if end != "drop":
         del trainer
-    deadline = time.monotonic() + 20
     while session() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
