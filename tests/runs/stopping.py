@@ -201,6 +201,7 @@ def one_is_hit(rank: int, world: int, case: Case, at: int | None) -> dict[str, A
         join_with_store_in_rank_0(rank, world)
     else:
         dist.init_process_group("gloo")  # by torchrun's variables: the store is in rank 0 as well
+    dist.barrier()  # who is hit while others still join ends torch's joining, not ours
     kind = text = ""
     pipes: list[pd2.PipelineModule] = []
     try:
