@@ -10,7 +10,9 @@ save into memory (/dev/shm) in the group; with torch.distributed.checkpoint's as
 newest weights and moments after a drain. A round is two such rows, and gives one value.
 
 The same, without async_save, with both stages in threads of one process: there a writer that holds
-Python's lock would disturb them most.
+Python's lock would disturb them most. And in two processes whose blocks compute little and sleep
+long, as where accelerators compute: there the times of batches are alike, and what a save adds to
+the longest ones is not lost among them.
 
 Then ``every="auto"`` on one disk of 20 MB/s for all processes and files (writes wait as long as it
 would take), in turns with batches without saving (A B B A), and again when that disk has become
@@ -61,10 +63,12 @@ NUM_STAGES = 2
 NUM_MICROBATCHES = 4
 WORKLOAD = Workload("transformer", rows=16, hidden=256, layers=3, sequence=128)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8)
+SLEEP = {"rows": 1, "sequence": 8, "forward_seconds": 0.02, "backward_seconds": 0.04}
+SMOKE_SLEEP = {"forward_seconds": 0.002, "backward_seconds": 0.004}
 EVERY = 10
 WAYS = ("none", "saving", "dcp")
 ROW = (*WAYS, *reversed(WAYS))
-ROW_IN_THREADS = ("none", "saving", "saving", "none")
+SHORT_ROW = ("none", "saving", "saving", "none")
 DISK_BYTES_PER_SECOND = 20e6
 SLOWER = 4
 AUTO_BATCHES = (20, 60)
@@ -297,16 +301,14 @@ def measure(rank: int, world_size: int, workload: Workload, rounds: int, folder:
     return Measured(groups, automatic)
 
 
-def measure_in_threads(
+def measure_saves_alone(
     rank: int, world_size: int, workload: Workload, rounds: int, folder: Path
 ) -> list[list[Group]]:
-    """Runs in one process, with a thread for each stage."""
+    """Runs on every rank; in one process with a thread for each stage."""
     training = Training(workload, folder)
-    with pd2.Checkpointer(
-        folder / "threads", training.pipe, training.opt, every=EVERY, keep=2
-    ) as saver:
-        train_round(training, saver, ROW_IN_THREADS)
-        groups = [train_round(training, saver, 2 * ROW_IN_THREADS) for _ in range(rounds)]
+    with pd2.Checkpointer(folder, training.pipe, training.opt, every=EVERY, keep=2) as saver:
+        train_round(training, saver, SHORT_ROW)
+        groups = [train_round(training, saver, 2 * SHORT_ROW) for _ in range(rounds)]
     training.pipe.close()
     return groups
 
@@ -380,16 +382,19 @@ def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
     return figures
 
 
-def figures_of_threads(rounds: Sequence[Sequence[Group]]) -> list[Figure]:
+def figures_of_saves_alone(where: str, ranks: Sequence[Sequence[list[Group]]]) -> list[Figure]:
+    rounds = ranks[0]
     together = [group for groups in rounds for group in groups]
+    alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
     added = [added_time(groups, "saving") for groups in rounds]
     name = "p99 of batch times over the median"
-    setting = f"every {EVERY} batches, stages in threads"
+    setting = f"every {EVERY} batches, {where}"
     return [
-        Figure("no saving, stages in threads", name, [tail(together, "none")]),
+        Figure(f"no saving, {where}", "seconds per batch", alone),
+        Figure(f"no saving, {where}", name, [tail(together, "none")]),
         Figure(setting, "added time", added, at_most=0.01, ideal=0.0),
         Figure(setting, name, [tail(together, "saving")], at_most=1.1),
-        *figures_of_idleness(setting, [[groups] for groups in rounds]),
+        *figures_of_idleness(setting, list(zip(*ranks, strict=True))),
     ]
 
 
@@ -435,8 +440,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=memory))
     try:
         figures = figures_of_training(run_on_ranks(NUM_STAGES, measure, workload, rounds, folder))
-        (in_threads,) = run_on_ranks(1, measure_in_threads, workload, rounds, folder)
-        figures += figures_of_threads(in_threads)
+        sleeping = dataclasses.replace(workload, **(SMOKE_SLEEP if options.smoke else SLEEP))
+        for where, ranks, stages in (
+            ("stages in threads", 1, workload),
+            ("stages that sleep", NUM_STAGES, sleeping),
+        ):
+            of_ranks = run_on_ranks(ranks, measure_saves_alone, stages, rounds, folder / where)
+            figures += figures_of_saves_alone(where, of_ranks)
         figures += figures_of_recovery(workload, folder, *recoveries)
     finally:
         shutil.rmtree(folder)

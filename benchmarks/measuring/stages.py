@@ -77,7 +77,7 @@ class _SleepingScale(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         end = time.perf_counter() + ctx.backward_seconds
         x, scale = ctx.saved_tensors
-        gradients = gradient * scale, (gradient * x).sum(0)
+        gradients = gradient * scale, (gradient * x).flatten(0, -2).sum(0)
         sleep_until(end)
         return *gradients, None
 
@@ -190,7 +190,8 @@ class Scale(nn.Module):
 class Workload:
     """What the stages of a pipeline compute and on what: all equal, with the same seed each time.
 
-    ``kind``: "transformer" (``layers`` blocks a stage), "sleep" or "scale". With
+    ``kind``: "transformer" (``layers`` blocks a stage, and then a stage that sleeps if there are
+    ``forward_seconds``), "sleep" or "scale". With
     ``weight_seconds``, a part of ``backward_seconds``, a stage sleeps for its weight's gradient
     apart from its input's.
     """
@@ -217,9 +218,12 @@ class Workload:
     def stage(self, index: int) -> nn.Module:
         torch.manual_seed(index)
         if self.kind == "transformer":
-            blocks = [
+            blocks: list[nn.Module] = [
                 TransformerBlock(self.hidden, max(1, self.hidden // 64)) for _ in range(self.layers)
             ]
+            if self.forward_seconds > 0:
+                times = self.forward_seconds, self.backward_seconds
+                blocks.append(SleepingStage(self.hidden, *times))
             return nn.Sequential(*blocks)
         if self.weight_seconds > 0:
             input_seconds = self.backward_seconds - self.weight_seconds

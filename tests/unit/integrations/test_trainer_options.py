@@ -30,9 +30,9 @@ def options_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def make(*args: Any, **given: Any) -> pd2.PipelineModule:
         options.update(given)
-        return PipelineModule(*args, **given)
+        return module(*args, **given)
 
-    PipelineModule = pd2.PipelineModule
+    module = pd2.PipelineModule
     monkeypatch.setattr(pd2, "PipelineModule", make)
     return options
 
