@@ -284,7 +284,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
     moments = {
         f"{name}/{key}": value.clone() if isinstance(value, torch.Tensor) else value
-        for name, of_one in _named_state(pipe, opt).items()
+        for name, of_one in _named_state(opt).items()
         for key, value in of_one.items()
     }
     weights = [stage.weights for stage in pipe.session.stages]
@@ -303,10 +303,10 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     return result
 
 
-def _named_state(pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> dict[str, Any]:
-    opt.state_dict()
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    return {names[id(p)]: state for p, state in opt.state.items() if id(p) in names}
+def _named_state(opt: pd2.PipelineOptimizer) -> dict[str, Any]:
+    """By name; whole, also of parameters of which this replica steps some elements."""
+    found = opt.state_dict()
+    return {n: of for each in found.get("optimizers", [found]) for n, of in each["state"].items()}
 
 
 def run_life(setting: Setting, life: Life, folder: Path | str) -> list[RankResult]:
