@@ -9,7 +9,8 @@ What a device takes is computed from a device's figures (a dry profile). `pd2.si
 batch's time with and without what hosts take: under 2bw, with a stage's updates on a stream of
 their own, no wait for a host may be on the way. The least rows of a microbatch with which that is
 so are found, too; with fewer the host launches more slowly than the device works, and
-`graphs="auto"` is the remedy.
+`graphs="auto"` is the remedy. It takes a minute, on a machine that does nothing else: what the host
+takes is measured.
 
     python benchmarks/launches.py [--rounds 7] [--smoke] [--json PATH]
 """
@@ -35,7 +36,11 @@ DEVICE = pd2.KNOWN_DEVICES["h100"]
 DRIVER_SECONDS = 3e-6
 """For a launch: assumed. ``make gpu-check`` measures all of it on a GPU."""
 UPDATE_LAUNCHES = 4
-"""A step's table and kernel, and the norms' two kernels; nothing is read by the host."""
+"""A step's table and kernel, and the norms' two kernels.
+
+That a stage's update reads its norm, once, in a thread beside the launches of actions, is left out:
+``reads`` of ``pd2.LaunchCosts`` is 0.
+"""
 MOST_ROWS = 64
 MOST_LONGER = 1.0001
 

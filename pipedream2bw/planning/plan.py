@@ -151,8 +151,9 @@ class Plan(PlanOutline, Document):
             to wait for low prices.
         total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
         shard_state: whether state is that of ``PipelineOptimizer(shard_state=True)``: what stages
-            say of state and update is one replica's share, if these are equal. A parameter larger
-            than 1/w of its stage makes them unequal.
+            say of state and update is 1/w of it. A replica's share is larger by a sixteenth at
+            most, or 512 elements; with optimizers other than SGD, Adam and AdamW, which cut no
+            parameter, by the largest parameter at most.
         gradient_dtype: "bfloat16" if gradients are of ``PipelineModule(gradient_dtype=)``.
         bound_by: what keeps it from being faster; a sentence.
         alternatives: the next best plans, at most five.

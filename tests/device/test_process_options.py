@@ -20,17 +20,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 
 import pipedream2bw as pd2
 from pipedream2bw import _C
+from pipedream2bw.optimizer.shares import is_cut
 from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS
+from tests.distributed.test_sharded_state import WIDTH, lopsided
 from tests.exhaustive import exhaustive
+from tests.references.oracle import Batch
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, make_pipeline
 from tests.samples.models import Task
 from tests.samples.tied_models import TIED
-from tests.unit.training.test_precision import MLP, SKIPS, float_token_loss
+from tests.unit.training.test_precision import MLP, SKIPS, float_loss, float_token_loss
 
 NUM_BATCHES = 8
 ENDS = {
@@ -52,6 +55,7 @@ class Training:
         train_steps: of an optimizer's step.
         no_sync: all but the last of these are in ``no_sync()``.
         hook: averages replicas' gradients, with what makes its state.
+        cuts: whether replicas have elements of one parameter each.
     """
 
     task: Task = SKIPS
@@ -64,6 +68,7 @@ class Training:
     train_steps: int = 1
     no_sync: bool = False
     hook: tuple[Any, Any] | None = None
+    cuts: bool = False
 
     def run(self, device: str, num_stages: int, width: int) -> Trajectory:
         """Trains there, in this process's part; the state is the host's."""
@@ -84,6 +89,9 @@ class Training:
             )
             if self.hook is not None:
                 pipe.register_comm_hook(*self.hook)
+            weights = [stage.weights for stage in pipe.session.stages]
+            cut = [is_cut(each, i) for each in weights for i in range(len(each.trainable))]
+            assert any(cut) == self.cuts
             losses = []
             with checked.log() as asked:
                 for number, batch in enumerate(batches, 1):
@@ -96,7 +104,7 @@ class Training:
                     if number == NUM_BATCHES // 2:
                         pipe.flush()
                 pipe.flush()
-            check_transfers(asked, has_hook=self.hook is not None)
+            check_transfers(asked, has_hook=self.hook is not None, sums=width > 1)
             state = copy_of(pipe.state_dict())
             if "loss_scale" in self.opt_options:
                 first, last = self.opt_options["loss_scale"].init_scale, float(opt.loss_scale)
@@ -104,14 +112,16 @@ class Training:
             return Trajectory([float(loss) for loss in losses], state).on_host()
 
 
-def check_transfers(asked: Sequence[Asked], *, has_hook: bool) -> None:
-    """Only the stage's thread begins transfers, and autograd's while that waits for it.
+def check_transfers(asked: Sequence[Asked], *, has_hook: bool, sums: bool) -> None:
+    """Only the stage's thread begins transfers, and of sums autograd's while that waits for it.
 
-    Of two threads that do so at once one would be first on one rank and second on another. A hook
-    of the user's is called in the update's, on ranks of one stage, which sends no messages.
+    Of two threads that do so at once one would be first on one rank and second on another. All
+    messages are the stage's thread's, a frozen stage's gradients too. A hook of the user's is
+    called in the update's, on ranks of one stage, which sends no messages.
     """
     threads = {each.thread for each in asked if each.kind == AskedKind.TRANSFER}
-    allowed = ("pd2 update",) if has_hook else ("pd2 stage", "pt_autograd")
+    of_sums = ("pd2 stage", "pt_autograd") if sums else ("pd2 stage",)
+    allowed = ("pd2 update",) if has_hook else of_sums
     assert all(each.startswith(allowed) for each in threads), threads
 
 
@@ -183,6 +193,14 @@ SHARED = {
     )
     for name in ("sgd", "clipping", "masters", "split masters", "narrow gradients", "loss scale")
 }
+LOPSIDED = Task(
+    lopsided, lambda rows: Batch((torch.randn(rows, WIDTH),), torch.randn(rows, WIDTH)), float_loss
+)
+CUT = {
+    f"cut, {name}": dataclasses.replace(SHARED[f"shares, {name}"], task=LOPSIDED, cuts=True)
+    for name in ("clipping", "masters", "split masters", "narrow gradients")
+}
+"""Replicas have elements of one parameter each."""
 HOOKED = {
     "Ok-Topk": Training(
         hook=(lambda group: pd2.OkTopkState(group, 0.3), pd2.ok_topk_hook), opt_options=CLIPS
@@ -231,7 +249,7 @@ def train(
             )
         patches.enter_context(mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends))
         for name in names:
-            training = (TRAININGS | SHARED | HOOKED)[name]
+            training = (TRAININGS | SHARED | CUT | HOOKED)[name]
             want = training.run("cpu", world // width, width)
             # Whatever waits for a device on a real one does so here at random.
             checked.set_drains(at_first_use=True, probability=probability, seed=rank)
@@ -271,6 +289,10 @@ def test_replicas_that_share_out_state() -> None:
     """
     names = [*SHARED, *["shares, clipping", "shares, sgd"] * 3]
     run_ranks(train, 4, args=[names, "group", 2, 0.3], rendezvous="environment", timeout=90)
+
+
+def test_replicas_that_share_out_one_parameter() -> None:
+    run_ranks(train, 2, args=[list(CUT), "group", 2], rendezvous="environment", timeout=90)
 
 
 def test_hooks() -> None:

@@ -165,6 +165,23 @@ def test_devices_are_connected_before_the_first_batch(
     )
 
 
+def evaluate_between(rank: int, world: int) -> None:
+    """Training and evaluation have a wiring each, over the same channels."""
+    device, task, m = join(rank, drains=0.0), TASKS["skips"], 3
+    batches = [batch_on(batch, device) for batch in task.batches([2 * m] * 3)]
+    with checked.expect_no_errors(), make_pipeline(on(task, device), 2, m, batches[0]) as pipe:
+        go_on(pipe, pd2.PipelineOptimizer(sgd(pipe.parameters())), batches)
+        (trained,) = pipe.memory_report().values()
+        pipe.eval()
+        pipe(*batches[0].args)
+        (evaluated,) = pipe.memory_report().values()
+    assert evaluated.message_buffers == trained.message_buffers > 0
+
+
+def test_memory_of_messages_counts_once_where_training_and_evaluation_share_it() -> None:
+    run_ranks(evaluate_between, 2, rendezvous="environment", timeout=60)
+
+
 def check_tied(device: str, schedule: str = "2bw", **options: Any) -> None:
     """The pipeline on the device trains a tied model as stock torch does on the CPU."""
     task, m = TIED["language model"], 4

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import signal
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint import finding
+from pipedream2bw.checkpoint import load as loading
 from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.errors import DamagedCheckpoint
 from tests.exhaustive import exhaustive
@@ -51,6 +55,7 @@ def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
         "chimera",
         "replicas of 4 and 2 microbatches",
         "loss scale",
+        "shares of one parameter",
         "V's, shares of the state",
         *exhaustive("shares of the state"),
     ],
@@ -59,7 +64,9 @@ def test_a_killed_run_goes_on_with_the_bits_of_an_undisturbed_one(
     name: str, tmp_path: Path
 ) -> None:
     setting, draw = SETTINGS[name], random.Random(name)
-    want = whole_of(run_life(setting, first_life(setting), tmp_path / "undisturbed"))
+    undisturbed = run_life(setting, first_life(setting), tmp_path / "undisturbed")
+    assert any(result.value["cut"] for result in undisturbed) == (setting.table > 0)
+    want = whole_of(undisturbed)
     for _ in range(2):
         ended_early(setting, random_life(setting, draw, by=signal.SIGKILL), tmp_path / "run")
     last = run_life(setting, random_life(setting, draw, by=None), tmp_path / "run")
@@ -271,3 +278,51 @@ def test_ranks_that_go_on_unpickle_each_others_messages_and_no_file(tmp_path: Pa
         assert [stack for stack in result.value if not is_message(stack)] == []
         assert any("DamagedCheckpoint" in stack[0] for stack in result.value)
     assert (tmp_path / "step-00000002.corrupt").is_dir()
+
+
+OWN_CODE = 5
+
+AFTER_ITS_LAST = {
+    "resume, choosing": (finding, "on_first_rank"),
+    "resume, reading": (finding, "on_all_ranks"),
+    "load, choosing": (loading, "Folder"),
+    "load, reading": (loading, "on_all_ranks"),
+}
+"""What a rank does last before it ends, while the others wait for it in the next exchange."""
+
+
+def loses_one(rank: int, world: int, folder: str, moment: str, victim: int) -> None:
+    """One rank ends while all load a checkpoint; the other closes, and ends itself."""
+    pipe = two_layers()
+    opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    ckpt = pd2.Checkpointer(folder, pipe, opt, every=1, preempt=())
+    train_and_save(pipe, opt, ckpt)
+    pipe.flush()
+    module, name = AFTER_ITS_LAST[moment]
+    does = getattr(module, name)
+
+    def does_last(*args: Any) -> Any:
+        done = does(*args)
+        if rank == victim:
+            os._exit(9)
+        return done
+
+    with mock.patch.object(module, name, does_last):
+        resumes = moment.startswith("resume")
+        print(*attempt(ckpt.resume if resumes else lambda: pd2.load(folder, pipe, opt)))
+    pipe.close()
+    sys.exit(OWN_CODE)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", AFTER_ITS_LAST)
+def test_who_loses_a_rank_while_all_load_a_checkpoint_closes_and_ends_as_it_would(
+    moment: str, victim: int, tmp_path: Path
+) -> None:
+    args = (str(tmp_path), moment, victim)
+    results = run_ranks(loses_one, 2, args=args, timeout=50, expect_failure=True)
+    assert results[victim].exit_code == 9, results[victim]
+    other = results[1 - victim]
+    assert other.stdout.split(" ")[0] in ("PeerLost", "PeerTimeout"), other
+    assert other.exit_code == OWN_CODE, other

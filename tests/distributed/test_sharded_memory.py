@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from benchmarks.measuring.memory import resident_bytes
 from pipedream2bw.model.storages import return_freed_memory
+from pipedream2bw.optimizer.shares import is_cut
 from tests.distributed.test_replica_sums import bytes_sent
 from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
@@ -74,6 +75,47 @@ def test_a_parameter_takes_8_and_12_over_w_bytes(world: int) -> None:
     for number, each in enumerate((4 + 2, 4 + 4, 2 + 2)):
         sent = sum(result[number]["sent"] for result in results) / world
         assert sent == pytest.approx(each * (world - 1) / world, rel=0.02)
+
+
+def wide_model() -> nn.Sequential:
+    """Two matrices, which three replicas have to cut."""
+    return nn.Sequential(nn.Linear(16, 1000), nn.Tanh(), nn.Linear(1000, 16))
+
+
+def planned_and_held(rank: int, world: int) -> tuple[float, int, bool]:
+    """Bytes of masters and moments, as planned and as they are, and whether a parameter is cut."""
+    x = torch.ones(2 * world, 16)
+    profile = pd2.profile(
+        wide_model().bfloat16(),
+        mse_loss,
+        example_args=(x[:2].bfloat16(),),
+        target=x[:2].bfloat16(),
+        microbatch_rows=(1, 2),
+        dry=pd2.KNOWN_DEVICES["h100"],
+    )
+    sizes: dict[str, Any] = {"devices": world, "width": world, "num_stages": 1, "batch": 2 * world}
+    plan = pd2.plan(
+        profile, memory="1GiB", schedules="2bw", shard_state=True, recompute="none", **HALF, **sizes
+    )
+    with pd2.PipelineModule(
+        wide_model(), mse_loss, plan=plan, example_args=(x[:1],), **HALF
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=0.01), shard_state=True)
+        pipe.train_step(x[:2], target=x[:2])
+        opt.step()
+        pipe.flush()
+        (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
+        cut = [is_cut(stage.weights, i) for i in range(len(stage.weights.trainable))]
+    return plan.stages[0].state_bytes, report.masters + report.optimizer_state, any(cut)
+
+
+def test_replicas_hold_the_share_that_is_planned_but_for_a_sixteenth() -> None:
+    results = [result.value for result in run_ranks(planned_and_held, 3, timeout=100)]
+    assert all(has_cut for _, _, has_cut in results)
+    (planned,) = {each for each, _, _ in results}
+    assert planned == 12 * sum(p.numel() for p in wide_model().parameters()) / 3
+    assert sum(held for _, held, _ in results) == 3 * planned
+    assert max(held for _, held, _ in results) <= planned * 17 / 16
 
 
 LARGE, NUM_LARGE = 512, 160

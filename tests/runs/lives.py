@@ -18,6 +18,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.optimizer.shares import is_cut
 from tests.runs.launch import RankResult, run_ranks
 from tests.samples.schedule_sizes import V_SHAPED
 
@@ -35,6 +36,8 @@ class Setting:
         threads: whether one process may run it, too.
         shard_state: whether replicas share out the optimizer's state, in the first life and in some
             of the others.
+        table: columns of a parameter that most of its stage consists of, so that replicas which
+            share out state have elements of it; 0: the model has none.
     """
 
     schedule: str = "2bw"
@@ -49,6 +52,7 @@ class Setting:
     split_master: bool = False
     loss_scale: bool = False
     shard_state: bool = False
+    table: int = 0
     feedback: bool = False
     accumulate: int = 1
     batches: int = 24
@@ -79,6 +83,16 @@ SETTINGS = {
         optimizer="adamw",
         shard_state=True,
     ),
+    "shares of one parameter": Setting(
+        width=2,
+        ways=((2, 1), (1, 1)),
+        threads=False,
+        precision="bf16",
+        optimizer="adamw",
+        shard_state=True,
+        table=400,
+        feedback=True,
+    ),
     "V's, shares of the state": Setting(
         schedule="2bw_v_half",
         schedules=("2bw_v_half", "2bw_v", "2bw_v_min"),
@@ -92,9 +106,20 @@ SETTINGS = {
 }
 
 
+class Table(nn.Module):
+    """A large parameter, used twice."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, columns) / columns**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.table) @ self.table.t()
+
+
 def make_model(setting: Setting, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
+    layers: list[nn.Module] = [Table(setting.table)] if setting.table else []
     for _ in range(6):
         layers += [nn.Linear(WIDTH, WIDTH, bias=not setting.norm)]
         layers += [nn.BatchNorm1d(WIDTH)] if setting.norm else []
@@ -259,11 +284,14 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
     moments = {
         f"{name}/{key}": value.clone() if isinstance(value, torch.Tensor) else value
-        for name, of_one in _named_state(pipe, opt).items()
+        for name, of_one in _named_state(opt).items()
         for key, value in of_one.items()
     }
+    weights = [stage.weights for stage in pipe.session.stages]
+    cut = [n for each in weights for i, n in enumerate(each.trainable) if is_cut(each, i)]
     result = {
         "start": start,
+        "cut": cut,
         "losses": {t: float(loss) for t, loss in losses.items()},
         "state": state if pipe.replica == 0 else {},
         "moments": moments,
@@ -275,10 +303,10 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     return result
 
 
-def _named_state(pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> dict[str, Any]:
-    opt.state_dict()
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    return {names[id(p)]: state for p, state in opt.state.items() if id(p) in names}
+def _named_state(opt: pd2.PipelineOptimizer) -> dict[str, Any]:
+    """By name; whole, also of parameters of which this replica steps some elements."""
+    found = opt.state_dict()
+    return {n: of for each in found.get("optimizers", [found]) for n, of in each["state"].items()}
 
 
 def run_life(setting: Setting, life: Life, folder: Path | str) -> list[RankResult]:

@@ -19,21 +19,32 @@ using enum Access::How;
 
 std::string_view name_of(StreamKind stream) {
   constexpr std::string_view kNames[kNumStreams] = {"caller", "inputs", "receives", "compute",
-                                                    "sends",  "update", "losses"};
+                                                    "sends",  "update", "losses",   "copies",
+                                                    "down",   "host",   "up"};
   return kNames[static_cast<int>(stream)];
 }
 
 std::string_view name_of(FenceKind fence) {
   constexpr std::string_view kNames[kNumFences] = {
-      "inputs given",  "inputs taken",   "inputs staged", "given",
-      "received",      "message ready",  "losses ready",  "gradients complete",
-      "version ready", "gradients free", "updated",       "computed"};
+      "inputs given",    "inputs taken", "inputs staged",      "given",         "received",
+      "message ready",   "losses ready", "gradients complete", "version ready", "gradients free",
+      "updated",         "computed",     "version made",       "copied",        "gradients given",
+      "stepped",         "fetched",      "gradients fetched",  "sent",          "slot free",
+      "weights stepped", "weights sent"};
   return kNames[static_cast<int>(fence)];
 }
 
 std::string_view name_of(MemoryKind memory) {
-  constexpr std::string_view kNames[] = {"the caller's inputs", "inputs",   "weights", "gradients",
-                                         "optimizer state",     "received", "sent",    "losses"};
+  constexpr std::string_view kNames[] = {"the caller's inputs",
+                                         "inputs",
+                                         "weights",
+                                         "gradients",
+                                         "optimizer state",
+                                         "received",
+                                         "sent",
+                                         "losses",
+                                         "the host's gradients",
+                                         "the host's weights"};
   return kNames[static_cast<int>(memory)];
 }
 
@@ -138,6 +149,9 @@ std::vector<Work> StreamProgram::backward(const Action& action, std::int64_t mic
   if (gives_weight_grad) {
     const int after = version_before_gradients(stage, batch);
     if (microbatch % m == 0 && after > 0) work.waits.push_back({kGradientsFree, stage, after});
+    if (microbatch % m == 0 && batch > 0 && gradients_ == GradientPlaces::kOneOfHost) {
+      work.waits.push_back({kGradientsFetched, stage, batch - 1});
+    }
     work.accesses.push_back({kWrite, gradients(stage, batch)});
   }
   works.push_back(std::move(work));
@@ -146,41 +160,99 @@ std::vector<Work> StreamProgram::backward(const Action& action, std::int64_t mic
 }
 
 std::vector<Work> StreamProgram::update(int stage, int batch) const {
-  const FenceId complete = {kGradientsComplete, stage, batch};
-  Work work = {kUpdates, "U", {complete}, {}, {}};
+  Work begin = {kCompute, "begins U", {}, {}, {{kGradientsComplete, stage, batch}}};
+  if (saves_ && batch > first_batch_) begin.waits.push_back({kCopied, stage, batch});
+  if (steps_on_host()) begin.records.push_back({kGradientsGiven, stage, batch});
+  std::vector<Work> works = {begin};
+  const std::vector<Work> made = steps_on_host() ? step_on_host(stage, batch) : step(stage, batch);
+  works.insert(works.end(), made.begin(), made.end());
+  for (const FenceKind kind : {kVersionReady, kGradientsFree}) {
+    works.back().records.push_back({kind, stage, batch + 1});
+  }
+  if (!saves_) return works;
+  works.back().records.push_back({kVersionMade, stage, batch + 1});
+  works.push_back(save(stage, batch + 1));
+  return works;
+}
+
+std::vector<Work> StreamProgram::step(int stage, int batch) const {
+  Work work = {kUpdates, "U", {{kGradientsComplete, stage, batch}}, {}, {}};
   work.accesses = {{kRead, gradients(stage, batch)},
                    {kRead, weights(stage, batch)},
                    {kWrite, {MemoryKind::kState, stage, 0}},
                    {kWrite, weights(stage, batch + 1)}};
-  for (const FenceKind kind : {kVersionReady, kGradientsFree}) {
-    work.records.push_back({kind, stage, batch + 1});
+  return {work};
+}
+
+std::vector<Work> StreamProgram::step_on_host(int stage, int batch) const {
+  const MemoryId fetched = {MemoryKind::kHostGradients, stage, 0};
+  const MemoryId newest = {MemoryKind::kHostWeights, stage, 0};
+  Work down = {kDown,
+               "fetches gradients",
+               {{kGradientsGiven, stage, batch}},
+               {{kRead, gradients(stage, batch)}, {kWrite, fetched}},
+               {{kFetched, stage, batch}, {kGradientsFetched, stage, batch}}};
+  const Work begin = {
+      kUpdates, "U", {{kGradientsComplete, stage, batch}}, {}, {{kSlotFree, stage, batch}}};
+  Work step = {kHost,
+               "steps",
+               {{kFetched, stage, batch}},
+               {{kRead, fetched}, {kWrite, {MemoryKind::kState, stage, 0}}, {kWrite, newest}},
+               {{kStepped, stage, batch}, {kWeightsStepped, stage, batch}}};
+  if (batch > 0) {
+    down.waits.push_back({kStepped, stage, batch - 1});
+    step.waits.push_back({kSent, stage, batch - 1});
   }
-  return {{kCompute, "begins U", {}, {}, {complete}}, work};
+  const Work up = {kUp,
+                   "sends weights",
+                   {{kSlotFree, stage, batch}, {kWeightsStepped, stage, batch}},
+                   {{kRead, newest}, {kWrite, weights(stage, batch + 1)}},
+                   {{kSent, stage, batch}, {kWeightsSent, stage, batch}}};
+  const Work end = {kUpdates, "ends U", {{kWeightsSent, stage, batch}}, {}, {}};
+  return {down, begin, step, up, end};
+}
+
+Work StreamProgram::save(int stage, int version) const {
+  Work work = {kCopies,
+               "copies a version",
+               {{kVersionMade, stage, version}},
+               {{kRead, {MemoryKind::kState, stage, 0}}},
+               {{kCopied, stage, version}}};
+  for (int older = std::max(version - schedule_.delay[stage], 0); older <= version; ++older) {
+    work.accesses.push_back({kRead, weights(stage, older)});
+  }
+  if (steps_on_host()) work.accesses.push_back({kRead, {MemoryKind::kHostWeights, stage, 0}});
+  return work;
 }
 
 std::vector<Work> StreamProgram::drain() const {
   const FenceId updated = {kUpdated, 0, next_batch_};
   const FenceId computed = {kComputed, 0, next_batch_};
+  Work compute = {kCompute, "ends a run", {}, {}, {computed}};
   Work caller = {kCaller, "takes the weights", {updated, computed}, {}, {}};
   for (int stage = 0; stage < schedule_.num_stages; ++stage) {
     if (schedule_.placement[stage] != rank_) continue;
+    if (saves_) compute.waits.push_back({kCopied, stage, next_batch_});
     for (int slot = 0; slot < num_slots(stage); ++slot) {  // it may load others
       caller.accesses.push_back({kWrite, weights(stage, slot)});
     }
+    caller.accesses.push_back({kWrite, {MemoryKind::kState, stage, 0}});
+    if (steps_on_host()) {
+      caller.accesses.push_back({kWrite, {MemoryKind::kHostWeights, stage, 0}});
+    }
   }
-  return {{kUpdates, "ends a run", {}, {}, {updated}},
-          {kCompute, "ends a run", {}, {}, {computed}},
-          caller};
+  return {{kUpdates, "ends a run", {}, {}, {updated}}, compute, caller};
 }
 
 MemoryId StreamProgram::gradients(int stage, int batch) const {
-  if (gradients_ == GradientPlaces::kRotating) return weights(stage, batch + 1);
+  if (rotates()) return weights(stage, batch + 1);
   return {MemoryKind::kGradients, stage, gradients_ == GradientPlaces::kTwo ? batch % 2 : 0};
 }
 
 int StreamProgram::version_before_gradients(int stage, int batch) const {
-  if (gradients_ == GradientPlaces::kRotating) return batch + 2 - num_slots(stage);
-  return gradients_ == GradientPlaces::kTwo ? batch - 1 : batch;
+  if (rotates()) return batch + 2 - num_slots(stage);
+  const bool has_room = gradients_ == GradientPlaces::kTwo || steps_on_host();
+  return has_room ? batch - 1 : batch;
 }
 
 namespace {
@@ -265,10 +337,10 @@ class OrderCheck {
 }  // namespace
 
 std::string stream_problem(const Schedule& schedule, GradientPlaces gradients,
-                           std::optional<FenceKind> without) {
+                           std::optional<FenceKind> without, bool saves) {
   const int behind = most_batches_behind(schedule);
   for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
-    StreamProgram program(schedule, rank, gradients);
+    StreamProgram program(schedule, rank, gradients, saves);
     OrderCheck check(without);
     for (const int num_batches : {behind + 3, 1, 2}) {
       program.run(num_batches, [&](const Work& work) { check.add(work); });

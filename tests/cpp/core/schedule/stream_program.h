@@ -19,9 +19,30 @@
 //   update   updated            -> caller    after a drain
 //   compute  computed           -> caller    after a drain
 //
-// Not here: memory that is freed serves again when the streams that use it are done (use_on()),
-// and sums of gradients have fences of their own. What a rank orders it orders without the others'
-// help, so each is looked at alone, and a clock has a number for each stream of one rank.
+// Where versions are saved, a thread has them copied on a stream and waits for it, and the host
+// waits for that thread:
+//
+//   update   version made       -> copies    recorded when U is done
+//   copies   copied             -> compute   before the next U is begun, and in a drain
+//
+// Where the optimizer works on the host (engine/stage/host_mirror.h), its thread is a stream here,
+// and what it does before it gives a stream something is a fence:
+//
+//   compute  gradients given    -> down      recorded when U is begun
+//   host     stepped            -> down      the next U, which begins when the thread is done
+//   down     fetched            -> host
+//   down     gradients fetched  -> compute   the first B (W) that adds to the one buffer again
+//   up       sent               -> host      the next step, which writes the host's weights again
+//   update   slot free          -> up        after "gradients complete"
+//   host     weights stepped    -> up
+//   up       weights sent       -> update    before "version ready"
+//
+// Not here: memory that is freed serves again when the streams that use it are done (use_on()).
+// Sums of gradients have no stream of their own: what a bucket's sum waits for is what the last
+// backward has given to `compute` by then, all else is on `update`, in the order of the updates.
+// Nor are buckets of the host's, whose fences are these, and what only a batch needs that is left
+// out. What a rank orders it orders without the others' help, so each is looked at alone, and a
+// clock has a number for each stream of one rank.
 
 #pragma once
 
@@ -36,8 +57,20 @@
 
 namespace pd2::testing {
 
-enum class StreamKind { kCaller, kInputs, kReceives, kCompute, kSends, kUpdates, kLosses };
-inline constexpr int kNumStreams = 7;
+enum class StreamKind {
+  kCaller,
+  kInputs,
+  kReceives,
+  kCompute,
+  kSends,
+  kUpdates,
+  kLosses,
+  kCopies,
+  kDown,
+  kHost,
+  kUp,
+};
+inline constexpr int kNumStreams = 11;
 
 enum class FenceKind {
   kInputsGiven,
@@ -52,8 +85,18 @@ enum class FenceKind {
   kGradientsFree,
   kUpdated,
   kComputed,
+  kVersionMade,
+  kCopied,
+  kGradientsGiven,
+  kStepped,
+  kFetched,
+  kGradientsFetched,
+  kSent,
+  kSlotFree,
+  kWeightsStepped,
+  kWeightsSent,
 };
-inline constexpr int kNumFences = 12;
+inline constexpr int kNumFences = 22;
 
 std::string_view name_of(StreamKind stream);
 std::string_view name_of(FenceKind fence);
@@ -75,7 +118,9 @@ enum class MemoryKind {
   kState,      // the optimizer's
   kReceived,   // of a microbatch, values or gradients
   kSent,
-  kLosses,  // of a batch
+  kLosses,         // of a batch
+  kHostGradients,  // of the batch whose update is made
+  kHostWeights,    // the newest
 };
 
 // What belongs together and is read, or written, by one piece of work.
@@ -103,16 +148,18 @@ struct Work {
 };
 
 // Where a stage's gradients are: in one buffer, in two by turns, or where the update is to write
-// the version that it makes of them, among one slot more than there are versions.
-enum class GradientPlaces { kOne, kTwo, kRotating };
+// the version that it makes of them, among one slot more than there are versions. From one buffer,
+// or from such slots, they may be fetched to the host, where the optimizer works.
+enum class GradientPlaces { kOne, kTwo, kRotating, kOneOfHost, kRotatingOfHost };
 
 // A rank's work of runs of so many batches, each of which ends with a drain, in the order in which
 // it is launched.
 class StreamProgram {
  public:
-  // The schedule must outlive it, and pass validate().
-  StreamProgram(const Schedule& schedule, int rank, GradientPlaces gradients)
-      : schedule_(schedule), rank_(rank), gradients_(gradients) {}
+  // The schedule must outlive it, and pass validate(). `saves`: every version is copied, with the
+  // optimizer's state and the older versions that the next batch reads.
+  StreamProgram(const Schedule& schedule, int rank, GradientPlaces gradients, bool saves)
+      : schedule_(schedule), rank_(rank), gradients_(gradients), saves_(saves) {}
 
   // Calls use(work) for each piece of the next run, of which it keeps nothing.
   template <typename Use>
@@ -128,9 +175,17 @@ class StreamProgram {
   std::vector<Work> forward(int stage, std::int64_t microbatch) const;
   std::vector<Work> backward(const Action& action, std::int64_t microbatch) const;
   std::vector<Work> update(int stage, int batch) const;
-  int num_slots(int stage) const {
-    return schedule_.num_versions[stage] + (gradients_ == GradientPlaces::kRotating);
+  std::vector<Work> step(int stage, int batch) const;
+  std::vector<Work> step_on_host(int stage, int batch) const;
+  Work save(int stage, int version) const;
+  bool rotates() const {
+    return gradients_ == GradientPlaces::kRotating || gradients_ == GradientPlaces::kRotatingOfHost;
   }
+  bool steps_on_host() const {
+    return gradients_ == GradientPlaces::kOneOfHost ||
+           gradients_ == GradientPlaces::kRotatingOfHost;
+  }
+  int num_slots(int stage) const { return schedule_.num_versions[stage] + rotates(); }
   MemoryId weights(int stage, std::int64_t version) const {
     return {MemoryKind::kWeights, stage, version % num_slots(stage)};
   }
@@ -143,19 +198,22 @@ class StreamProgram {
   const Schedule& schedule_;
   const int rank_;
   const GradientPlaces gradients_;
-  int next_batch_ = 0;
+  const bool saves_;
+  int first_batch_ = 0, next_batch_ = 0;  // of the run; after it
 };
 
 // Whether every read comes after the write that it needs, and every write after what was read and
 // written there: by the order of a stream, and by fences. Returns what is not in order, "" if all
-// is. `without`: fences of this kind are neither recorded nor waited for.
+// is. `without`: fences of this kind are neither recorded nor waited for. `saves`: see
+// StreamProgram.
 std::string stream_problem(const Schedule& schedule, GradientPlaces gradients,
-                           std::optional<FenceKind> without = std::nullopt);
+                           std::optional<FenceKind> without = std::nullopt, bool saves = false);
 
 template <typename Use>
 void StreamProgram::run(int num_batches, Use use) {
   const std::int64_t m = schedule_.num_microbatches;
-  const std::int64_t first_of_run = next_batch_ * m;
+  first_batch_ = next_batch_;
+  const std::int64_t first_of_run = first_batch_ * m;
   const auto use_all = [&](const std::vector<Work>& works) {
     for (const Work& work : works) use(work);
   };
@@ -165,9 +223,9 @@ void StreamProgram::run(int num_batches, Use use) {
       if (microbatch >= first_of_run) use_all(works_of(action, microbatch));
     }
   };
-  for (int batch = next_batch_; batch < next_batch_ + num_batches; ++batch) {
+  for (int batch = first_batch_; batch < first_batch_ + num_batches; ++batch) {
     use_all(begin_batch(batch));
-    run_list(batch == next_batch_ ? ListKind::kPrologue : ListKind::kSteady, batch);
+    run_list(batch == first_batch_ ? ListKind::kPrologue : ListKind::kSteady, batch);
   }
   next_batch_ += num_batches;
   run_list(ListKind::kEpilogue, next_batch_ - 1);

@@ -26,6 +26,8 @@ using enum FenceKind;
 using enum GradientPlaces;
 
 constexpr GradientPlaces kPlaces[] = {kOne, kTwo, kRotating};
+constexpr GradientPlaces kOfHost[] = {kOneOfHost, kRotatingOfHost};
+constexpr GradientPlaces kAllPlaces[] = {kOne, kTwo, kRotating, kOneOfHost, kRotatingOfHost};
 
 std::string named(const Schedule& schedule, GradientPlaces places) {
   return schedule.name + " d=" + std::to_string(schedule.depth()) +
@@ -34,19 +36,23 @@ std::string named(const Schedule& schedule, GradientPlaces places) {
          " places=" + std::to_string(static_cast<int>(places));
 }
 
-std::set<FenceKind> needed_fences(const Schedule& schedule, GradientPlaces places) {
+std::set<FenceKind> needed_fences(const Schedule& schedule, GradientPlaces places,
+                                  bool saves = false) {
   std::set<FenceKind> needed;
   for (int i = 0; i < testing::kNumFences; ++i) {
     const auto fence = static_cast<FenceKind>(i);
-    if (!stream_problem(schedule, places, fence).empty()) needed.insert(fence);
+    if (!stream_problem(schedule, places, fence, saves).empty()) needed.insert(fence);
   }
   return needed;
 }
 
 TEST(Streams, AreInOrderInEverySchedule) {
-  for (const GradientPlaces places : kPlaces) {
+  for (const GradientPlaces places : kAllPlaces) {
     for (const Schedule& schedule : made_schedules(testing::kSanitized ? 3 : 6, 8)) {
-      EXPECT_EQ(stream_problem(schedule, places), "") << named(schedule, places);
+      for (const bool saves : {false, true}) {
+        EXPECT_EQ(stream_problem(schedule, places, {}, saves), "")
+            << named(schedule, places) << " saves=" << saves;
+      }
     }
   }
 }
@@ -62,8 +68,9 @@ TEST(Streams, AreInOrderInEveryLegalSchedule) {
         return false;
       }
       ++legal;
-      for (const GradientPlaces places : kPlaces) {
-        EXPECT_EQ(stream_problem(schedule, places), "") << to_text(schedule);
+      for (const GradientPlaces places : kAllPlaces) {
+        const bool saves = legal % 2 == 0;
+        EXPECT_EQ(stream_problem(schedule, places, {}, saves), "") << to_text(schedule);
       }
       return true;
     });
@@ -119,6 +126,38 @@ TEST(Streams, OneOfTheFencesAfterAnUpdateImpliesTheOther) {
           places == kOne) {
         EXPECT_FALSE(waits_to_read) << named(schedule, places);
       }
+    }
+  }
+}
+
+// A version is copied until the update that follows it begins.
+TEST(Streams, BothFencesOfASaveAreNeeded) {
+  for (const GradientPlaces places : kAllPlaces) {
+    for (const Schedule& schedule : made_schedules(testing::kSanitized ? 2 : 3, 4)) {
+      const std::set<FenceKind> needed = needed_fences(schedule, places, /*saves=*/true);
+      EXPECT_TRUE(needed.contains(kVersionMade)) << named(schedule, places);
+      EXPECT_TRUE(needed.contains(kCopied)) << named(schedule, places);
+    }
+  }
+}
+
+// What compute was given before an update is done before its gradients are fetched, and so before
+// the host's weights are sent: the fences of the update itself are for batches that are left out.
+// Without a delay the next backward comes after the update, and all that it fetches from.
+TEST(Streams, FencesOfAnOptimizerOnTheHostAreNeeded) {
+  for (const GradientPlaces places : kOfHost) {
+    for (const Schedule& schedule : made_schedules(testing::kSanitized ? 3 : 4, 4)) {
+      std::set<FenceKind> needed = needed_fences(schedule, places);
+      std::set<FenceKind> expected = {kInputsGiven,    kInputsTaken,  kInputsStaged,   kLossesReady,
+                                      kUpdated,        kVersionReady, kGradientsGiven, kFetched,
+                                      kWeightsStepped, kWeightsSent};
+      if (schedule.depth() > 1) expected.insert({kReceived, kMessageReady});
+      if (has_rank_without_inputs(schedule)) expected.insert(kGiven);
+      if (*std::ranges::max_element(schedule.delay) > 0) {
+        expected.insert({kStepped, kSent});
+        if (places == kOneOfHost) expected.insert(kGradientsFetched);
+      }
+      EXPECT_EQ(needed, expected) << named(schedule, places);
     }
   }
 }
