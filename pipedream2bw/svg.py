@@ -14,8 +14,8 @@ from . import colours
 
 _MOST_ROWS = 64  # more would make a notebook's file large and say little
 _ROW, _BAR = 18, 12  # heights, in pixels
-_LETTER = 6.2  # a letter's width at 11 pixels, rather too wide
-_AREA = 420  # width of what stands beside the rows' names
+_LETTER = 7  # a letter's width at 11 pixels, rather too wide
+_AREA = 500  # width of what stands beside the rows' names
 _MOST_NAME = 40  # letters
 
 
@@ -43,7 +43,7 @@ class Box:
 
 def html(title: str, *parts: str) -> str:
     """A picture: a line of text above its parts, which are HTML already."""
-    return f'<div class="pipedream2bw"><div><b>{escape(title)}</b></div>{"".join(parts)}</div>'
+    return f'<div style="margin:.7em 0"><div><b>{escape(title)}</b></div>{"".join(parts)}</div>'
 
 
 def note(text: str) -> str:
@@ -125,7 +125,7 @@ def _rows(names: Sequence[str], texts: Sequence[str], drawn: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" style="max-width:100%;height:auto;display:block" role="img" '
         f'font-family="sans-serif" font-size="11" fill="currentColor">{words}'
-        f'<g transform="translate({left})" stroke="currentColor" stroke-opacity=".4" '
+        f'<g transform="translate({left})" stroke="#000" stroke-opacity=".4" '
         f'stroke-width=".5">{drawn}</g></svg>'
     )
 

@@ -230,8 +230,9 @@ class Plan(PlanOutline, Document):
         chunks = f", {self.stages_per_rank} on a device" if self.stages_per_rank > 1 else ""
         replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
         rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
+        stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
         return (
-            f"{self.schedule}: {replicas} of {self.num_stages} stages{chunks}, "
+            f"{self.schedule}: {replicas} of {stages}{chunks}, "
             f"{self.microbatches_in_words} microbatches of {rows}; "
             f"{self.seconds_per_batch:.3g} s a batch, {self.rows_per_second:.4g} rows/s, "
             f"bubble {100 * self.bubble:.1f} %"

@@ -27,7 +27,7 @@ class Timeline:
         return sorted(Event(*row) for part in parts for row in part)
 
     def _repr_html_(self) -> str:
-        return timeline_html(self.rows, "What the stages of this process did, in seconds")
+        return timeline_html(self.rows, "What the stages of this process did", unit=" s")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from ..checks import check_whole_number
 from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
 from .events import Event
 from .load import schedule_for
+from .small_picture import timeline_html
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

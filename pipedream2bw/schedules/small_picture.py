@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import svg
-from ..colours import BLACK, kind_colour, version_colours
+from ..colours import kind_colour, version_colours
 from .events import KIND_NAMES, Event, row_name, row_of, stages_of_rows
 
 _MOST_EVENTS = 3000  # of which a picture takes some 70 kB
 _NOTHING = "no actions"
+_UPDATE = "currentColor"  # black would not be seen on a dark page
 
 
-def timeline_html(events: Sequence[Event], title: str) -> str:
+def timeline_html(
+    events: Sequence[Event], title: str, *, unit: str = "", span: float | None = None
+) -> str:
     """Draws actions as boxes, a row for each rank; of many those that ended last.
 
     A light box is a forward, a dark one a backward, and the colour is the weight version, as in
-    :func:`draw_timeline`. A black line is an update.
+    :func:`draw_timeline`. A thin line in the text's colour is an update.
+
+    Args:
+        events: the actions.
+        title: a line above.
+        unit: of their times, after a blank.
+        span: the time that the picture's width stands for, to compare several; their own if None.
     """
     if not events:
         return svg.html(title, svg.note(_NOTHING))
@@ -44,12 +53,12 @@ def timeline_html(events: Sequence[Event], title: str) -> str:
         for kind in KIND_NAMES
         if kind in kinds - {"U"}
     }
-    updates = {KIND_NAMES["U"]: BLACK} if "U" in kinds else {}
+    updates = {KIND_NAMES["U"]: _UPDATE} if "U" in kinds else {}
     return svg.html(
         title,
-        svg.boxes_in_time(names, boxes, end - begin),
+        svg.boxes_in_time(names, boxes, end - begin if span is None else span),
         svg.legend({**of_versions, **updates}),
-        svg.note(f"{left_out}{len(shown)} actions in {end - begin:.4g}"),
+        svg.note(f"{left_out}{len(shown)} actions in {end - begin:.4g}{unit}"),
     )
 
 
@@ -59,6 +68,6 @@ def _box(event: Event, row: int, stages: Sequence[int], begin: float) -> svg.Box
     top = share * stages.index(event.stage)
     start, end = event.start - begin, event.end - begin
     if event.kind == "U":
-        return svg.Box(row=row, start=start, end=end, colour=BLACK, top=top, height=share / 4)
+        return svg.Box(row=row, start=start, end=end, colour=_UPDATE, top=top, height=share / 4)
     colour = kind_colour(event.kind, version_colours(event.version))
     return svg.Box(row=row, start=start, end=end, colour=colour, top=top, height=share)

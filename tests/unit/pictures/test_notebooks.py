@@ -68,7 +68,7 @@ def test_a_memory_report_has_bars_as_long_as_its_bytes() -> None:
     longest = max(memory.total for memory in report.values())
     shown = widths(picture)[MEMORY_COLOURS["weights"]]
     bytes_of_weights = [memory.kinds["weights"] for memory in report.values()]
-    assert shown == pytest.approx([420 * each / longest for each in bytes_of_weights], abs=0.06)
+    assert shown == pytest.approx([500 * each / longest for each in bytes_of_weights], abs=0.06)
     assert "stage 1" in text_of(picture)
     assert f"{report[1].total:,} bytes" in text_of(picture)
 
@@ -135,7 +135,7 @@ def test_a_simulation_draws_its_events_to_scale() -> None:
     picture = parsed(simulation)
     assert f"{simulation.period:.4g}" in text_of(picture)
     span = max(e.end for e in simulation.events) - min(e.start for e in simulation.events)
-    assert widths(picture)["#9ecae1"] == pytest.approx([420 * 2 / span] * 4, abs=0.06)
+    assert widths(picture)["#9ecae1"] == pytest.approx([500 * 2 / span] * 4, abs=0.06)
 
 
 def test_a_timeline_of_nothing_says_so() -> None:
