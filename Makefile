@@ -204,6 +204,7 @@ gpu-check:
 SPHINX := OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs-trees -c docs
 docs: $(STAMPS)/docs $(STAMPS)/extension
 	$(SPHINX) -b html . build/docs
+	$(BIN)/python docs/check_links.py build/docs
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory build/docs 8000

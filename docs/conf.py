@@ -97,7 +97,7 @@ class Simulated(Directive):
         return [
             nodes.raw("", timeline_html(found.events, title, span=span), format="html")
             for name, found in simulations.items()
-            for title in [f"{name}: idle for {100 * max(found.bubbles):.0f} % of the time"]
+            for title in [f"{name}: idle for {100 * max(found.bubbles):.0f} % of a steady batch"]
         ]
 
 

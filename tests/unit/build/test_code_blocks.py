@@ -112,6 +112,7 @@ INSTEAD = {
     ("README.md", "sys.path.append"): ("range(50)", "range(3)"),
     # Replicas need processes: eight stages, as threads.
     ("docs/planner.md", 'plan.save("plan.json")'): ("devices=8", "devices=8, width=1"),
+    ("docs/planner.md", 'num_stages="auto"'): ('"auto"', '"auto", devices=["cpu"] * 2'),
     ("docs/planner.md", "copy.deepcopy(model).bfloat16()"): ("devices=8", "devices=8, width=1"),
 }
 ON_A_CPU = ("bf16=True", 'use_cpu=True, report_to="none"')
@@ -195,7 +196,7 @@ def test_the_python_of_a_document_runs(
             exec(chosen(BEFORE, block) or "", names)
             exec(compile(small(block), str(block), "exec"), names)
             close_pipelines(names)
-        run_torchrun_of(document)
+        run_torchrun_of(document, {path.name for path in tmp_path.glob("*.py")})
     finally:
         sys.modules.pop("pytorch_optimizer", None)
         close_pipelines(names, but=())
@@ -210,12 +211,12 @@ def close_pipelines(names: dict[str, Any], but: tuple[str, ...] = ("pipe",)) -> 
             made.close()
 
 
-def run_torchrun_of(document: str) -> None:
+def run_torchrun_of(document: str, saved: set[str]) -> None:
     """Runs the scripts that the document told its reader to save."""
     for block in BLOCKS:
         for command in commands_of(block):
             script = command[-1]
-            if block.document == document and command[0] == "torchrun" and Path(script).exists():
+            if block.document == document and command[0] == "torchrun" and script in saved:
                 subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 

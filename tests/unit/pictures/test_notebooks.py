@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw import svg
 from pipedream2bw.colours import MEMORY_COLOURS
 from tests.samples.plans import frozen_stage, plan_of, stage_plan
 
@@ -64,6 +65,8 @@ def test_a_memory_report_has_bars_as_long_as_its_bytes() -> None:
     for memory in report.values():
         assert sum(memory.kinds.values()) == memory.total
         assert memory.kinds.keys() == MEMORY_COLOURS.keys()
+        rest = memory.padding + memory.message_buffers + memory.replica_sums + memory.host_copies
+        assert memory.kinds["other"] == rest
     picture = parsed(report)
     longest = max(memory.total for memory in report.values())
     shown = widths(picture)[MEMORY_COLOURS["weights"]]
@@ -93,6 +96,24 @@ def test_a_pipeline_shows_its_stages_and_still_does_when_it_is_closed() -> None:
         assert "1 layers (1)" in text_of(picture)
         assert list(picture.iter(f"{SVG}svg"))
     assert "num_stages=2" in text_of(parsed(pipe))
+
+
+def test_whatever_has_a_name_is_escaped() -> None:
+    bar = svg.Bar(name=BAD, parts={BAD: 1.0}, text=BAD)
+    shown = svg.html(BAD, svg.note(BAD), svg.bars([bar], {BAD: "#000000"}))
+    assert text_of(ElementTree.fromstring(shown)).count(BAD) == 5
+    boxes = svg.html("", svg.boxes_in_time([BAD], [], 1.0), svg.legend({BAD: "#000000"}))
+    assert text_of(ElementTree.fromstring(boxes)).count(BAD) == 2
+
+
+def test_bars_lie_behind_each_other() -> None:
+    kinds = {"a": "#00000a", "b": "#00000b"}
+    drawn = ElementTree.fromstring(
+        svg.html("", svg.bars([svg.Bar(name="row", parts={"a": 1.0, "b": 3.0})], kinds))
+    )
+    starts = [path.attrib["d"].split()[0] for path in drawn.iter(f"{SVG}path")]
+    assert starts == ["M0", "M125"]
+    assert widths(drawn) == {"#00000a": [125.0], "#00000b": [375.0]}
 
 
 def test_a_plan_shows_times_memory_limits_and_what_bounds_it() -> None:
@@ -162,9 +183,9 @@ def test_a_long_timeline_shows_its_end_and_stays_small() -> None:
 def test_light_and_dark_pages_can_be_read() -> None:
     """No text has a colour of its own, and nothing is drawn behind it."""
     picture = parsed(pd2.simulate("2bw", num_stages=2, num_microbatches=2))
-    for svg in picture.iter(f"{SVG}svg"):
-        assert svg.attrib["fill"] == "currentColor"
-        assert not list(svg.iter(f"{SVG}rect"))
-        for text in svg.iter(f"{SVG}text"):
+    for image in picture.iter(f"{SVG}svg"):
+        assert image.attrib["fill"] == "currentColor"
+        assert not list(image.iter(f"{SVG}rect"))
+        for text in image.iter(f"{SVG}text"):
             assert "fill" not in text.attrib
             assert "style" not in text.attrib
