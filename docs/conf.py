@@ -37,7 +37,7 @@ include_patterns = [
     "examples/*.md",
     "benchmarks/**.md",
 ]
-exclude_patterns = ["benchmarks/results/**"]
+exclude_patterns = ["build", ".venv", "benchmarks/results/**"]
 highlight_language = "text"
 nitpicky = True
 nitpick_ignore_regex = [
