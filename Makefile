@@ -12,6 +12,8 @@
 #   make nvcc        compiles every .cu, if there is an nvcc
 #   make gpu-check   asks a GPU all that only a GPU can answer, in ten minutes (docs/gpu.md);
 #                    with DEVICE=checked the same on a device of the tests, which needs none
+#   make docs        builds the site into build/docs, runs its notebook; docs-serve shows it on port
+#                    8000, docs-links asks every link of it
 #   make bench       the benchmarks; bench-smoke only sees whether they run
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
@@ -43,7 +45,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 export PATH := $(BIN):$(PATH)
 
 .PHONY: build check demo test test-all test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
-    bench bench-smoke study clean distclean
+    docs docs-serve docs-links bench bench-smoke study clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -75,6 +77,10 @@ $(STAMPS)/demo: $(STAMPS)/package
 $(STAMPS)/test: $(STAMPS)/package
 	$(PIP_INSTALL) 'pipedream2bw[test]'
 	command -v cmake >/dev/null || $(PIP_INSTALL) 'cmake>=3.22'
+	touch $@
+
+$(STAMPS)/docs: $(STAMPS)/package
+	$(PIP_INSTALL) 'pipedream2bw[docs]'
 	touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
@@ -193,6 +199,18 @@ gpu-check: CHECKING := $(PYTHON)
 endif
 gpu-check:
 	$(CHECKING) -m tests.gpu_check --device $(DEVICE) --json $(JSON)
+
+# The root of the sources is the repository: docs/conf.py says why. -W: a warning is an error.
+SPHINX := OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs-trees -c docs
+docs: $(STAMPS)/docs $(STAMPS)/extension
+	$(SPHINX) -b html . build/docs
+	$(BIN)/python docs/check_links.py build/docs
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory build/docs 8000
+
+docs-links: $(STAMPS)/docs $(STAMPS)/extension
+	$(SPHINX) -b linkcheck . build/docs-links
 
 bench: $(STAMPS)/test $(STAMPS)/delays
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \

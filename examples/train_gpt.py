@@ -32,7 +32,7 @@ from byte_text import RandomBatches, load_text
 from compare_schedules import agreed, compare, record_timeline, train_one_batch
 from gpt import GPT, next_byte_loss
 from loss_curve import draw_losses
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 import pipedream2bw as pd2
 

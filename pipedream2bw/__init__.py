@@ -43,7 +43,7 @@ from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .runtime.lazy_numbers import Loss
 from .runtime.microbatch import Microbatch
-from .runtime.stage_memory import StageMemory
+from .runtime.stage_memory import MemoryReport, StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
 from .schedules.fastest_v import fastest_v_schedule
@@ -67,6 +67,7 @@ __all__ = [
     "LearningRateDiscount",
     "Loss",
     "LossScale",
+    "MemoryReport",
     "Microbatch",
     "NesterovCorrection",
     "OkTopkState",

@@ -42,15 +42,13 @@ _Result = TypeVar("_Result")
 class Checkpointer:
     """Saves a run now and then, and goes on with it after any interruption.
 
-    ::
-
-        with pd2.Checkpointer("checkpoints", pipe, opt, data=sampler, every="auto") as ckpt:
-            ckpt.resume()
-            for x, y in batches:
-                pipe.train_step(x, target=y)
-                opt.step()
-                sampler.advance()
-                ckpt.step()
+    >>> with pd2.Checkpointer("checkpoints", pipe, opt, data=sampler, every="auto") as ckpt:
+    ...     found = ckpt.resume()
+    ...     for x, y in batches:
+    ...         loss = pipe.train_step(x, target=y)
+    ...         opt.step()
+    ...         sampler.advance()
+    ...         ckpt.step()
 
     Saving drains nothing, see :func:`save`; a save that fails (a full disk) warns, and the run goes
     on. A run that is killed at any moment goes on from the newest checkpoint that is whole, with

@@ -24,14 +24,12 @@ class ResumableSampler(Sampler[list[int]]):
     number of microbatches. The batches themselves depend on ``length``, ``batch``, ``seed`` and
     ``shuffle`` alone, so another number of replicas goes on with the same ones.
 
-    ::
-
-        sampler = pd2.ResumableSampler(len(dataset), batch=64)
-        for epoch in range(3):
-            for x, y in DataLoader(dataset, batch_sampler=sampler):
-                pipe.train_step(x, target=y)
-                opt.step()
-                sampler.advance()
+    >>> sampler = pd2.ResumableSampler(len(dataset), batch=64)
+    >>> for epoch in range(3):
+    ...     for x, y in DataLoader(dataset, batch_sampler=sampler):
+    ...         loss = pipe.train_step(x, target=y)
+    ...         opt.step()
+    ...         sampler.advance()
 
     Iterating starts at ``position`` and ends with the epoch. Only ``advance()`` moves the position:
     workers that fetch batches ahead do not.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..pictures.plan import device_list
 from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
+from ..planning.stage_plan import device_list
 from ..planning.units import format_bytes, format_seconds
 from .table import table
 

@@ -65,12 +65,12 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Adds ``value`` to the loss and returns ``x``, which must be used in place of the argument.
 
     Training is as if ``loss_fn`` had added ``value`` to what it returns, but nothing is sent
-    there::
+    there.
 
-        def forward(self, x):
-            gates = self.gate(x).softmax(-1)
-            x = pd2.add_loss(x, 0.01 * load_balance(gates))
-            ...
+    >>> class Gated(nn.Linear):
+    ...     def forward(self, x):
+    ...         gates = super().forward(x).softmax(-1)
+    ...         return pd2.add_loss(x * gates, 0.01 * gates.square().mean())
 
     Like the loss, ``value`` is a mean over the microbatch's rows (a sum under
     ``loss_reduction="sum"``), and it counts as much as the microbatch does. The loss that
@@ -138,11 +138,11 @@ def restore_added_losses(module: fx.GraphModule) -> None:
 def collect_losses() -> Iterator[list[torch.Tensor]]:
     """Collects what :func:`add_loss` adds in a model that is no pipeline, in this thread.
 
-    This gives the same training without a pipeline::
+    This gives the same training without a pipeline.
 
-        with pd2.collect_losses() as added:
-            loss = loss_fn(model(x), target)
-        (loss + sum(added)).backward()
+    >>> with pd2.collect_losses() as added:
+    ...     loss = loss_fn(model(x), y)
+    >>> (loss + sum(added)).backward()
     """
     before = _surroundings.collected
     collected: list[torch.Tensor] = []

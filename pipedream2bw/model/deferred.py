@@ -29,11 +29,13 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
     The parameters are on ``torch.device("meta")``, with a record of how they are initialised.
     PipelineModule makes those of its own stages, bitwise with the values that the plain call would
     have given after the same ``torch.manual_seed``, whatever initialises them inside ``build``
-    (constructors, ``torch.nn.init``, ``module.apply``, copies). Every process makes the same call::
+    (constructors, ``torch.nn.init``, ``module.apply``, copies). Every process makes the same call.
 
-        torch.manual_seed(0)
-        model = pd2.deferred_init(GPT, config)
-        pipe = pd2.PipelineModule(model, loss_fn, ...)
+    >>> generator = torch.manual_seed(0)
+    >>> model = pd2.deferred_init(GPT, config)
+    >>> pipe = pd2.PipelineModule(
+    ...     model, loss_fn, num_stages=2, num_microbatches=4, example_args=(tokens,)
+    ... )
 
     The default generators end in the state in which the plain call would have left them: random
     numbers are drawn, for one tensor at a time, so this takes the time of an initialisation but the

@@ -33,11 +33,12 @@ def linear_cross_entropy(
     the plain form has three of, a chunk's is all that ever exists. What lasts until the backward
     is the gradient of ``hidden`` and that of ``weight``; nothing is computed twice.
 
-    Call it in a pipeline's model, as a whole, or in its ``loss_fn``::
+    Call it in a pipeline's model, as a whole, or in its ``loss_fn``.
 
-        class Model(nn.Module):
-            def forward(self, tokens, labels):
-                return pd2.linear_cross_entropy(self.body(tokens), self.head.weight, labels)
+    >>> hidden, weight, target = torch.randn(6, 8), torch.randn(100, 8), torch.arange(6)
+    >>> loss = pd2.linear_cross_entropy(hidden, weight, target, num_chunks=3)
+    >>> torch.allclose(loss, nn.functional.cross_entropy(hidden @ weight.T, target))
+    True
 
     Args:
         hidden: [..., features], floating point.
@@ -50,7 +51,7 @@ def linear_cross_entropy(
         num_chunks: of the rows, at least 1; no more than there are rows are made.
 
     Returns:
-        One number: float32 for 16-bit ``hidden``, else of its dtype. It can be differentiated
+        One number of float32 for 16-bit ``hidden``, else of its dtype. It can be differentiated
         once.
 
     Raises:

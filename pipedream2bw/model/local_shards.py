@@ -23,10 +23,14 @@ def use_local_shards(model: _Module) -> _Module:
 
     A pipeline's buffers hold plain tensors. The module makes the DTensor again in each forward, by
     a parametrization (``torch.nn.utils.parametrize``), so that modules work as
-    ``torch.distributed.tensor.parallel.parallelize_module`` has made them::
+    ``torch.distributed.tensor.parallel.parallelize_module`` has made them.
 
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        pipe = pd2.PipelineModule(pd2.use_local_shards(model), loss_fn, mesh=mesh, ...)
+    >>> shards = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    >>> block = parallelize_module(model[0], mesh["tp"], shards)
+    >>> model = pd2.use_local_shards(model)
+    >>> pipe = pd2.PipelineModule(
+    ...     model, loss_fn, mesh=mesh, num_stages=1, num_microbatches=4, example_args=(x,)
+    ... )
 
     Optimizers and ``state_dict`` see ``weight``'s shard as ``parametrizations.weight.original``.
     """

@@ -26,11 +26,11 @@ def reference_random(*, seed: int, train_step: int, microbatch: int) -> Iterator
     """Inside, the calling thread draws the random numbers of one microbatch of a train_step.
 
     The unsplit model, called once inside, draws what a pipeline draws for that microbatch, at any
-    depth and under any schedule::
+    depth and under any schedule.
 
-        with pd2.reference_random(seed=pipe.random_seed, train_step=t, microbatch=j):
-            loss = loss_fn(model(x), y)
-            loss.backward()
+    >>> with pd2.reference_random(seed=pipe.random_seed, train_step=0, microbatch=0):
+    ...     loss = loss_fn(unsplit(x), y)
+    ...     loss.backward()
 
     Every call of an operator that draws has a number, counted from the beginning, and draws from a
     generator that seed, train_step, microbatch and this number give. Torch's default generators

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..colours import BLACK, VERSION_COLOURS, kind_colour, version_colours
 from ..schedules.events import (
     KIND_NAMES,
     Event,
@@ -17,17 +18,7 @@ from ..schedules.events import (
 )
 from .canvas import Matplotlib, Picture, name_rows, time_unit
 
-# A light and a dark one for each weight version, of which the kinds' colours are mixed.
-_VERSION_COLOURS = (
-    ("#9ecae1", "#3182bd"),
-    ("#fdd0a2", "#e6750c"),
-    ("#a1d99b", "#31a354"),
-    ("#dcc6e8", "#8856a7"),
-    ("#fbb4c4", "#c51b5a"),
-    ("#d9c7a7", "#8c6d31"),
-)
 _LEGEND_COLOURS = ("#d0d0d0", "#808080")
-_BLACK = "#111111"
 _LABELS_IN_BLACK = "FIR"
 _HATCHES = {"R": "////"}  # white, over a forward's colour
 
@@ -158,7 +149,8 @@ class _Panel:
         name_rows(self._axes, names)
 
     def _draw_box(self, event: Event, box: tuple[float, float, float, float]) -> None:
-        colour, hatch = _colour(event.kind, _colours(event.version)), _HATCHES.get(event.kind)
+        colour = kind_colour(event.kind, version_colours(event.version))
+        hatch = _HATCHES.get(event.kind)
         self._fill(box, facecolor=colour, edgecolor="white", linewidth=0.7, hatch=hatch)
         label = self._label(event)
         if not label:
@@ -178,9 +170,9 @@ class _Panel:
         others = (e for e in self._events if e.kind != "U" and row_of(e) == row_of(event))
         if any(event.start <= other.start < event.end for other in others):
             height *= _BESIDE  # goes on beside them
-        style = {"facecolor": _BLACK, "edgecolor": _BLACK, "linewidth": 1.2}
+        style = {"facecolor": BLACK, "edgecolor": BLACK, "linewidth": 1.2}
         self._fill((left, top, width, height), **style, clip_on=False, zorder=3)
-        mark = _update_mark(_colours(event.version)[1])
+        mark = _update_mark(version_colours(event.version)[1])
         self._axes.plot(left + width / 2, top - 0.07, clip_on=False, **mark)
 
     def _fill(self, box: tuple[float, float, float, float], **style: Any) -> None:
@@ -216,31 +208,6 @@ def _fitting_width(panels: Sequence[Sequence[Event]], span: float) -> float:
     return min(max(needed, _LEAST_WIDTH_INCHES), _MOST_WIDTH_INCHES)
 
 
-def _colours(version: int) -> tuple[str, str]:
-    return _VERSION_COLOURS[version % len(_VERSION_COLOURS)]
-
-
-def _colour(kind: str, colours: tuple[str, str]) -> str:
-    light, dark = colours
-    shades = {
-        "F": light,
-        "R": light,
-        "B": dark,
-        "I": _mixed(light, dark, 0.6),
-        "W": _mixed(dark, _BLACK, 0.5),
-    }
-    return shades[kind]
-
-
-def _mixed(a: str, b: str, share: float) -> str:
-    """A mixture of two colours of the form "#rrggbb": ``share`` of b, the rest of a."""
-    parts = [
-        round((1 - share) * int(a[i : i + 2], 16) + share * int(b[i : i + 2], 16))
-        for i in (1, 3, 5)
-    ]
-    return "#" + "".join(f"{part:02x}" for part in parts)
-
-
 def _update_mark(colour: str) -> dict[str, Any]:
     return {"marker": "v", "markersize": 5, "color": colour, "linestyle": "", "zorder": 4}
 
@@ -250,18 +217,18 @@ def _legend(panels: Sequence[Sequence[Event]], matplotlib: Matplotlib) -> list[A
     kinds = {event.kind for event in events}
     handles = [
         matplotlib.legend_patch(
-            f"{kind}: {name}", _colour(kind, _LEGEND_COLOURS), _HATCHES.get(kind)
+            f"{kind}: {name}", kind_colour(kind, _LEGEND_COLOURS), _HATCHES.get(kind)
         )
         for kind, name in KIND_NAMES.items()
         if kind in kinds and kind != "U"
     ]
     if "U" in kinds:
-        handles.append(matplotlib.legend_line("U: update", **_update_mark(_BLACK)))
+        handles.append(matplotlib.legend_line("U: update", **_update_mark(BLACK)))
     versions = sorted({event.version for event in events})
-    for version in versions[: len(_VERSION_COLOURS)]:
-        again = version + len(_VERSION_COLOURS)
+    for version in versions[: len(VERSION_COLOURS)]:
+        again = version + len(VERSION_COLOURS)
         name = f"versions {version}, {again}, …" if again in versions else f"version {version}"
-        handles.append(matplotlib.legend_patch(f"weight {name}", _colours(version)[1]))
+        handles.append(matplotlib.legend_patch(f"weight {name}", version_colours(version)[1]))
     idle = {"facecolor": "white", "edgecolor": "#888888", "label": "white: idle"}
     handles.append(matplotlib.patches.Patch(**idle))
     meanings = {

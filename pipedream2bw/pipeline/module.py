@@ -334,12 +334,12 @@ class PipelineModule(SessionModule):
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
 
         As ``DistributedDataParallel.no_sync``: what they compute is added (not averaged) to the
-        gradient of the next ``train_step`` outside, and replicas add up theirs only then::
+        gradient of the next ``train_step`` outside, and replicas add up theirs only then.
 
-            with pipe.no_sync():
-                pipe.train_step(*first, target=...)
-            pipe.train_step(*second, target=...)
-            opt.step()
+        >>> with pipe.no_sync():
+        ...     first = pipe.train_step(x, target=y)
+        >>> second = pipe.train_step(x, target=y)
+        >>> opt.step()
 
         For a mean over n calls divide the loss by n, in ``loss_fn``; ``accumulate=n`` does so by
         itself. Every rank enters it, under any schedule.

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import svg
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..ranks.agreement import Operation
 from ..runtime.comm_hook import CommHook, register_comm_hook, replica_group
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
-from ..runtime.stage_memory import StageMemory, memory_of
+from ..runtime.stage_memory import MemoryReport, memory_of
 from ..runtime.timeline import Timeline, recording
 
 _PLACEHOLDER = "_placeholder"
@@ -55,12 +56,20 @@ class SessionModule(nn.Module):
         ]
         return "\n".join(lines)
 
-    def memory_report(self) -> dict[int, StageMemory]:
+    def _repr_html_(self) -> str:
+        first, *lines = self.extra_repr().split("\n")
+        return svg.html(
+            f"{type(self).__name__}({first})",
+            *map(svg.note, lines),
+            self.memory_report().bars(),
+        )
+
+    def memory_report(self) -> MemoryReport:
         """Bytes by kind for each stage of this process. Drains nothing; reads what has been.
 
         With two pipelines stage d + i is the second one's copy of stage i.
         """
-        return {stage.index: memory_of(stage) for stage in self.session.stages}
+        return MemoryReport((stage.index, memory_of(stage)) for stage in self.session.stages)
 
     def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""

@@ -8,16 +8,21 @@ import re
 import sys
 from collections.abc import Sequence
 
-from .. import _C
+from .. import _C, svg
 from ..checks import check_microbatches_of_replicas, check_number, check_whole_number
+from ..colours import MEMORY_COLOURS, TIME_COLOURS
 from ..json_document import Document
 from .stage_plan import (
     StagePlan,
+    device_list,
     held_again,
     held_always,
     held_in_flight,
     held_of_microbatch,
+    layers_in_words,
+    times_of,
 )
+from .units import format_bytes, format_seconds
 
 MOST_ALTERNATIVES = 5
 MOST_MICROBATCHES = 10**8
@@ -220,6 +225,44 @@ class Plan(PlanOutline, Document):
         ]
         return names or False
 
+    @property
+    def in_words(self) -> str:
+        """A line that says sizes, speed and bubble."""
+        chunks = f", {self.stages_per_rank} on a device" if self.stages_per_rank > 1 else ""
+        replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
+        rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
+        stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
+        return (
+            f"{self.schedule}: {replicas} of {stages}{chunks}, "
+            f"{self.microbatches_in_words} microbatches of {rows}; "
+            f"{self.seconds_per_batch:.3g} s a batch, {self.rows_per_second:.4g} rows/s, "
+            f"bubble {100 * self.bubble:.1f} %"
+        )
+
+    def _repr_html_(self) -> str:
+        times = [
+            svg.Bar(name=f"stage {i}: {layers_in_words(stage)}", parts=parts, text=total)
+            for i, stage in enumerate(self.stages)
+            for parts in [times_of(stage)]
+            for total in [format_seconds(sum(parts.values()))]
+        ]
+        memory = []
+        for rank, stages in enumerate(self.shape.stages_of_ranks):
+            parts, limit = bytes_of_rank(self, stages), limit_of_rank(self, rank)
+            has_limit = limit < math.inf
+            text = format_bytes(sum(parts.values()))
+            text += f" of {format_bytes(limit)}" if has_limit else ""
+            name, mark = rank_name(self, rank, stages), limit if has_limit else None
+            memory.append(svg.Bar(name=name, parts=parts, text=text, mark=mark))
+        return svg.html(
+            self.in_words,
+            svg.note("Time of one microbatch:"),
+            svg.bars(times, TIME_COLOURS),
+            svg.note("Memory of each device at its peak; a red line is its limit:"),
+            svg.bars(memory, MEMORY_COLOURS),
+            svg.note(f"Bound by: {self.bound_by}"),
+        )
+
 
 def _check_parts(plan: Plan) -> None:
     """Raises ValueError that names a field, its value and what it must agree with."""
@@ -383,3 +426,12 @@ def limit_of_rank(plan: Plan, rank: int) -> float:
     """Bytes that its device has; infinite if that was not limited (JSON has no infinity)."""
     limit = plan.stages[rank].memory_limit
     return math.inf if limit == sys.float_info.max else limit
+
+
+def rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
+    """Names the devices that hold a rank's stages, and the stages unless it has just its own."""
+    devices = plan.stages[rank].devices
+    name = f"device{'s' * (len(devices) > 1)} {device_list(devices)}"
+    if list(stages) == [rank]:
+        return name
+    return f"{name}: stages {', '.join(str(stage % plan.num_stages) for stage in stages)}"

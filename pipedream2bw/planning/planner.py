@@ -76,10 +76,12 @@ def plan(
 
     Searches every width w, depth d, profiled microbatch size b, schedule and way to recompute
     (arXiv 2006.09503, section 4, Algorithm 1), with layers put on stages so that the slowest one
-    takes the least time. docs/planner.md says how, and what a plan's time is made of. ::
+    takes the least time. docs/planner.md says how, and what a plan's time is made of.
 
-        plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)
-        plan.save("plan.json")
+    >>> plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)
+    >>> plan.num_devices, plan.batch
+    (8, 512)
+    >>> plan.save("plan.json")
 
     Args:
         profile: of the model, as it will be trained (dtype included), or the path of one.

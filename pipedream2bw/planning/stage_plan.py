@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from ..checks import check_number, check_whole_number
+from ..colours import TIME_COLOURS
+
+_MOST_DEVICES = 4  # that are named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,3 +97,21 @@ def held_of_microbatch(stage: StagePlan) -> float:
 def held_again(stage: StagePlan) -> float:
     """Bytes of what a backward has run again, on top of the rest at the stage's peak."""
     return max(0.0, stage.peak_bytes - held_always(stage) - held_in_flight(stage))
+
+
+def times_of(stage: StagePlan) -> dict[str, float]:
+    """Seconds of one microbatch, by what they go into; messages count in both directions."""
+    times = (stage.forward, stage.recompute, stage.input_grad, stage.weight_grad, 2 * stage.message)
+    return dict(zip(TIME_COLOURS, times, strict=True))
+
+
+def layers_in_words(stage: StagePlan) -> str:
+    """Names the stage's layers by their numbers: "layers 2 to 5"."""
+    first, end = stage.layers
+    return f"layer {first}" if end == first + 1 else f"layers {first} to {end - 1}"
+
+
+def device_list(devices: Sequence[int]) -> str:
+    """Names the devices that hold a stage, or the first few of them."""
+    more = ", ..." if len(devices) > _MOST_DEVICES else ""
+    return ", ".join(map(str, devices[:_MOST_DEVICES])) + more

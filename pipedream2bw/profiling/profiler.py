@@ -47,7 +47,7 @@ def profile(
 
     The code that stages run is timed on the model's device, in groups of layers between places
     where a stage could begin. The times are medians over rounds, and of groups that do the same
-    only a few are timed (see :mod:`pipedream2bw.profiling.layer_groups`). Autograd's hooks for
+    only a few are timed (see ``profiling/layer_groups.py``). Autograd's hooks for
     saved tensors count the activations. The model does not change.
 
     Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run. Every

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .. import svg
+from ..colours import MEMORY_COLOURS
 from .local_stages import LocalStage
 
 
@@ -69,6 +71,34 @@ class StageMemory:
     def on_device(self) -> int:
         """Bytes where the stage works."""
         return self.total - self.on_host
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """All bytes, in the few kinds that pictures of plans show, too."""
+        kinds = {
+            "weights": self.weights + self.frozen_weights + self.buffers,
+            "gradients": self.gradients + self.kept_gradients,
+            "optimizer state": self.optimizer_state + self.anchors,
+            "activations": self.activations + self.graphs,
+            "float32 masters": self.masters,
+        }
+        return {**kinds, "other": self.total - sum(kinds.values())}
+
+
+class MemoryReport(dict[int, StageMemory]):
+    """What :meth:`PipelineModule.memory_report` gives: by stage its bytes; a notebook draws it."""
+
+    def bars(self) -> str:
+        """HTML with a bar for each stage."""
+        rows = [
+            svg.Bar(name=f"stage {index}", parts=stage.kinds, text=f"{stage.total:,} bytes")
+            for index, stage in self.items()
+        ]
+        return svg.bars(rows, MEMORY_COLOURS)
+
+    def _repr_html_(self) -> str:
+        total = sum(stage.total for stage in self.values())
+        return svg.html(f"Memory: {total:,} bytes", self.bars())
 
 
 def memory_of(stage: LocalStage) -> StageMemory:

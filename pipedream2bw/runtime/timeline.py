@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ..ranks.agreement import Announcement, Operation
 from ..schedules.events import Event
+from ..schedules.small_picture import timeline_html
 from .session import Session
 
 
@@ -24,6 +25,9 @@ class Timeline:
             self._session.agree(Operation.gather_events, 0, Announcement)
         parts = self._session.gather([dataclasses.astuple(event) for event in self.rows])
         return sorted(Event(*row) for part in parts for row in part)
+
+    def _repr_html_(self) -> str:
+        return timeline_html(self.rows, "What the stages of this process did", unit=" s")
 
 
 @contextlib.contextmanager

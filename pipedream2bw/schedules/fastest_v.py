@@ -28,13 +28,15 @@ def fastest_v_schedule(
     under ``"2bw"``. A V is four steps (docs/schedules.md); all of up to a period's six slots are
     simulated with the costs, ``"2bw_v"`` and its kin among them. Of those that are equally fast, to
     a thousandth, the one with the fewest activations is taken. Each rank finds the same one, given
-    the same numbers. ::
+    the same numbers.
 
-        schedule = pd2.fastest_v_schedule(
-            num_stages=16, num_microbatches=16, in_flight=6, input_grad=1.2, weight_grad=0.8,
-            latency=0.4,
-        )
-        pipe = pd2.PipelineModule(model, loss, schedule=schedule, num_microbatches=16, ...)
+    >>> schedule = pd2.fastest_v_schedule(
+    ...     num_stages=16, num_microbatches=16, in_flight=6, input_grad=1.2, weight_grad=0.8,
+    ...     latency=0.4,
+    ... )
+    >>> pipe = pd2.PipelineModule(
+    ...     model, loss_fn, schedule=schedule, num_stages=16, num_microbatches=16, example_args=(x,)
+    ... )
 
     Args:
         num_stages: the model's stages, two on each rank.

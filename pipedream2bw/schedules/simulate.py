@@ -12,6 +12,7 @@ from ..checks import check_whole_number
 from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
 from .events import Event
 from .load import schedule_for
+from .small_picture import timeline_html
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,11 @@ class Simulation:
     most_in_flight: list[int]
     idle: list[IdleTime]
 
+    def _repr_html_(self) -> str:
+        worst = 100 * max(self.bubbles)
+        title = f"period {self.period:.4g}, bubble of at most {worst:.1f} %"
+        return timeline_html(self.events, title)
+
 
 def simulate(
     schedule: Schedule | str | os.PathLike[str],
@@ -141,11 +147,11 @@ def simulate(
 
     Every rank executes its list strictly in order; an action begins when its rank is free and the
     message that it needs has arrived. The run begins with an empty pipeline and ends with a drain.
-    ::
 
-        simulation = pd2.simulate("2bw", num_stages=4, num_microbatches=8, latency=0.1)
-        print(simulation.period, simulation.bubbles)
-        pd2.draw_timeline(simulation.events, "2bw.png")
+    >>> simulation = pd2.simulate("2bw", num_stages=4, num_microbatches=8)
+    >>> simulation.period, simulation.bubbles  # 8 forwards of 1 second, 8 backwards of 2
+    (24.0, [0.0, 0.0, 0.0, 0.0])
+    >>> picture = pd2.draw_timeline(simulation.events, "2bw.png")
 
     Times are in seconds, or in any one unit. Costs of stages are one number, or one for each
     stage; costs of edges one number, or one for each pair of neighbours (``num_stages - 1``).

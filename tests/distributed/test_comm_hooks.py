@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,3 +361,31 @@ def test_hooks_get_gradients_without_a_loss_scale_and_none_that_overflow(
 def test_no_hook_gets_a_discarded_batch(over_two: list[RankResult]) -> None:
     for result in over_two:
         assert result.value[2] == (True, BATCHES)
+
+
+# ---------------------------------------------------------------- the document
+
+
+def follow_the_document(rank: int, world: int, document: str) -> int:
+    """Trains with each hook that the document's example registers; gives their number."""
+    example = Path(document).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"pd2": pd2}
+    registered = 0
+    for statement in ast.parse(example).body:
+        code = compile(ast.Module([statement], []), "document", "exec")
+        if isinstance(statement, ast.ImportFrom):
+            exec(code, names)
+            continue
+        with build() as pipe:
+            opt = sgd(pipe.parameters())
+            exec(code, names | {"pipe": pipe})
+            before = {name: value.clone() for name, value in pipe.state_dict().items()}
+            assert not equal(before, train(pipe, opt))
+            registered += 1
+    return registered
+
+
+def test_the_documents_hooks_run_as_they_are() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs/gradient_hooks.md"
+    results = run_ranks(follow_the_document, 4, args=(str(document),), timeout=100)
+    assert [result.value for result in results] == [3] * 4

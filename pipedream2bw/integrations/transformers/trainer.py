@@ -24,9 +24,9 @@ class PipelineTrainer(Trainer):
     """A ``transformers.Trainer`` that trains its model as a pipeline.
 
     In place of ``Trainer(...)``, with one argument more, in one process (a thread for each stage)
-    or under ``torchrun``, a process for each stage of each replica::
+    or under ``torchrun``, a process for each stage of each replica.
 
-        trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"num_stages": 4})
+    >>> trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"num_stages": 4})
 
     A batch is what it was: ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows
     for each replica. What are steps of accumulation to the Trainer are the pipeline's microbatches:

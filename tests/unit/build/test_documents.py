@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pipedream2bw as pd2
 from tests.unit.build.test_rooms import CSRC, MAY_INCLUDE, PACKAGE, ROOT
 
 FOLDERS = ("docs", "benchmarks", "examples")
@@ -51,3 +52,26 @@ def test_every_room_has_a_section_of_the_design() -> None:
     }
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms | {folder for folder in MAY_INCLUDE if "kernels/" not in folder} <= described
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs/reference").glob("*.md"))
+    described = set(re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)", pages, re.M))
+    raised = {name for name, value in vars(pd2.errors).items() if _is_an_error(value)}
+    assert set(pd2.__all__) - {"errors"} <= described
+    assert {f"pipedream2bw.errors.{name}" for name in raised} <= described
+
+
+def _is_an_error(value: object) -> bool:
+    is_raised = isinstance(value, type) and issubclass(value, BaseException)
+    return is_raised and value.__module__ == pd2.errors.__name__ and value.__name__[0] != "_"
+
+
+def test_every_document_has_a_place_on_the_site() -> None:
+    index = (ROOT / "docs/index.md").read_text("utf-8")
+    trees = "\n".join(re.findall(r"```\{toctree\}(.*?)```", index, re.S))
+    places = re.findall(r"^(?:.*<)?([\w./-]+)>?$", trees, re.M)
+    listed = {(ROOT / "docs" / f"{place}.md").resolve() for place in places}
+    assert {path for path in DOCUMENTS if "results" not in path.parts} - listed == {
+        ROOT / "docs/index.md"
+    }
