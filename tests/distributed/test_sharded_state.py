@@ -78,6 +78,22 @@ def lopsided() -> nn.Sequential:
     return nn.Sequential(Block(), Reached(), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
+class Empty(nn.Module):
+    """Its parameters have no elements, and are the only ones of their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.none.sum().to(x.dtype)
+
+
+def with_empty() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Empty(), nn.Linear(WIDTH, WIDTH))
+
+
 def batches_of(replica: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1 + replica)
     rows = (torch.randn(2, M * ROWS, WIDTH, generator=generator) for _ in range(NUM_BATCHES))
@@ -196,6 +212,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (adamw, {"clip": {"staleness": pd2.ErrorFeedback(0.8)}, "bucket_cap_mb": SMALL}),
     (sgd, {"precision": "bf16", "split_master": True, "clip": {"staleness": ROUNDED}}),
     (rmsprop, {"precision": "bf16", "make_model": tied_model, "clip": {"staleness": ROUNDED}}),
+    (adamw, {"width": 4, "make_model": with_empty, "clip": CLIP}),
     (muon, {"width": 4, "make_model": matrices, "precision": "bf16"}),
     (sgd, {"width": 4, "make_model": one_matrix, "clip": CLIP}),
     (adamw, {"width": 4, "make_model": one_matrix, "precision": "bf16", "bucket_cap_mb": SMALL}),

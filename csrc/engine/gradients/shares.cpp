@@ -22,7 +22,7 @@ constexpr std::int64_t kElements = 512;
 std::vector<Atom> atoms_of(const GradientBuckets::Bucket& bucket, const GradAccumulator& gradients,
                            const MayCut& may_cut, std::int64_t most_bytes) {
   std::vector<Atom> atoms;
-  if (bucket.begin == gradients.packing().numel()) {  // flags alone
+  if (bucket.begin > 0 && bucket.begin == gradients.packing().numel()) {  // flags alone
     return atoms;
   }
   const std::int64_t element = gradients.flat(0).element_size();
