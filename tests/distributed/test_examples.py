@@ -239,6 +239,7 @@ def test_lora_is_trained_in_one_process(tmp_path: Path, text: Path) -> None:
     check_lora(run_alone("finetune_lora.py", *arguments), tmp_path)
 
 
+@pytest.mark.exhaustive  # PipelineTrainer's own tests train adapters
 def test_lora_is_trained_under_torchrun(tmp_path: Path, text: Path) -> None:
     for package in ("transformers", "peft", "matplotlib"):
         pytest.importorskip(package)
