@@ -156,9 +156,7 @@ DEEP = Model("GPT", partial(GPT, 48, 256, 128, 512), (128,), (128, 512), 4, num_
 UNEVEN = Model("uneven", partial(Uneven, 24, 24, 8, 768), (1, 24, 24), (768,), 8)
 SMOKE_MODELS = {
     "GPT": Model("GPT", partial(GPT, 2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32),
-    "MLP": Model("MLP", partial(mlp, 32, 4), (32,), (32,), 4),
     "ResNet": Model("ResNet", partial(ResNet, 4, 1), (3, 8, 8), (10,), 2),
-    "skips": Model("skips", partial(Skips, 2, 32), (32,), (32,), 4),
 }
 SMOKE_DEEP = Model("GPT", partial(GPT, 4, 64, 8, 32), (8,), (8, 32), 4, num_tokens=32)
 SMOKE_UNEVEN = Model("uneven", partial(Uneven, 8, 4, 3, 32), (1, 8, 8), (32,), 2)

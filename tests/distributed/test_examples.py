@@ -130,14 +130,14 @@ def test_gpt_learns_with_four_stages_in_one_process(tmp_path: Path, text: Path) 
 def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
-    common = [*TINY_GPT, "--steps", "200", "--microbatches", "4", "--save-every", "20"]
+    common = [*TINY_GPT, "--steps", "80", "--microbatches", "4", "--save-every", "10"]
 
     def run_in(folder: str, stages: int) -> list[str]:
         at = ["--checkpoint", str(tmp_path / folder), "--out", str(tmp_path / "out")]
         return [*common, *at, "--stages", str(stages), "--data", str(text)]
 
     def weights_of(folder: str) -> bytes:
-        (file,) = (tmp_path / folder / "step-00000200").glob("model-*.safetensors")
+        (file,) = (tmp_path / folder / "step-00000080").glob("model-*.safetensors")
         return file.read_bytes()
 
     run_alone("train_gpt.py", *run_in("undisturbed", 2))
@@ -148,7 +148,7 @@ def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text
     interrupted.send_signal(signal.SIGTERM)
     printed = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 128 + signal.SIGTERM, printed
-    assert not (tmp_path / "run" / "step-00000200").exists()
+    assert not (tmp_path / "run" / "step-00000080").exists()
     run_alone("train_gpt.py", *run_in("run", 2))
     assert weights_of("run") == weights_of("undisturbed")
 
@@ -239,6 +239,7 @@ def test_lora_is_trained_in_one_process(tmp_path: Path, text: Path) -> None:
     check_lora(run_alone("finetune_lora.py", *arguments), tmp_path)
 
 
+@pytest.mark.exhaustive  # PipelineTrainer's own tests train adapters
 def test_lora_is_trained_under_torchrun(tmp_path: Path, text: Path) -> None:
     for package in ("transformers", "peft", "matplotlib"):
         pytest.importorskip(package)
@@ -248,6 +249,7 @@ def test_lora_is_trained_under_torchrun(tmp_path: Path, text: Path) -> None:
         args=[*TINY_LORA, "--data", str(text), "--out", str(tmp_path)],
         rendezvous="environment",
         env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES), *sys.path])},
+        imported=("tests.runs.trainers",),
         timeout=150,
     )
     check_lora(results[0].stdout, tmp_path)

@@ -14,7 +14,6 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
 
-from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.runs.trainers import (
     assert_same_delayed_log,
@@ -29,6 +28,7 @@ from tests.runs.trainers import (
 from tests.samples.trainer_tasks import TASKS
 
 pytestmark = pytest.mark.slow
+IMPORTED = ("tests.runs.trainers",)  # importing transformers takes a processor four seconds
 EACH_EPOCH: dict[str, Any] = {
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
@@ -68,16 +68,21 @@ def check(
         want = by_stock(0, 1, task, str(folder / "stock"), arguments)
     else:
         given = [task, str(folder / "stock"), arguments]
-        want = run_ranks(by_stock, width, args=given, rendezvous="environment")[0].value
+        want = run_ranks(by_stock, width, args=given, rendezvous="environment", imported=IMPORTED)[
+            0
+        ].value
     given = [task, str(folder / "piped"), arguments, pipeline]
-    results = run_ranks(by_pipeline, world, args=given, rendezvous="environment", timeout=150)
+    results = run_ranks(
+        by_pipeline, world, args=given, rendezvous="environment", imported=IMPORTED, timeout=150
+    )
     logs = [result.value[0] for result in results]
     assert all(log == logs[0] for log in logs[1:]), logs
     assert_same_log(logs[0], want[0])
     assert_same_state(results[0].value[1], want[1], within=2e-6)
 
 
-@pytest.mark.parametrize("task", ["llama", *exhaustive("lora")])
+@pytest.mark.exhaustive  # two replicas of them do
+@pytest.mark.parametrize("task", ["llama", "lora"])
 def test_two_processes_train_as_the_stock_trainer(task: str, tmp_path: Path) -> None:
     check(task, tmp_path, 2, {"num_stages": 2, "schedule": "1f1b"})
 
@@ -95,12 +100,16 @@ def test_two_processes_train_with_a_delay_and_go_on_with_the_same_bits(tmp_path:
     trainer = delayed(TASKS["vit"], tmp_path / "oracle", **EACH_EPOCH)
     trainer.train()
     given: list[Any] = ["vit", str(tmp_path / "piped"), EACH_EPOCH, {"num_stages": 2}]
-    first, *_ = run_ranks(by_pipeline, 2, args=given, rendezvous="environment", timeout=150)
+    first, *_ = run_ranks(
+        by_pipeline, 2, args=given, rendezvous="environment", imported=IMPORTED, timeout=150
+    )
     log, state = first.value
     assert_same_delayed_log(log, log_of(trainer))
     assert_same_state(state, state_of(trainer), within=2e-6)
     given = [*given, str(tmp_path / "piped" / "checkpoint-3")]
-    results = run_ranks(by_pipeline, 2, args=given, rendezvous="environment", timeout=150)
+    results = run_ranks(
+        by_pipeline, 2, args=given, rendezvous="environment", imported=IMPORTED, timeout=150
+    )
     for result in results:
         resumed = result.value[0]
         assert resumed[:4] == log[:4]  # three steps and an evaluation
@@ -129,4 +138,6 @@ def refuse(rank: int, world: int, folder: str) -> None:
 
 
 def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(refuse, 2, args=[str(tmp_path)], rendezvous="environment", timeout=90)
+    run_ranks(
+        refuse, 2, args=[str(tmp_path)], rendezvous="environment", imported=IMPORTED, timeout=90
+    )

@@ -93,6 +93,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive  # test_resume.py goes on with other numbers of stages, one after the other
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torchrun's workers in /proc")

@@ -91,6 +91,7 @@ def run_ranks(
     rendezvous: Rendezvous = "file",
     rank_environment: bool | None = None,
     expect_failure: bool = False,
+    imported: Sequence[str] = (),
 ) -> list[RankResult]:
     """Runs ``target`` on ``world_size`` ranks at once and waits for all of them.
 
@@ -108,6 +109,8 @@ def run_ranks(
             rendezvous "environment".
         expect_failure: at least one rank must fail, all must end by themselves within the timeout,
             and no exception is raised for a failure.
+        imported: modules that take long to import, and start no thread: one process imports them,
+            of which all ranks of all such calls are forked.
 
     Raises:
         RankError: a rank failed (or none did, with ``expect_failure``), or the timeout passed;
@@ -128,7 +131,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 variables = _environment(rank, world_size, rank_environment, store, env or {})
-                ranks.append(start_rank(folder, rank, variables))
+                ranks.append(start_rank(folder, rank, variables, imported))
             hung = _wait(ranks, timeout, expect_failure)
         finally:
             for process in ranks:

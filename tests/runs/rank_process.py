@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,18 +52,22 @@ class RankProcess:
             time.sleep(0.01)
 
 
-_template: subprocess.Popen[str] | None = None
+_templates: dict[tuple[str, ...], subprocess.Popen[str]] = {}
+"""By what they have imported beside ``PRELOADED``."""
 
 
-def start_rank(folder: Path, rank: int, variables: Mapping[str, str]) -> RankProcess:
+def start_rank(
+    folder: Path, rank: int, variables: Mapping[str, str], imported: Sequence[str] = ()
+) -> RankProcess:
     """A process in which ``launch.run_rank(folder, rank)`` runs, with these variables alone.
 
-    Its output goes to ``folder``/stdout<rank> and stderr<rank>.
+    Its output goes to ``folder``/stdout<rank> and stderr<rank>. It has ``imported`` these modules.
     """
-    global _template
-    if _template is None or _template.poll() is not None:
-        _template = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid())],
+    names = tuple(imported)
+    template = _templates.get(names)
+    if template is None or template.poll() is not None:
+        template = _templates[names] = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(os.getpid()), *names],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -71,22 +75,24 @@ def start_rank(folder: Path, rank: int, variables: Mapping[str, str]) -> RankPro
             text=True,
             start_new_session=True,  # Ctrl-C is for the test run
         )
-    assert _template.stdin is not None
-    assert _template.stdout is not None
+    assert template.stdin is not None
+    assert template.stdout is not None
     exit_file = folder / f"exit{rank}"
     print(
         json.dumps([str(folder), rank, dict(variables), str(exit_file)]),
-        file=_template.stdin,
+        file=template.stdin,
         flush=True,
     )
-    return RankProcess(rank, int(_template.stdout.readline()), exit_file)
+    return RankProcess(rank, int(template.stdout.readline()), exit_file)
 
 
-def _serve(parent: int) -> Callable[[], None] | None:
+def _serve(parent: int, imported: Sequence[str]) -> Callable[[], None] | None:
     """Forks a rank for each request. Returns in the ranks, with what is to be run there."""
     _end_with_parent(parent)
-    for name in PRELOADED:
+    for name in (*PRELOADED, *imported):
         importlib.import_module(name)
+    if Path("/proc/self/task").exists():
+        assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads, which no fork has"
     gc.freeze()  # or each rank, when it ends, takes a second to look at all of these objects
     running: dict[int, Path] = {}
     while True:
@@ -144,6 +150,6 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    run = _serve(int(sys.argv[1]))
+    run = _serve(int(sys.argv[1]), sys.argv[2:])
     if run is not None:
         run()
