@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,12 +103,15 @@ def test_a_batch_that_one_site_discards_is_none_of_the_others_business(tmp_path:
 
 
 def exchange_slowly(rank: int, world: int, folder: str) -> list[pd2.Event]:
-    """Over a link that takes 0.3 s."""
+    """Over a link that takes 0.3 s from when another batch could have begun, or from 1 s on."""
     site, store = join_site(folder, "slow link", rank, 1)
     setting = Setting(schedule="2bw")
     average = SiteLink.average
+    given = threading.Event()  # a batch
 
     def slow(link: SiteLink, flat: torch.Tensor) -> None:
+        given.clear()
+        given.wait(1.0)  # or a busy machine's caller would come too late
         time.sleep(0.3)
         average(link, flat)
 
@@ -119,6 +123,7 @@ def exchange_slowly(rank: int, world: int, folder: str) -> list[pd2.Event]:
             for batch in setting.data()[site][0]:
                 pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
+                given.set()
     return timeline.rows
 
 
