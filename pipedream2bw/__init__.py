@@ -41,6 +41,7 @@ from .planning.planner import plan
 from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
+from .profiling.traffic import ActionTraffic, StageTraffic, TrafficReport
 from .runtime.lazy_numbers import Loss
 from .runtime.microbatch import Microbatch
 from .runtime.stage_memory import StageMemory
@@ -53,6 +54,7 @@ from .schedules.simulate import HostCosts, IdleTime, LaunchCosts, Simulation, si
 __version__ = "0.1.0"
 __all__ = [
     "KNOWN_DEVICES",
+    "ActionTraffic",
     "Alternative",
     "Calibration",
     "Checkpointer",
@@ -84,7 +86,9 @@ __all__ = [
     "SkewScout",
     "StageMemory",
     "StagePlan",
+    "StageTraffic",
     "Timeline",
+    "TrafficReport",
     "add_loss",
     "calibrate",
     "collect_losses",

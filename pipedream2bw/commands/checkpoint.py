@@ -12,7 +12,7 @@ from ..checkpoint.inspecting import damage_of, num_parameters
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.source import Source
 from ..planning.units import format_bytes
-from .table import table
+from ..table import table
 
 
 def add_checkpoint_command(commands: Any) -> None:

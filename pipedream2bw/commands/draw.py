@@ -13,8 +13,8 @@ from ..pictures.timeline import draw_timeline
 from ..pictures.trace import read_events, write_events, write_trace
 from ..schedules.events import Event
 from ..schedules.simulate import simulate
+from ..table import table
 from .options import Options
-from .table import table
 
 _FORMAT_OF_SUFFIX = {
     ".txt": "text",

@@ -15,8 +15,8 @@ from ..capture.device_figures import KNOWN_DEVICES
 from ..planning.units import format_bytes, format_seconds
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile
+from ..table import table
 from .options import Options
-from .table import table
 
 _NEEDED = ("model", "loss_fn", "example_args", "target")
 _ALLOWED = (*_NEEDED, "example_kwargs", "replicated")
