@@ -33,6 +33,7 @@ from .pictures.plan import draw_plan
 from .pictures.text import draw_text
 from .pictures.timeline import draw_timeline
 from .pictures.trace import read_events, write_events, write_trace
+from .pipeline.data_stalls import DataStalls, data_stalls
 from .pipeline.module import PipelineModule
 from .planning.calibration import Calibration, calibrate
 from .planning.cluster import Cluster, DeviceType
@@ -59,6 +60,7 @@ __all__ = [
     "Calibration",
     "Checkpointer",
     "Cluster",
+    "DataStalls",
     "DeviceFigures",
     "DeviceType",
     "ErrorFeedback",
@@ -92,6 +94,7 @@ __all__ = [
     "add_loss",
     "calibrate",
     "collect_losses",
+    "data_stalls",
     "deferred_init",
     "draw_plan",
     "draw_text",
