@@ -33,6 +33,7 @@ from .pictures.plan import draw_plan
 from .pictures.text import draw_text
 from .pictures.timeline import draw_timeline
 from .pictures.trace import read_events, write_events, write_trace
+from .pipeline.data_stalls import DataStalls, data_stalls
 from .pipeline.module import PipelineModule
 from .planning.calibration import Calibration, calibrate
 from .planning.cluster import Cluster, DeviceType
@@ -41,6 +42,7 @@ from .planning.planner import plan
 from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
+from .profiling.traffic import ActionTraffic, StageTraffic, TrafficReport
 from .runtime.lazy_numbers import Loss
 from .runtime.microbatch import Microbatch
 from .runtime.stage_memory import MemoryReport, StageMemory
@@ -53,10 +55,12 @@ from .schedules.simulate import HostCosts, IdleTime, LaunchCosts, Simulation, si
 __version__ = "0.1.0"
 __all__ = [
     "KNOWN_DEVICES",
+    "ActionTraffic",
     "Alternative",
     "Calibration",
     "Checkpointer",
     "Cluster",
+    "DataStalls",
     "DeviceFigures",
     "DeviceType",
     "ErrorFeedback",
@@ -85,10 +89,13 @@ __all__ = [
     "SkewScout",
     "StageMemory",
     "StagePlan",
+    "StageTraffic",
     "Timeline",
+    "TrafficReport",
     "add_loss",
     "calibrate",
     "collect_losses",
+    "data_stalls",
     "deferred_init",
     "draw_plan",
     "draw_text",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,6 +14,12 @@ from .commands.doctor import add_doctor_command
 from .commands.draw import add_draw_command, add_schedules_command
 from .commands.plan import add_plan_command, add_show_command
 from .commands.profile import add_profile_command
+
+EXIT_CODES = """exit codes:
+  0  done
+  1  done, and something wrong was found: damage by `checkpoint verify`, a problem by `doctor`
+  2  not done: a wrong option, file or value, or a package that is missing; one line says which
+  3  not done: another error, of the given model's own code, say; Python's traceback follows"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns 0, or 1 if it finds what it looks for: damage, problems.
+    """Runs one command and returns its exit code, which ``EXIT_CODES`` lists.
 
     Exits with code 2 and the reason if the input is bad.
 
@@ -39,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int | None = given.run(given)
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error) or type(error).__name__)
+    except Exception:
+        traceback.print_exc()
+        return 3
     return code or 0
 
 
@@ -46,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pipedream2bw",
         description="Draws schedules, profiles models, plans, and looks after checkpoints.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_command in (

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from .. import _C
 from ..model.clone import structural_clone
@@ -32,20 +31,21 @@ from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
+from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
 # A nominal link between stages.
 _LINK_BYTES_PER_SECOND = 2e9
 _LINK_SECONDS_PER_TENSOR = 20e-6
 
-# What fake tensors cannot do although the model may be right.
-_FAKE_LIMITS = (
+FAKE_LIMITS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     NotImplementedError,
 )
+"""What fake tensors cannot do although the model may be right."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,14 +133,7 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if not self._free_ones_too and (func.is_view or func.namespace == "prim"):
             return result
-        packet = func._overloadpacket
-        count = flop_registry.get(packet)
-        flops = 0
-        if count is not None:
-            flops = int(count(*args, **kwargs, out_val=result))
-        elif "scaled_dot_product" in str(packet) and "backward" not in str(packet):
-            shapes = (item.shape for item in args[:3])
-            flops = int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+        flops = flops_of(func, args, kwargs, result)
         first = next((item for item in args if isinstance(item, torch.Tensor)), None)
         dtype = first.dtype if flops and first is not None else torch.float32
         moved = 0 if func.is_view else _bytes_of((args, kwargs, result))
@@ -212,7 +205,7 @@ class _DryRun:
         try:
             with counter, self._counting:
                 value = self._call(node, args, kwargs)
-        except _FAKE_LIMITS:
+        except FAKE_LIMITS:
             self._unknown(node, parameters, buffers)
             return
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from ..checkpoint.exporting import EXPORT_FORMATS, export
@@ -12,7 +13,8 @@ from ..checkpoint.inspecting import damage_of, num_parameters
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.source import Source
 from ..planning.units import format_bytes
-from .table import table
+from ..table import table
+from .output import print_json
 
 
 def add_checkpoint_command(commands: Any) -> None:
@@ -27,17 +29,17 @@ def add_checkpoint_command(commands: Any) -> None:
     which = "its number; default: "
 
     ls = actions.add_parser("ls", help="a table of the checkpoints")
-    _add_path(ls)
+    _add_path(ls, has_json=True)
     ls.set_defaults(run=_ls)
 
     verify = actions.add_parser(
         "verify", help="read every byte and name what is damaged; then the exit code is 1"
     )
-    _add_path(verify, f"{which}all")
+    _add_path(verify, f"{which}all", has_json=True)
     verify.set_defaults(run=_verify)
 
     show = actions.add_parser("show", help="what a checkpoint says, and its tensors")
-    _add_path(show, f"{which}the newest")
+    _add_path(show, f"{which}the newest", has_json=True)
     show.set_defaults(run=_show)
 
     to_others = actions.add_parser("export", help="write a checkpoint's weights in another format")
@@ -68,10 +70,14 @@ def add_checkpoint_command(commands: Any) -> None:
     of_others.set_defaults(run=_import)
 
 
-def _add_path(parser: argparse.ArgumentParser, step: str | None = None) -> None:
+def _add_path(
+    parser: argparse.ArgumentParser, step: str | None = None, *, has_json: bool = False
+) -> None:
     parser.add_argument("path", metavar="PATH", help="the folder of the checkpoints")
     if step is not None:
         parser.add_argument("--step", type=int, metavar="N", help=step)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _steps(given: argparse.Namespace) -> tuple[Folder, list[int]]:
@@ -94,48 +100,112 @@ def _newest(given: argparse.Namespace) -> Source:
 
 def _ls(given: argparse.Namespace) -> None:
     folder, steps = _steps(given)
-    rows, damage = [], []
-    for step in reversed(steps):
-        found = list(damage_of(folder, step, sums=False))
-        damage += found
-        time = folder.written(step)
-        when = f"{time:%Y-%m-%d %H:%M:%S}" if time is not None else "-"
-        about = ("-",) * 5
-        if not found:
-            source = Source(folder, read_manifest(folder, step))
-            settings = source.manifest.settings
-            about = (
-                format_bytes(source.manifest.nbytes),
-                f"{num_parameters(source):,}",
-                settings.schedule if settings else "imported",
-                str(settings.num_stages) if settings else "-",
-                str(settings.width) if settings else "-",
-            )
-        rows.append((str(step), when, *about, "damaged" if found else "whole"))
+    found = [_listed(folder, step) for step in reversed(steps)]
+    if given.json:
+        print_json({"path": given.path, "checkpoints": found})
+        return
+    rows = [
+        (
+            str(each["step"]),
+            each["written"] or "-",
+            "-" if each["bytes"] is None else format_bytes(each["bytes"]),
+            "-" if each["parameters"] is None else f"{each['parameters']:,}",
+            *(("-",) * 3 if each["damage"] else _named(each)),
+            "damaged" if each["damage"] else "whole",
+        )
+        for each in found
+    ]
     columns = ("step", "written", "size", "parameters", "schedule", "stages", "width", "sizes")
     print(table(f"{given.path}: {len(steps)} checkpoints", columns, rows))
-    print("".join(f"{line}\n" for line in damage), end="")
+    print("".join(f"{line}\n" for each in found for line in each["damage"]), end="")
+
+
+def _named(listed: dict[str, Any]) -> tuple[str, str, str]:
+    if listed["schedule"] is None:
+        return "imported", "-", "-"
+    return listed["schedule"], str(listed["stages"]), str(listed["width"])
+
+
+def _listed(folder: Folder, step: int) -> dict[str, Any]:
+    """What ``ls`` says of a checkpoint: sizes are checked, not every byte."""
+    damage = list(damage_of(folder, step, sums=False))
+    time = folder.written(step)
+    listed: dict[str, Any] = {
+        "step": step,
+        "written": f"{time:%Y-%m-%d %H:%M:%S}" if time is not None else None,
+        "bytes": None,
+        "parameters": None,
+        "schedule": None,
+        "stages": None,
+        "width": None,
+        "damage": damage,
+    }
+    if not damage:
+        source = Source(folder, read_manifest(folder, step))
+        settings = source.manifest.settings
+        listed |= {"bytes": source.manifest.nbytes, "parameters": num_parameters(source)}
+        if settings is not None:
+            listed |= {
+                "schedule": settings.schedule,
+                "stages": settings.num_stages,
+                "width": settings.width,
+            }
+    return listed
 
 
 def _verify(given: argparse.Namespace) -> int:
     folder, steps = _steps(given)
-    is_damaged = False
+    verified = []
     for step in steps:
-        found = False
+        damage = []
         for line in damage_of(folder, step, sums=True):
-            found = is_damaged = True
-            print(line)
-        if not found:
-            manifest = read_manifest(folder, step)
+            damage.append(line)
+            if not given.json:  # as it is found: reading every byte may take long
+                print(line)
+        manifest = None if damage else read_manifest(folder, step)
+        files = None if manifest is None else len(manifest.files)
+        nbytes = None if manifest is None else manifest.nbytes
+        verified.append({"step": step, "files": files, "bytes": nbytes, "damage": damage})
+        if manifest is not None and not given.json:
             size = format_bytes(manifest.nbytes)
-            print(f"{name_of(step)}: whole, {len(manifest.files)} files of tensors, {size}")
-    return int(is_damaged)
+            print(f"{name_of(step)}: whole, {files} files of tensors, {size}")
+    if given.json:
+        print_json({"path": given.path, "checkpoints": verified})
+    return int(any(each["damage"] for each in verified))
 
 
 def _show(given: argparse.Namespace) -> None:
     source = _newest(given)
     manifest = source.manifest
     settings = manifest.settings
+    optimizers = (manifest.optimizer or {}).get("optimizers", ())
+    tensors = [
+        (name, str(entry.dtype).removeprefix("torch."), list(entry.shape), file_name)
+        for file_name, saved in manifest.files.items()
+        for name in saved.tensors
+        for entry in [source.entry(name, file_name)]
+    ]
+    if given.json:
+        print_json(
+            {
+                "name": source.name,
+                "batch": manifest.batch,
+                "train_steps": manifest.train_steps,
+                "settings": None if settings is None else dataclasses.asdict(settings),
+                "random_seed": manifest.random_seed,
+                "trainable": list(manifest.trainable),
+                "optimizers": [
+                    {"kind": each["kind"], "groups": each["groups"]} for each in optimizers
+                ],
+                "tied": dict(manifest.tied),
+                "bytes": manifest.nbytes,
+                "tensors": [
+                    dict(zip(("name", "dtype", "shape", "file"), each, strict=True))
+                    for each in tensors
+                ],
+            }
+        )
+        return
     print(f"{source.name}: {manifest.batch} optimizer steps, {manifest.train_steps} train_steps")
     if settings is None:
         print("imported weights, without a run")
@@ -146,18 +216,13 @@ def _show(given: argparse.Namespace) -> None:
             f"{settings.precision}, torch {settings.torch}"
         )
         print(f"random seed: {manifest.random_seed}, trained parameters: {len(manifest.trainable)}")
-    for optimizer in (manifest.optimizer or {}).get("optimizers", ()):
+    for optimizer in optimizers:
         for group in optimizer["groups"]:
             options = ", ".join(f"{key}={value}" for key, value in group.items())
             print(f"{optimizer['kind']}: {options}")
     for name, first in manifest.tied.items():
         print(f"{name} is {first}")
-    rows = []
-    for file_name, saved in manifest.files.items():
-        for name in saved.tensors:
-            entry = source.entry(name, file_name)
-            dtype = str(entry.dtype).removeprefix("torch.")
-            rows.append((name, dtype, str(list(entry.shape)), file_name))
+    rows = [(name, dtype, str(shape), file) for name, dtype, shape, file in tensors]
     title = f"{len(rows)} tensors, {format_bytes(manifest.nbytes)}"
     print(table(title, ("name", "dtype", "shape", "file"), rows))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from .. import _build_info
 from ..planning.units import format_bytes
+from .output import print_json
 
 SHARED_MEMORY = "/dev/shm"
 LITTLE_SHARED_MEMORY = 256 * 2**20
@@ -65,7 +65,7 @@ def examine() -> dict[str, Any]:
 def _run(given: argparse.Namespace) -> int:
     found = examine()
     if given.json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
     else:
         print(_report(found))
     return 1 if found["problems"] else 0

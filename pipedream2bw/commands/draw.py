@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import _C
+from ..pictures.canvas import Matplotlib
 from ..pictures.text import draw_text
 from ..pictures.timeline import draw_timeline
 from ..pictures.trace import read_events, write_events, write_trace
 from ..schedules.events import Event
 from ..schedules.simulate import simulate
+from ..table import table
 from .options import Options
-from .table import table
+from .output import check_written, print_json
 
 _FORMAT_OF_SUFFIX = {
     ".txt": "text",
@@ -104,10 +106,13 @@ def add_schedules_command(commands: Any) -> None:
         description="Lists the schedules and the sizes that they need.",
     )
     schedules.set_defaults(run=_list_schedules)
+    schedules.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _draw(given: argparse.Namespace) -> None:
-    write = _writer(given)  # before the simulation, since the format may be wrong
+    # Before the simulation: the format may be wrong, and its file or matplotlib missing.
+    write = _writer(given)
+    check_written("-o", given.output)
     write(_events(given))
 
 
@@ -126,6 +131,7 @@ def _writer(given: argparse.Namespace) -> Callable[[list[Event]], object]:
         return lambda events: write_trace(events, path)
     if form == "events":
         return lambda events: write_events(events, path)
+    Matplotlib.load("a timeline")
     title = given.schedule or (given.schedule_file or given.events).name
     unit = "seconds" if in_seconds else "forwards of a microbatch"
     return lambda events: draw_timeline(events, title=title, unit=unit).figure.savefig(
@@ -168,5 +174,20 @@ def _events(given: argparse.Namespace) -> list[Event]:
 
 
 def _list_schedules(given: argparse.Namespace) -> None:
+    if given.json:
+        print_json(
+            [
+                {
+                    "name": method.name,
+                    "rules": list(method.size_rules),
+                    "has_stages_per_rank": method.has_chunks,
+                    "is_v": method.is_v,
+                    "is_bidirectional": method.is_bidirectional,
+                    "is_planned": method.is_planned,
+                }
+                for method in _C.schedule_methods()
+            ]
+        )
+        return
     rows = [(method.name, "; ".join(method.size_rules)) for method in _C.schedule_methods()]
     print(table("sizes that the schedules need", ("schedule", "rules"), rows))

@@ -12,10 +12,11 @@ from ..pictures.canvas import Matplotlib
 from ..pictures.plan import draw_plan
 from ..planning.cluster import Cluster, DeviceType
 from ..planning.plan import Plan
-from ..planning.planner import plan
+from ..planning.planner import check_arguments, plan
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile
 from .options import Options
+from .output import check_written
 from .plan_report import print_plan
 from .profile import MODEL_HELP, PROFILING, build_model
 
@@ -93,6 +94,7 @@ def add_show_command(commands: Any) -> None:
 
 
 def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument("--json", action="store_true", help="print the plan's JSON, no tables")
     parser.add_argument(
         "--picture",
         type=Path,
@@ -103,32 +105,35 @@ def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 
 def _plan(given: argparse.Namespace) -> None:
     _check_picture(given.picture)
+    check_written("-o", given.output)
     if given.objective == "cost" and given.price is None:
         raise ValueError("--price is missing: --objective cost needs it")
     devices: int | list[DeviceType] = given.devices
     if given.price is not None:
         devices = [DeviceType("device", given.devices, price_per_hour=given.price)]
-    made = plan(
-        _profile(given),
-        devices=parse_topology(given.topology, devices) if given.topology else devices,
-        memory=given.memory,
-        batch=given.batch,
+    arguments: dict[str, Any] = {
+        "devices": parse_topology(given.topology, devices) if given.topology else devices,
+        "memory": given.memory,
+        "batch": given.batch,
         **_SEARCH.given(given),
-    )
+    }
+    check_arguments(**arguments)
+    made = plan(_profile(given), **arguments)
     if given.output is not None:
         made.save(given.output)
-    _print(made, given.picture)
+    _print(made, given)
 
 
 def _show(given: argparse.Namespace) -> None:
     _check_picture(given.picture)
-    _print(Plan.load(given.plan), given.picture)
+    _print(Plan.load(given.plan), given)
 
 
 def _check_picture(path: Path | None) -> None:
     """Raises an error if the picture cannot be drawn: planning before that may take minutes."""
     if path is None:
         return
+    check_written("--picture", path)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(
             f"--picture: {path}, suffix: {path.suffix!r}: it must be .png, .svg or .pdf"
@@ -136,10 +141,13 @@ def _check_picture(path: Path | None) -> None:
     Matplotlib.load("a plan")
 
 
-def _print(made: Plan, picture: Path | None) -> None:
-    if picture is not None:
-        draw_plan(made, picture)
-    print_plan(made)
+def _print(made: Plan, given: argparse.Namespace) -> None:
+    if given.picture is not None:
+        draw_plan(made, given.picture)
+    if given.json:
+        print(made.to_json(), end="")
+    else:
+        print_plan(made)
 
 
 def _profile(given: argparse.Namespace) -> Profile:

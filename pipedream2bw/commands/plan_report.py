@@ -7,7 +7,7 @@ import math
 from ..planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank
 from ..planning.stage_plan import device_list
 from ..planning.units import format_bytes, format_seconds
-from .table import table
+from ..table import table
 
 
 def print_plan(plan: Plan) -> None:

@@ -15,8 +15,9 @@ from ..capture.device_figures import KNOWN_DEVICES
 from ..planning.units import format_bytes, format_seconds
 from ..profiling.profile import Profile
 from ..profiling.profiler import profile
+from ..table import table
 from .options import Options
-from .table import table
+from .output import check_written
 
 _NEEDED = ("model", "loss_fn", "example_args", "target")
 _ALLOWED = (*_NEEDED, "example_kwargs", "replicated")
@@ -94,6 +95,7 @@ def build_model(name: str) -> dict[str, Any]:
 
 def _run(given: argparse.Namespace) -> None:
     started = time.monotonic()
+    check_written("-o", given.output)
     options = PROFILING.given(given) | _MEASURING.given(given)
     found = profile(**build_model(given.model), **options)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -11,40 +12,22 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..checks import check_bool, check_whole_number
 from ..errors import DoesNotFit
 from ..json_document import given_or_loaded
 from ..profiling.profile import Profile
 from .arguments import (
     check_grid,
-    check_objective,
-    check_optimizer_device,
     check_precision,
-    check_shard_state,
     check_update_time,
-    checked_names,
-    chunks_to_try,
     memory_of_types,
     own_memories,
-    with_one_pipeline,
 )
 from .calibration import Calibration
 from .cluster import Cluster, DeviceType, as_cluster
-from .held_bytes import PerTrainedByte, per_trained_byte
-from .plan import MOST_MICROBATCHES, Alternative, Plan
+from .held_bytes import PerTrainedByte
+from .plan import Alternative, Plan
 from .stage_plan import StagePlan
-from .units import parse_bytes
-
-SCHEDULES = (
-    "2bw",
-    "2bw_v_two_thirds",
-    "2bw_v_half",
-    "1f1b",
-    "interleaved",
-    "zero_bubble",
-    "chimera",
-)
-"""The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+from .wanted import SCHEDULES, Wanted
 
 
 def plan(
@@ -128,60 +111,45 @@ def plan(
         ValueError: no sizes make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
+    wanted = Wanted.of(locals())
     profile = given_or_loaded("profile", profile, Profile)
-    if calibration is not None:
-        calibration = given_or_loaded("calibration", calibration, Calibration)
-    bytes_per_device = parse_bytes("memory", memory)
-    largest = batch if largest_batch is None else largest_batch
-    for name, rows in (("batch", batch), ("largest_batch", largest)):
-        check_whole_number(name, rows, at_most=MOST_MICROBATCHES)
-    names = checked_names("schedules", schedules, _C.planned_schedules())
-    chunks = chunks_to_try(stages_per_rank, largest)
-    ways = checked_names("recompute", recompute, ("none", "stages", "blocks"))
-    check_objective(objective, slack, num_batches, start_within)
-    check_bool("unequal_replicas", unequal_replicas)
+    calibration = wanted.calibration
     if calibration is not None:
         profile = calibration.applied_to(profile)
-    held = per_trained_byte(optimizer, precision, split_master, gradient_dtype)
-    if check_shard_state(shard_state, optimizer_device):
-        names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
     check_precision(profile, precision)
-    if optimizer_device is not None:
-        check_optimizer_device(optimizer_device)
-        optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
-    check_update_time(profile, optimizer)
+    check_update_time(profile, wanted.optimizer)
     cluster = as_cluster(devices, profile.links)
     if objective == "cost":
         _check_prices(cluster)
     check_grid(
-        names,
-        chunks,
+        wanted.schedules,
+        wanted.chunks,
         width=width,
         num_stages=num_stages,
         num_devices=cluster.num_devices,
         num_pieces=1 + sum(layer.can_cut_after for layer in profile.layers),
-        largest_batch=largest,
+        largest_batch=wanted.largest_batch,
     )
     blocks = blocks_of([layer.name for layer in profile.layers])
-    limits = memory_of_types(cluster, bytes_per_device, calibration)
+    limits = memory_of_types(cluster, wanted.bytes_per_device, calibration)
     try:
         found = _C.best_plans(
-            _profiled_model(profile, blocks, optimizer, held),
+            _profiled_model(profile, blocks, wanted.optimizer, wanted.held),
             _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
             _C.PlanOptions(
                 batch=batch,
-                largest_batch=largest,
+                largest_batch=wanted.largest_batch,
                 width=width or 0,
                 num_stages=num_stages or 0,
-                schedules=names,
-                stages_per_rank=chunks,
-                recompute=ways,
+                schedules=wanted.schedules,
+                stages_per_rank=wanted.chunks,
+                recompute=wanted.recompute,
                 objective=objective,
                 slack=slack,
                 num_batches=num_batches or 0,
                 start_within=start_within,
-                gradient=held.gradient,
-                state=held.state,
+                gradient=wanted.held.gradient,
+                state=wanted.held.state,
                 shares_state=shard_state,
                 steps_on_host=optimizer_device is not None,
                 unequal_replicas=unequal_replicas,
@@ -205,6 +173,16 @@ def plan(
         alternatives=tuple(alternatives),
         profile_fingerprint=profile.fingerprint,
     )
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raises what :func:`plan` would for arguments that do not depend on the profile.
+
+    A profile may take minutes to measure.
+    """
+    bound = inspect.signature(plan).bind(None, **arguments)
+    bound.apply_defaults()
+    Wanted.of(bound.arguments)
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -274,3 +275,37 @@ def test_an_import_of_what_is_no_weights_or_over_checkpoints_is_refused(
     _, pipe, opt = make(seed=1)
     with pipe, pytest.raises(RuntimeError, match=r"unexpected keys: \['weight'\]"):
         pd2.load(new, pipe, opt)
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
+    return json.loads(called(capsys, *arguments, "--json", code=code))
+
+
+def test_ls_verify_and_show_are_json_as_well(
+    capsys: pytest.CaptureFixture[str], copied: Path
+) -> None:
+    first, second = as_json(capsys, "ls", copied)["checkpoints"]
+    assert (first["step"], second["step"]) == (1, 2)
+    assert (first["schedule"], first["stages"], first["width"]) == ("2bw", 2, 1)
+    assert first["parameters"] == sum(p.numel() for p in Model(0).parameters())
+    assert first["damage"] == []
+    whole = as_json(capsys, "verify", copied)["checkpoints"]
+    assert {each["step"]: each["bytes"] for each in whole} == {
+        each["step"]: each["bytes"] for each in (first, second)
+    }
+    shown = as_json(capsys, "show", copied, "--step", 1)
+    assert shown["settings"]["num_stages"] == 2
+    assert shown["optimizers"][0]["kind"] == "AdamW"
+    assert shown["tied"] == {"4.weight": "0.weight"}
+    assert {
+        "name": "0.weight",
+        "dtype": "float32",
+        "shape": [6, 6],
+        "file": "model-00001-of-00001.safetensors",
+    } in shown["tensors"]
+
+    flip_last_bit(copied / "step-00000002/model-00001-of-00001.safetensors")
+    second, first = as_json(capsys, "verify", copied, code=1)["checkpoints"]
+    assert first["damage"] == []
+    assert len(second["damage"]) == 1
+    assert second["bytes"] is None
