@@ -117,7 +117,7 @@ def test_the_help_and_the_documents_list_the_exit_codes(
         main(["--help"])
     assert ended.value.code == 0
     assert EXIT_CODES in capsys.readouterr().out
-    document = (Path(__file__).parents[3] / "docs/commands.md").read_text("utf-8")
+    document = (Path(__file__).parents[3] / "docs/reference/commands.md").read_text("utf-8")
     for line in EXIT_CODES.splitlines()[1:]:
         code, meaning = line.split(maxsplit=1)
         assert f"| {code} | {meaning} |" in document
