@@ -14,16 +14,17 @@ Python's lock would disturb them most. And in two processes whose blocks compute
 long, as where accelerators compute: there the times of batches are alike, and what a save adds to
 the longest ones is not lost among them.
 
-Then ``every="auto"`` on one disk of 20 MB/s for all processes and files (writes wait as long as it
-would take), in turns with batches without saving (A B B A), and again when that disk has become
-four times slower while training went on.
+Such processes also save as often as ``every="auto"`` says, on one disk of 20 MB/s for all processes
+and files (writes wait as long as it would take), in turns with batches without saving (A B B A),
+and again when that disk has become four times slower while training went on.
 
 Then processes that begin as ``python`` does: the seconds from the end of their imports (of torch
 and the package), and from their start, to the loss of the first batch, with and without resuming
 from the last checkpoint. Joining the other process, building model and pipeline and the batch
 itself count, too.
 
-    python benchmarks/saving.py [--rounds 8] [--smoke] [--json PATH]
+    python benchmarks/saving.py [--only busy,threads,sleep,recovery] [--rounds 8] [--smoke]
+        [--json PATH]
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from measuring.groups import (
     tail,
 )
 from measuring.ranks import run_on_fresh_ranks, run_on_ranks, seconds_of_process
-from measuring.report import Figure, arguments, describe, machine, print_table, write_json
+from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
 from measuring.slow_disk import SlowDisk, checkpoints_on
 from measuring.stages import Workload
 from torch import nn
@@ -66,6 +67,7 @@ SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8
 SLEEP = {"rows": 1, "sequence": 8, "forward_seconds": 0.02, "backward_seconds": 0.04}
 SMOKE_SLEEP = {"forward_seconds": 0.002, "backward_seconds": 0.004}
 EVERY = 10
+SECTIONS = ("busy", "threads", "sleep", "recovery")
 WAYS = ("none", "saving", "dcp")
 ROW = (*WAYS, *reversed(WAYS))
 SHORT_ROW = ("none", "saving", "saving", "none")
@@ -273,15 +275,9 @@ def save_automatically(
 # ---------------------------------------------------------------- what the ranks do
 
 
-@dataclasses.dataclass
-class Measured:
-    """What a rank gives."""
-
-    rounds: list[list[Group]]
-    automatic: list[Automatic]
-
-
-def measure(rank: int, world_size: int, workload: Workload, rounds: int, folder: Path) -> Measured:
+def measure(
+    rank: int, world_size: int, workload: Workload, rounds: int, folder: Path
+) -> list[list[Group]]:
     """Runs on every rank."""
     training = Training(workload, folder)
     with pd2.Checkpointer(
@@ -294,23 +290,44 @@ def measure(rank: int, world_size: int, workload: Workload, rounds: int, folder:
             if rank == 0:
                 added = [f"{way} {added_time(groups[-1], way):+.2%}" for way in WAYS[1:]]
                 print(f"round {number + 1}, added time: {', '.join(added)}", flush=True)
-    period = statistics.median(seconds_of([g for of_round in groups for g in of_round], "none"))
-    size = sum(path.stat().st_size for path in newest_files(folder / "ours"))
-    automatic = save_automatically(training, folder, rounds, size, period)
+    training.pipe.close()
+    return groups
+
+
+@dataclasses.dataclass
+class Measured:
+    """What a rank gives."""
+
+    rounds: list[list[Group]]
+    automatic: list[Automatic]
+
+
+def measure_saves_alone(
+    rank: int, world_size: int, workload: Workload, rounds: int, folder: Path, is_auto_too: bool
+) -> Measured:
+    """Runs on every rank; in one process with a thread for each stage."""
+    training = Training(workload, folder)
+    own = folder / "ours"
+    with pd2.Checkpointer(own, training.pipe, training.opt, every=EVERY, keep=2) as saver:
+        train_round(training, saver, SHORT_ROW)
+        groups = [train_round(training, saver, 2 * SHORT_ROW) for _ in range(rounds)]
+    automatic = []
+    if is_auto_too:
+        period = statistics.median(seconds_of([g for each in groups for g in each], "none"))
+        size = sum(path.stat().st_size for path in newest_files(own))
+        automatic = save_automatically(training, folder, rounds, size, period)
     training.pipe.close()
     return Measured(groups, automatic)
 
 
-def measure_saves_alone(
-    rank: int, world_size: int, workload: Workload, rounds: int, folder: Path
-) -> list[list[Group]]:
-    """Runs on every rank; in one process with a thread for each stage."""
+def save_once(rank: int, world_size: int, workload: Workload, folder: Path) -> None:
+    """Runs on every rank."""
     training = Training(workload, folder)
-    with pd2.Checkpointer(folder, training.pipe, training.opt, every=EVERY, keep=2) as saver:
-        train_round(training, saver, SHORT_ROW)
-        groups = [train_round(training, saver, 2 * SHORT_ROW) for _ in range(rounds)]
+    training.fill()
+    saving = pd2.save(folder / "ours", training.pipe, training.opt)
+    training.pipe.flush()
+    saving.done.result()
     training.pipe.close()
-    return groups
 
 
 def recovery(
@@ -351,51 +368,51 @@ def seconds_to_read(files: Sequence[Path]) -> float:
 # ---------------------------------------------------------------- figures
 
 
-def figures_of_training(ranks: Sequence[Measured]) -> list[Figure]:
-    rounds = ranks[0].rounds
-    by_round = list(zip(*(rank.rounds for rank in ranks), strict=True))
+P99 = "p99 of batch times over the median"
+
+
+def figures_of_training(ranks: Sequence[list[list[Group]]]) -> list[Figure]:
+    rounds = ranks[0]
+    by_round = list(zip(*ranks, strict=True))
     together = [group for groups in rounds for group in groups]
     every = f"every {EVERY} batches"
     computed = {way: [added_processor_time(each, way) for each in by_round] for way in WAYS}
     alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
     added = {way: [added_time(groups, way) for groups in rounds] for way in WAYS}
-    figures = [
+    return [
         Figure("no saving", "seconds per batch", alone),
-        Figure("no saving", "p99 of batch times over the median", [tail(together, "none")]),
+        Figure("no saving", P99, [tail(together, "none")]),
         Figure(every, "added time", added["saving"], at_most=0.01, ideal=0.0),
         Figure(every, "added processor time", computed["saving"]),
-        Figure(
-            every, "p99 of batch times over the median", [tail(together, "saving")], at_most=1.1
-        ),
+        Figure(every, P99, [tail(together, "saving")]),
         *figures_of_idleness(every, by_round),
         Figure(f"dcp.async_save {every}, drained", "added time", added["dcp"]),
         Figure(f"dcp.async_save {every}, drained", "added processor time", computed["dcp"]),
     ]
-    for setting, found in zip(
-        ("auto, 20 MB/s", f"auto, then {SLOWER} times slower"), ranks[0].automatic, strict=True
-    ):
-        figures += [
-            Figure(setting, "batches until it had followed", [found.batches_to_adapt]),
-            Figure(setting, "batches between saves", found.between),
-            Figure(setting, "added time", found.added, at_most=0.035),
-        ]
-    return figures
 
 
-def figures_of_saves_alone(where: str, ranks: Sequence[Sequence[list[Group]]]) -> list[Figure]:
-    rounds = ranks[0]
+def figures_of_saves_alone(where: str, ranks: Sequence[Measured]) -> list[Figure]:
+    rounds = ranks[0].rounds
     together = [group for groups in rounds for group in groups]
     alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
     added = [added_time(groups, "saving") for groups in rounds]
-    name = "p99 of batch times over the median"
     setting = f"every {EVERY} batches, {where}"
-    return [
+    figures = [
         Figure(f"no saving, {where}", "seconds per batch", alone),
-        Figure(f"no saving, {where}", name, [tail(together, "none")]),
+        Figure(f"no saving, {where}", P99, [tail(together, "none")]),
         Figure(setting, "added time", added, at_most=0.01, ideal=0.0),
-        Figure(setting, name, [tail(together, "saving")], at_most=1.1),
-        *figures_of_idleness(setting, list(zip(*ranks, strict=True))),
+        Figure(setting, P99, [tail(together, "saving")], at_most=1.1),
+        *figures_of_idleness(setting, list(zip(*(rank.rounds for rank in ranks), strict=True))),
     ]
+    for speed, found in zip(
+        ("auto, 20 MB/s", f"auto, then {SLOWER} times slower"), ranks[0].automatic, strict=False
+    ):
+        figures += [
+            Figure(speed, "batches until it had followed", [found.batches_to_adapt]),
+            Figure(speed, "batches between saves", found.between),
+            Figure(speed, "added time", found.added, at_most=0.035),
+        ]
+    return figures
 
 
 def figures_of_recovery(
@@ -430,24 +447,33 @@ def figures_of_recovery(
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0], rounds=8).parse_args()
+    parser = arguments(__doc__.splitlines()[0], rounds=8)
+    add_only(parser, SECTIONS)
+    options = parser.parse_args()
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
+    sleeping = dataclasses.replace(workload, **(SMOKE_SLEEP if options.smoke else SLEEP))
     rounds = 1 if options.smoke else options.rounds
     recoveries = ((True,), 1) if options.smoke else ((False, True), 3)
     where = machine()
     print(describe(where), flush=True)
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=memory))
+    figures = []
     try:
-        figures = figures_of_training(run_on_ranks(NUM_STAGES, measure, workload, rounds, folder))
-        sleeping = dataclasses.replace(workload, **(SMOKE_SLEEP if options.smoke else SLEEP))
-        for where, ranks, stages in (
-            ("stages in threads", 1, workload),
-            ("stages that sleep", NUM_STAGES, sleeping),
+        if "busy" in options.only:
+            busy = run_on_ranks(NUM_STAGES, measure, workload, rounds, folder / "busy")
+            figures += figures_of_training(busy)
+        for section, name, ranks, stages in (
+            ("threads", "stages in threads", 1, workload),
+            ("sleep", "stages that sleep", NUM_STAGES, sleeping),
         ):
-            of_ranks = run_on_ranks(ranks, measure_saves_alone, stages, rounds, folder / where)
-            figures += figures_of_saves_alone(where, of_ranks)
-        figures += figures_of_recovery(workload, folder, *recoveries)
+            if section in options.only:
+                wanted = (stages, rounds, folder / section, section == "sleep")
+                found = run_on_ranks(ranks, measure_saves_alone, *wanted)
+                figures += figures_of_saves_alone(name, found)
+        if "recovery" in options.only:
+            run_on_ranks(NUM_STAGES, save_once, workload, folder / "recovery")
+            figures += figures_of_recovery(workload, folder / "recovery", *recoveries)
     finally:
         shutil.rmtree(folder)
     print_table(figures, judged=not options.smoke)
