@@ -96,7 +96,7 @@ def test_a_folder_without_permission_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # which root always has
-    with pytest.raises(ValueError, match="plan.json: no permission to write there"):
+    with pytest.raises(ValueError, match=r"plan\.json: no permission to write there"):
         check_written("-o", folder / "plan.json")
 
 
