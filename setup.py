@@ -8,6 +8,8 @@ Environment:
     PIPEDREAM2BW_TESTING  1 builds, instead of the package's extension, those that tests and
                          benchmarks need: benchmarks/measuring/_delays and tests/device/_checked.
                          Only with --inplace.
+    PIPEDREAM2BW_WHEEL   1 names the package's version after the torch that it is built for, as in
+                         0.1.0+cu130torch2.13, and makes it need that minor version of torch.
     CUDA_HOME            where nvcc is, if not on PATH.
     TORCH_CUDA_ARCH_LIST defaults to those of 8.0;8.6;8.9;9.0;10.0;12.0 that nvcc knows, and PTX of
                          the last.
@@ -231,6 +233,25 @@ def build_info(torch: Any, with_cuda: bool) -> str:
     )
 
 
+def package_version() -> str:
+    """The version that the package says it has."""
+    text = (ROOT / "pipedream2bw" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', text, re.M)
+    assert found is not None, "pipedream2bw/__init__.py: no __version__"
+    return found.group(1)
+
+
+def named_for_torch(version: str, torch: str, cuda: str | None) -> tuple[str, str]:
+    """The version of a wheel, and what it needs, for a torch and its CUDA.
+
+    As flash-attn names its wheels. libtorch's interface changes with every minor version.
+    """
+    major, minor = map(int, torch.split(".")[:2])
+    built = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
+    needed = f"torch>={major}.{minor},<{major}.{minor + 1}"
+    return f"{version}+{built}torch{major}.{minor}", needed
+
+
 def main() -> None:
     torch, cpp_extension = import_build_tools()
     from setuptools import setup
@@ -273,7 +294,20 @@ def main() -> None:
         extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror)
         for name, sources in (sources_for_testing() if testing else package).items()
     ]
-    setup(ext_modules=modules, cmdclass={"build_ext": BuildExtension})
+    version, needed = package_version(), f"torch>={'.'.join(map(str, MINIMUM_TORCH))}"
+    if is_on("PIPEDREAM2BW_WHEEL", os.environ):
+        if torch.version.cuda is not None and not with_cuda:
+            raise fail(
+                f"PIPEDREAM2BW_WHEEL: 1, torch is built for CUDA {torch.version.cuda}, the wheel "
+                "would be without: set PIPEDREAM2BW_CUDA=1"
+            )
+        version, needed = named_for_torch(version, torch.__version__, torch.version.cuda)
+    setup(
+        version=version,
+        install_requires=[needed],
+        ext_modules=modules,
+        cmdclass={"build_ext": BuildExtension},
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ from ._build_check import check_loaded_torch
 
 check_loaded_torch()
 
+from ._torch_internals import check_torch_internals
+
+check_torch_internals()
+
 from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+OLDEST_TORCH = (2, 9)
+NEWEST_TORCH = (2, 13)  # of those that are tested
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,13 @@ class TorchBuild:
     def __str__(self) -> str:
         cuda = "CPU" if self.cuda is None else f"CUDA {self.cuda}"
         return f"torch {self.version} ({cuda}, C++11 ABI {'on' if self.cxx11_abi else 'off'})"
+
+    @property
+    def wheel(self) -> str:
+        """How the version of a wheel for it ends."""
+        major, minor = self.version.split(".")[:2]
+        built = "cpu" if self.cuda is None else "cu" + self.cuda.replace(".", "")
+        return f"+{built}torch{major}.{minor}"
 
     @property
     def compatibility(self) -> tuple[object, ...]:
@@ -40,8 +49,23 @@ def check(built: TorchBuild, loaded: TorchBuild) -> None:
     """
     if built.compatibility != loaded.compatibility:
         raise ImportError(
-            f"pipedream2bw was built with {built}, but {loaded} is loaded. "
-            f"Rebuild it in its source folder with:\n    {REBUILD}"
+            f"pipedream2bw was built with {built}, but {loaded} is loaded. Install the wheel whose "
+            f"version ends in {loaded.wheel}, or rebuild it in its source folder with:\n"
+            f"    {REBUILD}"
+        )
+
+
+def check_range(version: str) -> None:
+    """Refuses a torch that is older than any that the package can be built for.
+
+    Raises:
+        ImportError: names the range and the way out.
+    """
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
+        raise ImportError(
+            f"torch {version} is loaded, pipedream2bw needs {oldest} or newer (tested up to "
+            f"{newest}). Run:\n    pip install --upgrade torch"
         )
 
 
@@ -49,10 +73,11 @@ def check_loaded_torch() -> None:
     """Compares the torch that is importable with the one recorded by setup.py.
 
     Raises:
-        ImportError: the extension was not built, or for another torch.
+        ImportError: torch is too old, or the extension was not built, or for another torch.
     """
     import torch
 
+    check_range(torch.__version__)
     try:
         from pipedream2bw import _build_info
     except ImportError:

@@ -1,8 +1,9 @@
 """From a user's model to a graph of layers that can be cut into stages.
 
-Three ways, tried in this order: lists of modules and nn.Sequential are taken as they are, anything
-else is traced by torch.fx, and what fx cannot trace by torch.export. All three give one graph
-whose computing nodes are the layers, so cutting, costs and code generation know only one form.
+Four ways, tried in this order: lists of modules and nn.Sequential are taken as they are, anything
+else is traced by torch.fx, what fx cannot trace by torch.export, and what that would change by
+Dynamo. All give one graph whose computing nodes are the layers, so cutting, costs and code
+generation know only one form.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from ..model.clone import copies_of_buffers, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
+from .bytecode import read_bytecode
 from .captured import Captured, build_captured, first_layers
 from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
 from .exporting import export
@@ -50,7 +52,7 @@ def capture(
         replicated: names of arguments whose dimension 0 is no batch dimension.
         dynamic_shapes: whether torch.export leaves all sizes open that the model leaves open.
         prefer: the way by which the model's other mode was captured, tried first: "fx" skips
-            nn.Sequential's children as layers, "export" is tried before "fx".
+            nn.Sequential's children as layers, "export" and "dynamo" are tried before "fx".
         why_not: a further demand: gives the reason why a capture does not serve, None if it does.
 
     Raises:
@@ -112,8 +114,11 @@ class _Search:
                 return build_captured(root, "sequential", graph, signature, ())
             self.reasons.append(f"sequential: {reason}")
         second_best: list[Captured] = []
-        for how in ("export", "fx") if prefer == "export" else ("fx", "export"):
-            scratch = structural_clone(root, {}, shares_hooks=False)
+        ways = ("fx", "export", "dynamo")
+        for how in sorted(ways, key=lambda way: way != prefer):
+            # With dictionaries of buffers of its own: a forward may assign to them.
+            buffers = {buffer: buffer for buffer in root.buffers()}
+            scratch = structural_clone(root, {}, buffers, shares_hooks=False)
             leaves: dict[str, str] = {}
             rule: ShapeRule | None = None
             try:
@@ -121,7 +126,8 @@ class _Search:
                     module = scratch
                     graph, leaves = trace(scratch, signature)
                 else:
-                    graph, module, rule = export(
+                    make = export if how == "export" else read_bytecode
+                    graph, module, rule = make(
                         scratch, signature, self.replicated, dynamic_shapes=self.dynamic_shapes
                     )
             except Exception as error:

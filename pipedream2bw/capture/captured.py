@@ -37,7 +37,8 @@ class Captured:
     """A captured model.
 
     Attributes:
-        how: the way by which it was captured: "list", "sequential", "fx" or "export".
+        how: the way by which it was captured: "list", "sequential", "fx", "export"
+            or "dynamo".
         notes: why the earlier ways were not taken, and which modules are called as a whole.
         layers: the computing nodes in execution order.
         model_inputs: the names of the tensors that the model takes, in the order in which

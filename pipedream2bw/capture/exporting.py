@@ -7,12 +7,15 @@ the example's, or, at up to three times the cost, whatever the model leaves open
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from ..model.added_loss import restore_added_losses
 from ..model.hooks import why_not_exported
@@ -28,6 +31,10 @@ from .shape_rule import ShapeRule
 
 class HookedError(Exception):
     """The exported program would not run the hooks of a module."""
+
+
+class BackwardLostError(Exception):
+    """The exported program would not run a backward that the forward asks for."""
 
 
 class SpecializedError(Exception):
@@ -51,8 +58,9 @@ def export(
         Exception: whatever torch.export raises.
         HookedError: a module has hooks.
         SpecializedError: the number of rows was fixed.
+        BackwardLostError: the forward calls a custom autograd function, or registers a hook.
     """
-    examples = [_example(leaf, replicated) for leaf in signature.tensors]
+    examples = [example_of(leaf, replicated) for leaf in signature.tensors]
     args, kwargs = signature.rebuild(examples)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf, example in zip(signature.tensors, examples, strict=True):
@@ -66,7 +74,7 @@ def export(
         raise HookedError(reason)
     _name_keywords(root, args, kwargs)
     before = random_states()
-    with random_state_kept(), torch_reports_silenced():
+    with random_state_kept(), torch_reports_silenced(), _backwards_kept():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
         refuse_random_numbers(before)
@@ -84,6 +92,46 @@ def export(
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return graph, module, rule
+
+
+@contextlib.contextmanager
+def _backwards_kept() -> Iterator[None]:
+    """Refuses what torch.export leaves out: it keeps a forward's operators alone.
+
+    Their own derivatives would take the place of a custom autograd function's backward, and hooks
+    of tensors would not be called. Functions of torch itself may stay: their backwards are those of
+    the operators.
+    """
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, hook = function.__dict__["apply"], tensor.register_hook
+    this_thread = threading.get_ident()  # others, with pipelines at work, go on as they are
+
+    def refusing_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        differentiable = any(isinstance(e, torch.Tensor) and e.requires_grad for e in leaves)
+        if (
+            differentiable
+            and torch.is_grad_enabled()
+            and threading.get_ident() == this_thread
+            and not cls.__module__.startswith(("torch.", "pipedream2bw."))
+        ):
+            raise BackwardLostError(
+                f"the backward of the autograd function {cls.__qualname__} would be lost"
+            )
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def refusing_hook(self: torch.Tensor, called: Any) -> Any:
+        if threading.get_ident() != this_thread:
+            return hook(self, called)  # type: ignore[no-untyped-call]
+        raise BackwardLostError(f"a hook of a tensor would be lost: {called}")
+
+    function.apply = classmethod(refusing_apply)  # type: ignore[method-assign,assignment]
+    tensor.register_hook = refusing_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        function.apply = apply  # type: ignore[method-assign]
+        tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def _name_keywords(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -107,7 +155,8 @@ def _name_keywords(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     root.forward = named
 
 
-def _example(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
+def example_of(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
+    """A copy of an argument's example with a number of rows that may stay open."""
     example = leaf.example.detach()
     # torch.export takes a dimension of size 0 or 1 for a constant.
     if leaf.carries_batch(replicated) and example.shape[0] == 1:

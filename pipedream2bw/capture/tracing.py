@@ -69,6 +69,7 @@ class _Tracer(fx.Tracer):
         self._thread = threading.get_ident()
         self._tensor_names: dict[int, str] = {}
         self._out_spec: pytree.TreeSpec | None = None
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
         self.leaves: dict[str, str] = {}
 
     def create_args_for_root(
@@ -81,11 +82,17 @@ class _Tracer(fx.Tracer):
         root = self.root
         tensors = (*root.named_parameters(), *root.named_buffers())
         self._tensor_names = {id(tensor): name for name, tensor in tensors}
+        self._buffers = [
+            (module._buffers, leaf, buffer)
+            for module in root.modules()
+            for leaf, buffer in module._buffers.items()
+        ]
 
         def call_root() -> Any:
             before = random_states()
             leaves, self._out_spec = pytree.tree_flatten(root.forward(*args, **kwargs))
             refuse_random_numbers(before)
+            self._refuse_assigned_buffers(root)
             return tuple(leaves)
 
         return call_root, []
@@ -141,15 +148,28 @@ class _Tracer(fx.Tracer):
         try:
             result = super().call_module(m, forward, args, kwargs)
             refuse_random_numbers(before)
+            self._refuse_assigned_buffers(m)
             return result
         except Exception as error:
             restore_random_states(before)
+            self._restore_buffers()
             self.module_stack.clear()
             self.module_stack.update(scopes)
             self.num_calls = calls
             self._erase_after(last)
             self.leaves[path] = reason_of(error)
             return super().call_module(m, forward=_LeafCall(self, path), args=args, kwargs=kwargs)
+
+    def _refuse_assigned_buffers(self, m: nn.Module) -> None:
+        """The graph would compute the new tensor, but no module would get it."""
+        below = {id(module._buffers) for module in m.modules()}
+        for holder, leaf, buffer in self._buffers:
+            if id(holder) in below and holder.get(leaf) is not buffer:
+                raise UntraceableError(f"the forward assigns another tensor to the buffer {leaf}")
+
+    def _restore_buffers(self) -> None:
+        for holder, leaf, buffer in self._buffers:
+            holder[leaf] = buffer
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):

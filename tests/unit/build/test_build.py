@@ -12,7 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from pipedream2bw._build_check import TorchBuild, check, check_loaded_torch
+import pipedream2bw
+from pipedream2bw._build_check import (
+    OLDEST_TORCH,
+    TorchBuild,
+    check,
+    check_loaded_torch,
+    check_range,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -153,6 +160,34 @@ def test_another_torch_is_an_import_error_that_names_both(loaded: TorchBuild) ->
         check(BUILT, loaded)
     for part in (str(BUILT), str(loaded), "pip install --no-build-isolation"):
         assert part in str(caught.value)
+
+
+def test_an_old_torch_is_refused_with_the_range_and_the_way_out() -> None:
+    for version in ("2.8.0", "2.8.0+cu126", "1.13.1"):
+        with pytest.raises(ImportError) as caught:
+            check_range(version)
+        for part in (f"torch {version} is loaded", "2.9 or newer", "2.13", "pip install --upgrade"):
+            assert part in str(caught.value)
+    for version in ("2.9.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0.0"):
+        check_range(version)
+
+
+def test_wheels_are_named_for_the_torch_that_they_need(setup_py: ModuleType) -> None:
+    for version, cuda, name, needed in (
+        ("2.13.0+cpu", None, "0.1.0+cputorch2.13", "torch>=2.13,<2.14"),
+        ("2.9.1+cu130", "13.0", "0.1.0+cu130torch2.9", "torch>=2.9,<2.10"),
+    ):
+        assert setup_py.named_for_torch("0.1.0", version, cuda) == (name, needed)
+        wanted = TorchBuild(version, cuda, True)
+        assert name.endswith(wanted.wheel)
+        with pytest.raises(ImportError) as caught:
+            check(TorchBuild("2.11.0", cuda, True), wanted)
+        assert f"Install the wheel whose version ends in {wanted.wheel}" in str(caught.value)
+    assert setup_py.package_version() == pipedream2bw.__version__
+
+
+def test_the_oldest_torch_is_one_everywhere(setup_py: ModuleType) -> None:
+    assert setup_py.MINIMUM_TORCH == OLDEST_TORCH
 
 
 def test_patch_releases_and_cuda_minor_versions_fit() -> None:

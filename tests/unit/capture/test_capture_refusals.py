@@ -96,3 +96,37 @@ def test_a_batch_size_that_the_forward_depends_on_is_told() -> None:
 
     with pytest.raises(ValueError, match=r"export: "):
         capture(Fixed(), num_stages=2, example_args=X)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_buffer_that_the_forward_assigns_stays_the_models(inner: bool) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return self.linear(x) + self.count
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts, self.last = Counts(), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.counts(x))
+
+    model = Around()
+    counts = model.counts
+    before = counts.count
+    captured = capture(model if inner else counts, num_stages=1, example_args=X)
+    assert counts.count is before
+    assert torch.equal(before, torch.zeros(1))
+    # torch.fx would leave the assignment out.
+    whole = ("counts is called as a whole: ", "fx: ")
+    assert any(
+        note.startswith(whole) and "assigns another tensor to the buffer count" in note
+        for note in captured.notes
+    )

@@ -1,0 +1,1 @@
+"""``torch.compile(model, backend="pipedream2bw")``: forwards without gradients, over stages."""

@@ -1,0 +1,55 @@
+"""The outputs of microbatches, joined, and compared with those of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_RULE = "torch.compile(backend='pipedream2bw')"
+
+
+def joined(parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Each output of the graph, of all microbatches: tensors along dimension 0.
+
+    Raises:
+        ValueError: an output has no rows.
+    """
+    outputs = []
+    for number, values in enumerate(zip(*parts, strict=True)):
+        if not isinstance(values[0], torch.Tensor):
+            outputs.append(values[0])
+        elif values[0].dim() == 0:
+            raise ValueError(
+                f"{_RULE}: output {number}: shape [], it must have rows in dimension 0 to be put "
+                "together from those of microbatches"
+            )
+        else:
+            outputs.append(torch.cat(values))
+    return tuple(outputs)
+
+
+def check_same(whole: Sequence[Any], split: Sequence[Any], count: int) -> None:
+    """Raises ValueError unless microbatches give what the whole gives, but for rounding."""
+    for number, (one, other) in enumerate(zip(whole, split, strict=True)):
+        if not isinstance(one, torch.Tensor):
+            same = one == other
+            found = f"{one} and {other}"
+        elif one.shape != other.shape:
+            same, found = False, f"shapes {list(one.shape)} and {list(other.shape)}"
+        else:
+            limit = 1e-4 if one.dtype in (torch.float32, torch.float64) else 1e-2
+            if not one.is_floating_point() and not one.is_complex():
+                limit = 0.0
+            difference = (one.double() - other.double()).abs().nan_to_num()
+            scale = one.double().abs().nan_to_num().max().item() if one.numel() else 0.0
+            largest = difference.max().item() if one.numel() else 0.0
+            same = largest <= limit * max(scale, 1e-30)
+            found = f"differing by {largest:.3g}, values up to {scale:.3g}"
+        if not same:
+            raise ValueError(
+                f"{_RULE}: output {number} of {count} microbatches and of the whole: {found}: "
+                "rows depend on each other, or random numbers are drawn; call model.eval(), or "
+                "leave out the backend"
+            )
