@@ -25,13 +25,8 @@ def pipedream2bw(
 ) -> Callable[..., Any]:
     """Compiles one graph of ``torch.compile`` to stages that compute microbatches at once.
 
-    For inference and evaluation::
-
-        compiled = torch.compile(
-            model.eval(), backend="pipedream2bw", options={"num_stages": 2, "num_microbatches": 4}
-        )
-        with torch.no_grad():
-            output = compiled(x)
+    For inference and evaluation, called under ``torch.no_grad()``: ``torch.compile(model.eval(),
+    backend="pipedream2bw", options={"num_stages": 2, "num_microbatches": 4})``.
 
     It can compute one call: weights and steps are the caller's, so there are no versions and no
     training; for that there is :class:`PipelineModule`. Stages are threads of this process. A call
