@@ -103,6 +103,13 @@ plan = pd2.plan(profile, devices=2, width=1, memory="16GiB", batch=16, precision
 model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
 pipe = pd2.PipelineModule(model, loss_fn, plan=plan, precision="bf16", example_args=(x,))
 """,
+    ("docs/torch_compile.md", 'backend="pipedream2bw"'): VECTOR_MODEL.format(layers=4)
+    + """
+import torch._dynamo
+from pipedream2bw.dynamo.backend import pipedream2bw
+if "pipedream2bw" not in torch._dynamo.list_backends():  # where the package is not installed
+    torch._dynamo.register_backend(pipedream2bw, name="pipedream2bw")
+""",
     ("docs/replica_sync.md", "SkewScout"): """
 from torch.distributed import HashStore
 store, site, num_sites, batch, evaluate = HashStore(), 0, 2, 1, None

@@ -198,13 +198,7 @@ class Hiding(nn.Module):
         return self.again(self.linear(x) * self.hidden.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (nn.Parameter, "could not be captured"),
-        (torch.Tensor.exp, "of shape .* without values would be a constant"),
-    ],
-)
-def test_a_tensor_that_no_module_holds_is_refused(kind: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.exp])
+def test_a_tensor_that_no_module_holds_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match="of shape .* without values would be a constant"):
         attempt(deferred(lambda: Hiding(kind)))
