@@ -200,5 +200,5 @@ class Hiding(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.exp])
 def test_a_tensor_that_no_module_holds_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match="of shape .* without values would be a constant"):
+    with pytest.raises(ValueError, match=r"of shape .* without values would be a constant"):
         attempt(deferred(lambda: Hiding(kind)))
