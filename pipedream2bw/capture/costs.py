@@ -29,6 +29,7 @@ from .. import _C
 from ..model.clone import structural_clone
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
+from ..model.trees import bytes_in, tensors_in
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
 from .operator_flops import flops_of
@@ -136,7 +137,7 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = flops_of(func, args, kwargs, result)
         first = next((item for item in args if isinstance(item, torch.Tensor)), None)
         dtype = first.dtype if flops and first is not None else torch.float32
-        moved = 0 if func.is_view else _bytes_of((args, kwargs, result))
+        moved = 0 if func.is_view else bytes_in((args, kwargs, result))
         self.work.append(Work(flops, dtype, moved))
         return result
 
@@ -197,7 +198,7 @@ class _DryRun:
             self._unknown(node, parameters, buffers)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        inputs = _tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
         counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
@@ -255,7 +256,7 @@ class _DryRun:
         result, seconds = self._result, self._figures.seconds
         result.saved_bytes.append(self._saved.end_part())
         result.forward.append(seconds(counter.work))
-        if not any(item.requires_grad for item in _tensors_in(value)):
+        if not any(item.requires_grad for item in tensors_in(value)):
             result.backward.append(0.0)
             result.weight_grad.append(0.0)
             return
@@ -266,7 +267,7 @@ class _DryRun:
             counter.work,
             arithmetic=bool(trainable) + upstream,
             traffic=2,
-            more_bytes=_bytes_of(trainable),
+            more_bytes=bytes_in(trainable),
             operators=2,
         )
         result.backward.append(backward)
@@ -294,12 +295,12 @@ class _DryRun:
     def _record(self, node: fx.Node, value: Any) -> None:
         self._values[node] = value
         self._kept_alive.append(value)  # a storage's number is only unique while it lives
-        leaves, tensors = pytree.tree_leaves(value), _tensors_in(value)
+        leaves, tensors = pytree.tree_leaves(value), tensors_in(value)
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
         self._result.storages[node.name] = frozenset(map(storage_of, tensors))
         self._result.described[node.name] = _described(value)
-        self._result.value_bytes[node.name] = _bytes_of(tensors)
+        self._result.value_bytes[node.name] = bytes_in(tensors)
         self._result.crossing[node.name] = sum(map(_crossing, tensors))
 
     def _value(self, node: fx.Node) -> Any:
@@ -367,18 +368,8 @@ def _crossing(item: torch.Tensor) -> float:
     directions = 2 if item.requires_grad else 1
     # A tensor that is not contiguous is copied before it is sent.
     copies = 1 if item.is_contiguous() else 2
-    seconds = _bytes_of(item) * copies / _LINK_BYTES_PER_SECOND
+    seconds = bytes_in(item) * copies / _LINK_BYTES_PER_SECOND
     return directions * (seconds + copies * _LINK_SECONDS_PER_TENSOR)
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a structure of lists, tuples and dictionaries."""
-    return [item for item in pytree.tree_leaves(tree) if isinstance(item, torch.Tensor)]
-
-
-def _bytes_of(tree: Any) -> int:
-    """Returns the number of bytes of all tensors in a structure."""
-    return sum(item.numel() * item.element_size() for item in _tensors_in(tree))
 
 
 def _described(value: Any) -> str:

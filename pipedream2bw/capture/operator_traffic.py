@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.storages import storage_of
+from ..model.trees import tensors_in
 from .device_figures import Work
 from .operator_flops import flops_of
 
@@ -100,9 +100,7 @@ def element_bytes(tensor: torch.Tensor) -> int:
 
 
 def _distinct(tree: Any) -> list[torch.Tensor]:
-    leaves: Iterable[Any] = pytree.tree_leaves(tree)
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return list(found.values())
+    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
 def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .clone import structural_clone
 from .deferred import Recipe, attributes_of
 from .replacing import replace_tensors
+from .trees import tensors_in
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -29,7 +30,7 @@ def home_of(root: nn.Module, example: Example) -> torch.device:
         ValueError: an argument of a model on meta is on meta, too.
     """
     if is_on_meta(root):
-        tensors = [item for item in pytree.tree_leaves(example) if isinstance(item, torch.Tensor)]
+        tensors = tensors_in(example)
         if any(tensor.is_meta for tensor in tensors):
             raise ValueError(
                 "example_args: a tensor on meta, the model is on meta: its arguments must be on "

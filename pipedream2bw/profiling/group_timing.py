@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..capture.saved_bytes import SavedBytes
 from ..model.clone import copies_of_buffers, structural_clone
 from ..model.storages import storage_of
+from ..model.trees import as_received, tensors_in
 from ..stages.cut import split_into_stages
 from ..stages.program import StageProgram
 from .layer_groups import Group
@@ -155,25 +155,13 @@ def _first_pass(
     saved, inputs = [], []
     results = []  # kept until all is counted: a storage is known by its address
     for program in programs:
-        inputs.append(_leaves([values[name] for name in program.inputs]))
+        inputs.append(as_received([values[name] for name in program.inputs]))
         with counter:
             outputs = program.bind(own)(inputs[-1])
         saved.append(counter.end_part())
         results.append(outputs)
         values.update(zip(program.outputs, outputs, strict=True))
     return counter, saved, inputs
-
-
-def _leaves(values: list[Any]) -> list[Any]:
-    """The values as a stage receives them: without history, requiring gradients as before."""
-    leaves: list[Any] = pytree.tree_map_only(
-        torch.Tensor, lambda item: item.detach().requires_grad_(item.requires_grad), values
-    )
-    return leaves
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [item for item in pytree.tree_leaves(values) if isinstance(item, torch.Tensor)]
 
 
 def _rounds(
@@ -206,18 +194,18 @@ def _round(
 ) -> None:
     graphs = []
     for item, function in zip(timed, functions, strict=True):
-        leaves = _leaves(item.inputs)
+        leaves = as_received(item.inputs)
         start = time_on(device)
         outputs = function(leaves)
         end = time_on(device)
         if not only_inputs:
             item.forward.append(end - start)
-        graphs.append((leaves, [t for t in _tensors(outputs) if t.requires_grad]))
+        graphs.append((leaves, [t for t in tensors_in(outputs) if t.requires_grad]))
         del outputs
     for item in reversed(timed):
         leaves, outputs = graphs.pop()
         gradients = [torch.ones_like(output) for output in outputs]
-        wanted = [leaf for leaf in _tensors(leaves) if leaf.requires_grad]
+        wanted = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
         start = time_on(device)
         if not only_inputs:
             if outputs:

@@ -23,6 +23,7 @@ from ..model.clone import structural_clone
 from ..model.metrics import check_loss
 from ..model.storages import storage_of
 from ..model.surroundings import plain_modes, torch_reports_silenced
+from ..model.trees import as_received, bytes_in, tensors_in
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..schedules.events import Event
@@ -143,7 +144,7 @@ class _Count:
         self._activations.clear()
         counter = TrafficCounter(self._kind, self._note)
         inputs = [self._taken(program, name) for name in program.inputs]
-        for tensor in _tensors((inputs, self._target)):
+        for tensor in tensors_in((inputs, self._target)):
             self._note(tensor)
         self._is_forward = True
         with (
@@ -156,14 +157,11 @@ class _Count:
                 outputs = [check_loss(options.loss_fn(outputs[0], self._target))]
         forward = counter.take()
         self._values.update(zip(program.outputs, outputs, strict=True))
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             self._note(tensor)
-        sent = [
-            tensor
-            for names in program.sends.values()
-            for tensor in _tensors([self._values[name] for name in names])
-        ]
-        received = [] if program.index == 0 else _tensors(inputs)
+        sends = program.sends.values()
+        sent = tensors_in([self._values[name] for names in sends for name in names])
+        received = [] if program.index == 0 else tensors_in(inputs)
         backward = self._backward(program, counter, inputs, outputs)
         if options.recompute[program.index] and backward.work:
             backward.bytes_of.update(forward.bytes_of)
@@ -171,17 +169,17 @@ class _Count:
         return _Counted(
             forward=forward,
             backward=backward,
-            received=_bytes(received),
-            sent=_bytes(sent),
-            gradients_sent=_bytes(t for t in received if t.requires_grad),
-            gradients_received=_bytes(t for t in sent if t.requires_grad),
+            received=bytes_in(received),
+            sent=bytes_in(sent),
+            gradients_sent=bytes_in([t for t in received if t.requires_grad]),
+            gradients_received=bytes_in([t for t in sent if t.requires_grad]),
         )
 
     def _backward(
         self, program: StageProgram, counter: TrafficCounter, inputs: list[Any], outputs: list[Any]
     ) -> Moved:
-        ends = [tensor for tensor in _tensors(outputs) if tensor.grad_fn is not None]
-        starts = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        ends = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        starts = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         names = dict(self._root.named_parameters())
         trained = [names[n] for n in program.parameters if names[n].requires_grad]
         if not ends or not (starts or trained):
@@ -205,11 +203,7 @@ class _Count:
         """A value as the stage finds it: a leaf, if it was sent."""
         if program.index == 0:
             return self._values[name]
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad),
-            self._values[name],
-        )
+        return as_received(self._values[name])
 
     def _kind(self, tensor: torch.Tensor) -> str:
         storage = storage_of(tensor)
@@ -358,11 +352,3 @@ class _Medians:
         """The medians of these kinds together, None if there are none."""
         found = [statistics.median(self._seconds[kind]) for kind in kinds if kind in self._seconds]
         return sum(found) if found else None
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

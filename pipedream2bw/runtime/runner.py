@@ -21,6 +21,7 @@ from ..model.added_loss import LossWeight, weighing
 from ..model.metrics import Metric, check_loss, measure
 from ..model.precision import Precision
 from ..model.storages import storage_of
+from ..model.trees import tensors_in
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
@@ -138,8 +139,7 @@ class _Given:
         return given
 
     def tensors(self) -> list[torch.Tensor]:
-        leaves = pytree.tree_leaves((self.values, self.target))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensors_in((self.values, self.target))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> _Given:
         """Returns a copy that holds other tensors."""
@@ -210,8 +210,7 @@ class StageRunner:
     def outputs_of(self, run: int) -> list[Any]:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
         outputs = self._runs.pop(run).outputs
-        leaves = pytree.tree_leaves(outputs)
-        _C.use_here([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        _C.use_here(tensors_in(outputs))
         return outputs
 
     def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
