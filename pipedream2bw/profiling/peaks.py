@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
-from ..accelerator import module_of
 from ..capture.device_figures import DeviceFigures
+from .timing import time_on
 
 _SIDE = 1024  # of the matrices; on a device four times that
 _COPIED_BYTES = 2**27  # more than caches hold
@@ -43,16 +42,10 @@ def measured_peaks(device: torch.device, dtype: torch.dtype) -> DeviceFigures:
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    def wait() -> None:
-        if device.type != "cpu":
-            module_of(device.type).synchronize(device)
-
     work()  # memory is touched, kernels are chosen
-    wait()
     seconds = []
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
+        start = time_on(device)
         work()
-        wait()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time_on(device) - start)
     return min(seconds)
