@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..checks import check_whole_number
+from . import CALLED
 from .inputs import Inputs
 from .outputs import check_same, joined
 from .stages import NotSplitError, Stages
@@ -96,7 +97,7 @@ class _Compiled:
                 self._runs_as_is = True
                 if error.is_unexpected:
                     warnings.warn(
-                        f"torch.compile(backend='pipedream2bw'): runs unsplit: {error}",
+                        f"{CALLED}: runs unsplit: {error}",
                         stacklevel=2,
                     )
                 return self._graph_module(*args)
@@ -121,7 +122,7 @@ def _refuse_training(args: Sequence[Any]) -> None:
         isinstance(item, torch.Tensor) and item.requires_grad for item in args
     ):
         raise RuntimeError(
-            "torch.compile(backend='pipedream2bw'): gradients are enabled and an argument or a "
+            f"{CALLED}: gradients are enabled and an argument or a "
             "parameter requires them: it computes forwards alone; call it under torch.no_grad(), "
             "and train with pipedream2bw.PipelineModule"
         )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from . import CALLED
+
 _STATE_SOURCE = "UnspecializedParamBufferSource"
 """How torch.compile says that a graph's argument is a module's parameter or buffer."""
 
@@ -86,7 +88,7 @@ class Inputs:
                 continue
             if not torch.allclose(old, new, rtol=0, atol=0, equal_nan=True):
                 raise ValueError(
-                    f"torch.compile(backend='pipedream2bw'): the graph writes to {node.target}: "
+                    f"{CALLED}: the graph writes to {node.target}: "
                     "each microbatch would; call model.eval(), or leave out the backend"
                 )
 

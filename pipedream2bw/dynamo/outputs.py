@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_RULE = "torch.compile(backend='pipedream2bw')"
+from . import CALLED
 
 
 def joined(parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
@@ -22,7 +22,7 @@ def joined(parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
             outputs.append(values[0])
         elif values[0].dim() == 0:
             raise ValueError(
-                f"{_RULE}: output {number}: shape [], it must have rows in dimension 0 to be put "
+                f"{CALLED}: output {number}: shape [], it must have rows in dimension 0 to be put "
                 "together from those of microbatches"
             )
         else:
@@ -49,7 +49,7 @@ def check_same(whole: Sequence[Any], split: Sequence[Any], count: int) -> None:
             found = f"differing by {largest:.3g}, values up to {scale:.3g}"
         if not same:
             raise ValueError(
-                f"{_RULE}: output {number} of {count} microbatches and of the whole: {found}: "
+                f"{CALLED}: output {number} of {count} microbatches and of the whole: {found}: "
                 "rows depend on each other, or random numbers are drawn; call model.eval(), or "
                 "leave out the backend"
             )
