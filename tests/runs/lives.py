@@ -58,6 +58,14 @@ class Setting:
     batches: int = 24
 
 
+SHARED = Setting(
+    width=2,
+    ways=((2, 1), (1, 1)),
+    threads=False,
+    precision="bf16",
+    optimizer="adamw",
+    shard_state=True,
+)
 SETTINGS = {
     "2bw sgd, batch norm": Setting(norm=True),
     "2bw adamw": Setting(optimizer="adamw"),
@@ -75,24 +83,8 @@ SETTINGS = {
     "replicas of 4 and 2 microbatches": Setting(
         width=2, num_microbatches=(4, 2), ways=((2, 1), (1, 1)), threads=False, norm=True
     ),
-    "shares of the state": Setting(
-        width=2,
-        ways=((2, 1), (1, 1)),
-        threads=False,
-        precision="bf16",
-        optimizer="adamw",
-        shard_state=True,
-    ),
-    "shares of one parameter": Setting(
-        width=2,
-        ways=((2, 1), (1, 1)),
-        threads=False,
-        precision="bf16",
-        optimizer="adamw",
-        shard_state=True,
-        table=400,
-        feedback=True,
-    ),
+    "shares of the state": SHARED,
+    "shares of one parameter": dataclasses.replace(SHARED, table=400, feedback=True),
     "V's, shares of the state": Setting(
         schedule="2bw_v_half",
         schedules=("2bw_v_half", "2bw_v", "2bw_v_min"),

@@ -13,7 +13,7 @@ import pytest
 import pipedream2bw as pd2
 from pipedream2bw.__main__ import EXIT_CODES, main
 from pipedream2bw.commands.output import check_written
-from tests.unit.commands.test_plan_command import by_hand
+from tests.unit.commands.test_plan_command import by_hand, refused
 
 MISSING_MODEL = ("--model", "no_such_module:build")
 PLAN = ("plan", "--devices", "4", "--batch", "32", "--memory", "16GiB", *MISSING_MODEL)
@@ -24,16 +24,6 @@ PROFILE = ("profile", *MISSING_MODEL, "-o", "profile.json")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 LATER: list[tuple[tuple[str, ...], str]] = [
