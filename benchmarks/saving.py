@@ -43,15 +43,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from measuring.groups import (
     Group,
-    added_processor_time,
     added_time,
-    figures_of_idleness,
     note_idleness,
     seconds_of,
-    tail,
 )
 from measuring.ranks import run_on_fresh_ranks, run_on_ranks, seconds_of_process
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
+from measuring.saving_figures import (
+    EVERY,
+    SLOWER,
+    WAYS,
+    Automatic,
+    Measured,
+    figures_of_saves_alone,
+    figures_of_training,
+)
 from measuring.slow_disk import SlowDisk, checkpoints_on
 from measuring.stages import Workload
 from torch import nn
@@ -66,13 +72,10 @@ WORKLOAD = Workload("transformer", rows=16, hidden=256, layers=3, sequence=128)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=32, layers=1, sequence=8)
 SLEEP = {"rows": 1, "sequence": 8, "forward_seconds": 0.02, "backward_seconds": 0.04}
 SMOKE_SLEEP = {"forward_seconds": 0.002, "backward_seconds": 0.004}
-EVERY = 10
 SECTIONS = ("busy", "threads", "sleep", "recovery")
-WAYS = ("none", "saving", "dcp")
 ROW = (*WAYS, *reversed(WAYS))
 SHORT_ROW = ("none", "saving", "saving", "none")
 DISK_BYTES_PER_SECOND = 20e6
-SLOWER = 4
 AUTO_BATCHES = (20, 60)
 """In a block of ``every="auto"``, at least and at most; else as many as from save to save."""
 MOST_BATCHES_TO_ADAPT = 300
@@ -179,21 +182,6 @@ def train_round(
 # ---------------------------------------------------------------- saves as often as they may be
 
 
-@dataclasses.dataclass
-class Automatic:
-    """What was found on one speed of the disk.
-
-    Attributes:
-        batches_to_adapt: trained until the frequency had followed the disk's speed.
-        between: batches from one save to the next, at the end of each round.
-        added: the share of the time that saving added, of each round.
-    """
-
-    batches_to_adapt: int
-    between: list[float]
-    added: list[float]
-
-
 def adapt(training: Training, ckpt: pd2.Checkpointer, is_followed: Callable[[], bool]) -> int:
     """Trains until rank 0 says that the frequency has followed; gives the number of batches."""
     decides = dist.get_rank() == 0
@@ -294,14 +282,6 @@ def measure(
     return groups
 
 
-@dataclasses.dataclass
-class Measured:
-    """What a rank gives."""
-
-    rounds: list[list[Group]]
-    automatic: list[Automatic]
-
-
 def measure_saves_alone(
     rank: int, world_size: int, workload: Workload, rounds: int, folder: Path, is_auto_too: bool
 ) -> Measured:
@@ -366,53 +346,6 @@ def seconds_to_read(files: Sequence[Path]) -> float:
 
 
 # ---------------------------------------------------------------- figures
-
-
-P99 = "p99 of batch times over the median"
-
-
-def figures_of_training(ranks: Sequence[list[list[Group]]]) -> list[Figure]:
-    rounds = ranks[0]
-    by_round = list(zip(*ranks, strict=True))
-    together = [group for groups in rounds for group in groups]
-    every = f"every {EVERY} batches"
-    computed = {way: [added_processor_time(each, way) for each in by_round] for way in WAYS}
-    alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
-    added = {way: [added_time(groups, way) for groups in rounds] for way in WAYS}
-    return [
-        Figure("no saving", "seconds per batch", alone),
-        Figure("no saving", P99, [tail(together, "none")]),
-        Figure(every, "added time", added["saving"], at_most=0.01, ideal=0.0),
-        Figure(every, "added processor time", computed["saving"]),
-        Figure(every, P99, [tail(together, "saving")]),
-        *figures_of_idleness(every, by_round),
-        Figure(f"dcp.async_save {every}, drained", "added time", added["dcp"]),
-        Figure(f"dcp.async_save {every}, drained", "added processor time", computed["dcp"]),
-    ]
-
-
-def figures_of_saves_alone(where: str, ranks: Sequence[Measured]) -> list[Figure]:
-    rounds = ranks[0].rounds
-    together = [group for groups in rounds for group in groups]
-    alone = [statistics.mean(seconds_of(groups, "none")) for groups in rounds]
-    added = [added_time(groups, "saving") for groups in rounds]
-    setting = f"every {EVERY} batches, {where}"
-    figures = [
-        Figure(f"no saving, {where}", "seconds per batch", alone),
-        Figure(f"no saving, {where}", P99, [tail(together, "none")]),
-        Figure(setting, "added time", added, at_most=0.01, ideal=0.0),
-        Figure(setting, P99, [tail(together, "saving")], at_most=1.1),
-        *figures_of_idleness(setting, list(zip(*(rank.rounds for rank in ranks), strict=True))),
-    ]
-    for speed, found in zip(
-        ("auto, 20 MB/s", f"auto, then {SLOWER} times slower"), ranks[0].automatic, strict=False
-    ):
-        figures += [
-            Figure(speed, "batches until it had followed", [found.batches_to_adapt]),
-            Figure(speed, "batches between saves", found.between),
-            Figure(speed, "added time", found.added, at_most=0.035),
-        ]
-    return figures
 
 
 def figures_of_recovery(
