@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ class Stages:
         self._inputs = inputs
         self._devices = devices
         self._names = {i: f"state_{i}" for i in sorted(inputs.state)}
-        self._module = _with_state(graph_module, self._names, args)
+        self._graph_module = graph_module
         self._cuts: dict[Any, _Cut] = {}
         self._cut_for(inputs.microbatches(args, 2)[0])
         self._threads = [
@@ -104,9 +103,9 @@ class Stages:
     def _cut_for(self, part: Sequence[Any]) -> _Cut:
         form = self._inputs.form(part)
         if form not in self._cuts:
-            example = [item for i, item in enumerate(part) if i not in self._names]
+            module = _with_state(self._graph_module, self._names, part)
             self._cuts[form] = _Cut(
-                self._module, list(self._names.values()), example, self._devices
+                module, list(self._names.values()), self._tensors(part), self._devices
             )
         return self._cuts[form]
 
@@ -118,7 +117,7 @@ class _Cut:
         self,
         module: fx.GraphModule,
         names: Sequence[str],
-        example: Sequence[Any],
+        example: Sequence[torch.Tensor],
         devices: Sequence[torch.device | None],
     ) -> None:
         self._module = module
@@ -222,17 +221,21 @@ class _Modes:
 def _with_state(
     graph_module: fx.GraphModule, names: Mapping[int, str], args: Sequence[Any]
 ) -> fx.GraphModule:
-    """The graph with parameters and buffers in place of the arguments that have these."""
+    """The graph with the state, and this microbatch's numbers, in place of arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     owned: dict[str, Any] = {}
-    positions = itertools.count()
+    given = iter(enumerate(args))
     for node in graph_module.graph.nodes:
-        name = names.get(next(positions)) if node.op == "placeholder" else None
-        if name is not None:
-            owned[name] = args[int(name.removeprefix("state_"))]
-            copies[node] = graph.get_attr(name)
-            continue
+        if node.op == "placeholder":
+            position, value = next(given)
+            if position in names:
+                owned[names[position]] = value
+                copies[node] = graph.get_attr(names[position])
+                continue
+            if not isinstance(value, torch.Tensor):
+                copies[node] = value
+                continue
         if node.op in ("call_module", "get_attr"):
             owned[node.target] = operator.attrgetter(node.target)(graph_module)
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -80,7 +80,7 @@ class _Cloner:
         if known is not None:
             return known
         refuse_uncloneable("", original)
-        clone: nn.Module = type(original).__new__(type(original))
+        clone: nn.Module = object.__new__(type(original))
         self._modules[id(original)] = clone  # before the attributes: they may point back
         state = clone.__dict__
         for name, value in original.__dict__.items():

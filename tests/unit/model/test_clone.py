@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pipedream2bw.model.clone import copy_training_flags, structural_clone
 
@@ -208,3 +208,12 @@ def test_a_module_compiled_in_place_runs_uncompiled_in_the_clone() -> None:
     root = nn.Linear(3, 3)
     root.compile(backend="eager")
     assert_computes_with_its_own_weights(root, torch.randn(2, 3))
+
+
+def test_a_graph_module_computes_with_the_clones_weights() -> None:
+    root = nn.Sequential(fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
+    new = {old: nn.Parameter(torch.randn_like(old)) for old in root.parameters()}
+    clone, x = structural_clone(root, new), torch.randn(2, 3)
+    weight, bias = new.values()
+    assert torch.equal(clone(x), nn.functional.linear(x, weight, bias).tanh())
+    assert not torch.equal(clone(x), root(x))
