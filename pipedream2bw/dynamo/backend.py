@@ -12,7 +12,7 @@ from torch import fx
 from ..checks import check_whole_number
 from . import CALLED
 from .inputs import Inputs
-from .outputs import check_same, joined
+from .outputs import check_same, devices_of, joined
 from .stages import NotSplitError, Stages
 
 _OPTIONS = ("num_stages", "num_microbatches", "devices")
@@ -46,6 +46,7 @@ def pipedream2bw(
         graph_module, example_inputs: from torch.
         options: num_stages (2), num_microbatches (num_stages), devices: of the stages, whose
             weights are copied there when they have changed; all on the caller's if not given.
+            Outputs are where they are without stages.
 
     Raises:
         ValueError, TypeError: an option is unknown or wrong, named.
@@ -84,6 +85,7 @@ class _Compiled:
         self._stages: Stages | None = None
         self._runs_as_is = len(devices) == 1
         self._compared: set[Any] = set()  # forms of calls
+        self._output_devices: list[torch.device | None] = []  # without stages
 
     def __call__(self, *args: Any) -> Any:
         _refuse_training(args)
@@ -105,7 +107,7 @@ class _Compiled:
         if form not in self._compared:
             self._compare(args, parts)
             self._compared.add(form)
-        return joined(self._stages.run(parts))
+        return joined(self._stages.run(parts), self._output_devices)
 
     def _compare(self, args: Sequence[Any], parts: Sequence[Sequence[Any]]) -> None:
         assert self._stages is not None
@@ -113,8 +115,9 @@ class _Compiled:
         whole = self._graph_module(*copies)
         self._inputs.refuse_written(args, copies)
         copies = self._inputs.copied(args)
-        split = joined(self._stages.run(self._inputs.microbatches(copies, self._num_microbatches)))
-        check_same(whole, split, len(parts))
+        outputs = self._stages.run(self._inputs.microbatches(copies, self._num_microbatches))
+        self._output_devices = devices_of(whole)
+        check_same(whole, joined(outputs, self._output_devices), len(parts))
 
 
 def _refuse_training(args: Sequence[Any]) -> None:

@@ -10,14 +10,21 @@ import torch
 from . import CALLED
 
 
-def joined(parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Each output of the graph, of all microbatches: tensors along dimension 0.
+def devices_of(outputs: Sequence[Any]) -> list[torch.device | None]:
+    """Where outputs are; None: no tensor."""
+    return [item.device if isinstance(item, torch.Tensor) else None for item in outputs]
+
+
+def joined(
+    parts: Sequence[Sequence[Any]], devices: Sequence[torch.device | None]
+) -> tuple[Any, ...]:
+    """Each output of the graph, of all microbatches: tensors along dimension 0, on its device.
 
     Raises:
         ValueError: an output has no rows.
     """
     outputs = []
-    for number, values in enumerate(zip(*parts, strict=True)):
+    for number, (*values, device) in enumerate(zip(*parts, devices, strict=True)):
         if not isinstance(values[0], torch.Tensor):
             outputs.append(values[0])
         elif values[0].dim() == 0:
@@ -26,7 +33,7 @@ def joined(parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
                 "together from those of microbatches"
             )
         else:
-            outputs.append(torch.cat(values))
+            outputs.append(torch.cat(values).to(device))
     return tuple(outputs)
 
 

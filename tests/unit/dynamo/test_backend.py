@@ -151,15 +151,6 @@ def test_weights_are_the_models_of_the_moment() -> None:
         assert torch.equal(run(x), model(x))
 
 
-def test_weights_are_copied_to_devices_when_they_change() -> None:
-    model, x = Rows(), torch.randn(8, 5)
-    run = compiled(model, devices=["cpu", "cpu"])
-    with torch.no_grad():
-        run(x)
-        model.shift.mul_(2)
-        assert torch.equal(run(x), model(x))
-
-
 def test_modes_of_the_caller_hold_in_the_threads() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).eval()
     x = torch.randn(8, 8)
