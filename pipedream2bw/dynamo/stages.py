@@ -64,6 +64,7 @@ class Stages:
         self._devices = devices
         self._names = {i: f"state_{i}" for i in sorted(inputs.state)}
         self._graph_module = graph_module
+        self._state = {i: args[i] for i in self._names}
         self._cuts: dict[Any, _Cut] = {}
         self._cut_for(inputs.microbatches(args, 2)[0])
         self._threads = [
@@ -103,7 +104,8 @@ class Stages:
     def _cut_for(self, part: Sequence[Any]) -> _Cut:
         form = self._inputs.form(part)
         if form not in self._cuts:
-            module = _with_state(self._graph_module, self._names, part)
+            example = [self._state.get(i, item) for i, item in enumerate(part)]
+            module = _with_state(self._graph_module, self._names, example)
             self._cuts[form] = _Cut(
                 module, list(self._names.values()), self._tensors(part), self._devices
             )

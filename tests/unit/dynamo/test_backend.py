@@ -155,12 +155,24 @@ def test_modes_of_the_caller_hold_in_the_threads() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).eval()
     x = torch.randn(8, 8)
     run = compiled(model)
-    with torch.inference_mode():
-        assert run(x).is_inference()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         found = run(x)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, model(x))
+
+
+def test_inference_tensors_are_written_to_in_the_threads() -> None:
+    class Writes(Rows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(noted(x.add_(0)))
+
+    run = compiled(Writes())
+    with torch.inference_mode():
+        given = torch.randn(8, 5)
+        assert run(given).is_inference()
+        seen.clear()
+        run(given)
+    assert len(seen) == 4
 
 
 def test_training_is_refused_in_a_sentence() -> None:
