@@ -15,6 +15,8 @@
 #   make docs        builds the site into build/docs, runs its notebook; docs-serve shows it on port
 #                    8000, docs-links asks every link of it
 #   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make asan        compiles the C++ tests for the sanitizers, which needs no torch
+#   make extras      installs what tests, documents and lint need, at once
 #   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
 #   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it
 #   make study       how 2BW, the remedies for its delay and each precision converge
@@ -180,7 +182,8 @@ CUDA_OBJECTS := $(patsubst %,build/nvcc/%.o,$(CUDA_SOURCES))
 NVCC_FLAGS := -std=c++20 -O3 -DPD2_WITH_CUDA -Icsrc -Werror=all-warnings \
     -Xcompiler=-Wall,-Wextra,-Werror
 # As in setup.py: those of them that nvcc knows, and PTX for what comes after the last.
-CUDA_ARCHITECTURES = $(filter 80 86 89 90 100 120,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
+ARCHITECTURES ?= 80 86 89 90 100 120
+CUDA_ARCHITECTURES = $(filter $(ARCHITECTURES),$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
 GENCODE = $(foreach a,$(CUDA_ARCHITECTURES),-gencode=arch=compute_$(a),code=sm_$(a)) \
     $(foreach a,$(lastword $(CUDA_ARCHITECTURES)),-gencode=arch=compute_$(a),code=compute_$(a))
 TORCH_INCLUDES = $(shell $(BIN)/python -c \
