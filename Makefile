@@ -15,6 +15,8 @@
 #   make docs        builds the site into build/docs, runs its notebook; docs-serve shows it on port
 #                    8000, docs-links asks every link of it
 #   make bench       the benchmarks; bench-smoke only sees whether they run
+#   make asan        compiles the C++ tests for the sanitizers, which needs no torch
+#   make extras      installs what tests, documents and lint need, at once
 #   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
 #   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it
 #   make study       how 2BW, the remedies for its delay and each precision converge
@@ -46,18 +48,22 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build check demo test test-all test-cpp test-python test-device test-tsan fuzz lint nvcc gpu-check \
-    docs docs-serve docs-links bench bench-smoke study wheel wheel-test clean distclean
+.PHONY: build check demo test test-all test-cpp test-python test-device test-tsan asan extras fuzz lint nvcc \
+    gpu-check docs docs-serve docs-links bench bench-smoke study wheel wheel-test clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
 
-$(STAMPS)/torch:
+$(STAMPS)/tools:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q 'setuptools>=77' wheel ninja numpy
+	command -v cmake >/dev/null || $(PIP) install -q 'cmake>=3.22'
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/tools
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
-	mkdir -p $(STAMPS) && touch $@
+	touch $@
 
 $(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py
 	$(PIP_INSTALL) --no-build-isolation -e .
@@ -78,7 +84,6 @@ $(STAMPS)/demo: $(STAMPS)/package
 
 $(STAMPS)/test: $(STAMPS)/package
 	$(PIP_INSTALL) 'pipedream2bw[test]'
-	command -v cmake >/dev/null || $(PIP_INSTALL) 'cmake>=3.22'
 	touch $@
 
 $(STAMPS)/docs: $(STAMPS)/package
@@ -88,6 +93,11 @@ $(STAMPS)/docs: $(STAMPS)/package
 $(STAMPS)/dev: $(STAMPS)/package
 	$(PIP_INSTALL) 'pipedream2bw[dev]'
 	touch $@
+
+# All that tests, documents and lint need, in one run of pip: for .ci/run.
+extras: $(STAMPS)/package
+	$(PIP_INSTALL) 'pipedream2bw[test,docs,dev]'
+	touch $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/dev
 
 demo: $(STAMPS)/demo $(STAMPS)/extension
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo
@@ -104,7 +114,6 @@ CXX_TEST_FLAGS := -ffp-contract=off -Wno-unknown-warning-option -Wno-restrict
 define build_cpp_tests
 	googletest=$$(tests/googletest.sh) && \
 	cmake -S tests/cpp -B $(1) -G Ninja $(2) -DGTEST_SOURCE_DIR="$$googletest" \
-	    -DCMAKE_PREFIX_PATH="$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')" \
 	    -DCMAKE_CXX_FLAGS='$(CXX_TEST_FLAGS)' --log-level=WARNING
 	cmake --build $(1)
 endef
@@ -118,15 +127,23 @@ endef
 # The package's own object files first: there the compiler made other code than for a sanitizer, and
 # the searches' speed and largest cases are tested. The engine's tests are run under test-tsan alone:
 # libtorch's headers take minutes to compile.
-test-cpp: $(STAMPS)/test $(STAMPS)/extension
-	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;transport;kernels' \
-	    -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)",--timeout 300)
-	$(call run_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined,--timeout 600)
+test-cpp: $(STAMPS)/extension
+	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;transport;kernels' $(PD2_OBJECTS),--timeout 300)
+	$(call run_cpp_tests,build/cpp-asan,$(ASAN),--timeout 600)
+
+PD2_OBJECTS = -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)"
+
+# Needs no torch: .ci/run compiles this while pip brings it.
+ASAN = -DPD2_SANITIZE=address$(comma)undefined
+asan: $(STAMPS)/tools
+	$(call build_cpp_tests,build/cpp-asan,$(ASAN))
 
 test-tsan: export TSAN_OPTIONS = \
     ignore_noninstrumented_modules=1 suppressions=$(abspath tests/cpp/tsan.supp)
-test-tsan: $(STAMPS)/test
-	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread,--timeout 600)
+test-tsan: $(STAMPS)/extension
+	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread $(PD2_OBJECTS) \
+	    -DCMAKE_PREFIX_PATH="$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')",\
+	    --timeout 600)
 
 test-python: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
@@ -141,7 +158,7 @@ FUZZ_INPUTS ?= 10000000
 FUZZ_TESTS := build/cpp-asan/core_test --gtest_filter='ScheduleTextFuzz.*'
 fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
 fuzz: $(STAMPS)/test $(STAMPS)/extension
-	$(call build_cpp_tests,build/cpp-asan,-DPD2_SANITIZE=address$(comma)undefined)
+	$(call build_cpp_tests,build/cpp-asan,$(ASAN))
 	$(FUZZ_TESTS) --gtest_list_tests | grep '^Schedule'  # a filter that selects none is no failure
 	$(FUZZ_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
@@ -165,7 +182,8 @@ CUDA_OBJECTS := $(patsubst %,build/nvcc/%.o,$(CUDA_SOURCES))
 NVCC_FLAGS := -std=c++20 -O3 -DPD2_WITH_CUDA -Icsrc -Werror=all-warnings \
     -Xcompiler=-Wall,-Wextra,-Werror
 # As in setup.py: those of them that nvcc knows, and PTX for what comes after the last.
-CUDA_ARCHITECTURES = $(filter 80 86 89 90 100 120,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
+ARCHITECTURES ?= 80 86 89 90 100 120
+CUDA_ARCHITECTURES = $(filter $(ARCHITECTURES),$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
 GENCODE = $(foreach a,$(CUDA_ARCHITECTURES),-gencode=arch=compute_$(a),code=sm_$(a)) \
     $(foreach a,$(lastword $(CUDA_ARCHITECTURES)),-gencode=arch=compute_$(a),code=compute_$(a))
 TORCH_INCLUDES = $(shell $(BIN)/python -c \
@@ -220,13 +238,10 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
 
-SMOKES := $(addprefix smoke/,$(BENCHMARKS) benchmarks/models/survey.py \
-    $(PAPER)/reproduce.py $(PAPER)/scale.py \
-    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py)
-.PHONY: $(SMOKES)
-bench-smoke: $(SMOKES)
-$(SMOKES): smoke/%: $(STAMPS)/test $(STAMPS)/delays
-	$(BIN)/python $* --smoke
+SMOKED := $(BENCHMARKS) benchmarks/models/survey.py $(PAPER)/reproduce.py $(PAPER)/scale.py \
+    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py
+bench-smoke: $(STAMPS)/test $(STAMPS)/delays
+	$(BIN)/python -m tests.smoke $(SMOKED)
 
 # A wheel is for one minor version of torch, and says so in its name and in what it needs
 # (docs/wheels.md). libtorch is torch's own: it is found where torch has loaded it. On an image of

@@ -184,13 +184,15 @@ class _DryRun:
 
     def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:
         """Clones the model over fake tensors, and gives the names of the clone's buffers by id."""
-        parameters = {
-            old: nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
-            for old in root.parameters()
-        }
+        parameters = {old: self._fake_parameter(old) for old in root.parameters()}
         buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
         names = {id(buffers[old]): name for name, old in root.named_buffers()}
         return structural_clone(root, parameters, buffers), names
+
+    def _fake_parameter(self, old: nn.Parameter) -> Any:
+        if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not
+            return self._mode.from_tensor(old)
+        return nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
 
     def _layer(self, node: fx.Node) -> None:
         parameters, buffers = self._held_by(node)

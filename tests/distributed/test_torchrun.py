@@ -135,7 +135,14 @@ def test_torchrun_ends_when_a_stage_fails_and_shows_the_cause(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        # One process: tests/unit/runtime/test_ending.py.
+        pytest.param([], id="python", marks=pytest.mark.exhaustive),
+        pytest.param(TORCHRUN, id="torchrun"),
+    ],
+)
 def test_ctrl_c_ends_every_process(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("range(5)", "range(10**9)").replace(

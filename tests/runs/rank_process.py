@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class RankProcess:
             time.sleep(0.01)
 
 
+_asking = threading.Lock()
 _templates: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 """By what they have imported beside ``PRELOADED``."""
 
@@ -63,7 +65,13 @@ def start_rank(
 
     Its output goes to ``folder``/stdout<rank> and stderr<rank>. It has ``imported`` these modules.
     """
-    names = tuple(imported)
+    with _asking:  # several threads may start ranks
+        return _start_rank(folder, rank, variables, tuple(imported))
+
+
+def _start_rank(
+    folder: Path, rank: int, variables: Mapping[str, str], names: tuple[str, ...]
+) -> RankProcess:
     template = _templates.get(names)
     if template is None or template.poll() is not None:
         template = _templates[names] = subprocess.Popen(

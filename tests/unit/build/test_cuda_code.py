@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -122,7 +124,20 @@ def compile_kernels(folder: Path, architecture: int) -> Compiled:
 
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids="sm_{}".format)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return compile_kernels(tmp_path_factory.mktemp("cuda"), request.param)
+    """Compiled by one of pytest's workers, for all of them."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / f"cuda-{request.param}"
+    folder.mkdir(exist_ok=True)
+    kept = folder / "compiled"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            made = compile_kernels(folder, request.param)
+            kept.write_bytes(pickle.dumps(made))
+    found: Compiled = pickle.loads(kept.read_bytes())
+    return found
 
 
 def test_no_kernel_keeps_numbers_in_memory(compiled: Compiled) -> None:

@@ -9,8 +9,6 @@ import random
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,6 +26,7 @@ from pipedream2bw.checkpoint.cut import Cut, begin_cut
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
 from pipedream2bw.checkpoint.frequency import Frequency
 from pipedream2bw.errors import DamagedCheckpoint
+from tests.runs.launch import RankResult, run_ranks
 from tests.unit.checkpoint.conftest import Hangs, Run, X
 
 
@@ -351,6 +350,7 @@ def test_a_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROGRAM = """
 import sys, torch
+from tests.runs.launch import RankResult, run_ranks
 from tests.unit.checkpoint.conftest import Run
 run = Run(sys.argv[1], every=2, preempt=())
 run.train(2)  # whose last backwards need another batch
@@ -359,6 +359,13 @@ if "flush" in sys.argv:
 if "close" in sys.argv:
     run.pipe.close()
 """
+
+
+def run_program(folder: Path, *arguments: Any) -> RankResult:
+    script = folder / "program.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    (result,) = run_ranks(script, 1, args=arguments, rendezvous="none", timeout=60)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -371,8 +378,7 @@ if "close" in sys.argv:
 def test_a_program_that_does_not_wait_for_its_save_tells_that_it_is_lost(
     end: str, reason: str, tmp_path: Path
 ) -> None:
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end]
-    result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    result = run_program(tmp_path, tmp_path / "run", end)
     assert re.search(f"checkpoint 2 was not saved: {reason}", result.stderr), result.stderr
     assert Folder(tmp_path / "run").steps() == []
 
@@ -380,7 +386,7 @@ def test_a_program_that_does_not_wait_for_its_save_tells_that_it_is_lost(
 def test_a_program_that_ends_once_its_state_is_copied_saves_it(tmp_path: Path) -> None:
     for number in range(3):
         path = tmp_path / str(number)
-        subprocess.run([sys.executable, "-c", PROGRAM, str(path), "flush"], timeout=60, check=True)
+        run_program(tmp_path, path, "flush")
         assert Folder(path).steps() == [2]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import pipedream2bw as pd2
 from pipedream2bw import Event
+from tests.exhaustive import exhaustive
 
 SECONDS = 0.02
 BLACK = "#111111"
@@ -150,8 +151,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "d", "m", "v"), SHAPES)
-@pytest.mark.parametrize("width", [None, 6.0])
+@pytest.mark.parametrize(
+    ("schedule", "d", "m", "v", "width"),
+    [
+        *((*shape, None) for shape in SHAPES),
+        *((*shape, 6.0) for shape in SHAPES[::3]),
+        *exhaustive(*((*shape, 6.0) for shape in SHAPES if shape not in SHAPES[::3])),
+    ],
+)
 def test_numbers_lie_in_their_boxes_and_no_update_lies_on_them(
     schedule: str, d: int, m: int, v: int, width: float | None
 ) -> None:
