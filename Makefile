@@ -18,7 +18,9 @@
 #   make asan        compiles the C++ tests for the sanitizers, which needs no torch
 #   make extras      installs what tests, documents and lint need, at once
 #   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
-#   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it
+#   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it,
+#                    then builds the source distribution there
+#   make matrix      builds and tests with the torch that TORCH=2.9.1 names (docs/torch_internals.md)
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 
@@ -49,7 +51,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 export PATH := $(BIN):$(PATH)
 
 .PHONY: build check demo test test-all test-cpp test-python test-device test-tsan asan extras fuzz lint nvcc \
-    gpu-check docs docs-serve docs-links bench bench-smoke study wheel wheel-test clean distclean
+    gpu-check docs docs-serve docs-links bench bench-smoke study wheel wheel-test matrix clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
@@ -261,7 +263,12 @@ wheel: $(STAMPS)/wheel-tools
 NOT_IN_WHEEL := 'libtorch*' 'libc10*' 'libcud*' 'libnv*' 'libgomp*'
 
 wheel-test: $(STAMPS)/torch
-	$(BIN)/python -m tests.wheel dist/pipedream2bw-*.whl $(WHEEL_TEST_ARGS)
+	$(BIN)/python -m tests.wheel dist/pipedream2bw-*.whl --sdist dist/pipedream2bw-*.tar.gz \
+	    $(WHEEL_TEST_ARGS)
+
+# With TORCH=2.9.1 (or several, in quotes) and PYTHON; needs nothing of $(VENV).
+matrix:
+	$(PYTHON) tests/torch_matrix.py $(TORCH) --python $(PYTHON) $(MATRIX_ARGS)
 
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)

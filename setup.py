@@ -9,7 +9,8 @@ Environment:
                          benchmarks need: benchmarks/measuring/_delays and tests/device/_checked.
                          Only with --inplace.
     PIPEDREAM2BW_WHEEL   1 names the package's version after the torch that it is built for, as in
-                         0.1.0+cu130torch2.13, and makes it need that minor version of torch.
+                         0.1.0+cu130torch2.13cxx11abitrue, and makes it need that minor version of
+                         torch.
     CUDA_HOME            where nvcc is, if not on PATH.
     TORCH_CUDA_ARCH_LIST defaults to those of 8.0;8.6;8.9;9.0;10.0;12.0 that nvcc knows, and PTX of
                          the last.
@@ -241,15 +242,16 @@ def package_version() -> str:
     return found.group(1)
 
 
-def named_for_torch(version: str, torch: str, cuda: str | None) -> tuple[str, str]:
-    """The version of a wheel, and what it needs, for a torch and its CUDA.
+def named_for_torch(version: str, torch: str, cuda: str | None, cxx11_abi: bool) -> tuple[str, str]:
+    """The version of a wheel, and what it needs, for a torch, its CUDA and its C++ ABI.
 
     As flash-attn names its wheels. libtorch's interface changes with every minor version.
     """
     major, minor = map(int, torch.split(".")[:2])
     built = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
     needed = f"torch>={major}.{minor},<{major}.{minor + 1}"
-    return f"{version}+{built}torch{major}.{minor}", needed
+    # A local version has small letters only: setuptools would change others.
+    return f"{version}+{built}torch{major}.{minor}cxx11abi{cxx11_abi}".lower(), needed
 
 
 def main() -> None:
@@ -301,7 +303,12 @@ def main() -> None:
                 f"PIPEDREAM2BW_WHEEL: 1, torch is built for CUDA {torch.version.cuda}, the wheel "
                 "would be without: set PIPEDREAM2BW_CUDA=1"
             )
-        version, needed = named_for_torch(version, torch.__version__, torch.version.cuda)
+        version, needed = named_for_torch(
+            version,
+            torch.__version__,
+            torch.version.cuda,
+            bool(torch.compiled_with_cxx11_abi()),
+        )
     setup(
         version=version,
         install_requires=[needed],

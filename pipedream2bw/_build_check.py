@@ -31,7 +31,7 @@ class TorchBuild:
         """How the version of a wheel for it ends."""
         major, minor = self.version.split(".")[:2]
         built = "cpu" if self.cuda is None else "cu" + self.cuda.replace(".", "")
-        return f"+{built}torch{major}.{minor}"
+        return f"+{built}torch{major}.{minor}cxx11abi{self.cxx11_abi}".lower()
 
     @property
     def compatibility(self) -> tuple[object, ...]:
@@ -49,7 +49,7 @@ def check(built: TorchBuild, loaded: TorchBuild) -> None:
     """
     if built.compatibility != loaded.compatibility:
         raise ImportError(
-            f"pipedream2bw was built with {built}, but {loaded} is loaded. Install the wheel whose "
+            f"pipedream2bw was built with {built}, but {loaded} is loaded: install the wheel whose "
             f"version ends in {loaded.wheel}, or rebuild it in its source folder with:\n"
             f"    {REBUILD}"
         )

@@ -173,16 +173,17 @@ def test_an_old_torch_is_refused_with_the_range_and_the_way_out() -> None:
 
 
 def test_wheels_are_named_for_the_torch_that_they_need(setup_py: ModuleType) -> None:
-    for version, cuda, name, needed in (
-        ("2.13.0+cpu", None, "0.1.0+cputorch2.13", "torch>=2.13,<2.14"),
-        ("2.9.1+cu130", "13.0", "0.1.0+cu130torch2.9", "torch>=2.9,<2.10"),
+    for version, cuda, abi, name, needed in (
+        ("2.13.0+cpu", None, True, "cputorch2.13cxx11abitrue", "torch>=2.13,<2.14"),
+        ("2.9.1+cu130", "13.0", False, "cu130torch2.9cxx11abifalse", "torch>=2.9,<2.10"),
     ):
-        assert setup_py.named_for_torch("0.1.0", version, cuda) == (name, needed)
-        wanted = TorchBuild(version, cuda, True)
+        name = f"0.1.0+{name}"
+        assert setup_py.named_for_torch("0.1.0", version, cuda, abi) == (name, needed)
+        wanted = TorchBuild(version, cuda, abi)
         assert name.endswith(wanted.wheel)
         with pytest.raises(ImportError) as caught:
             check(TorchBuild("2.11.0", cuda, True), wanted)
-        assert f"Install the wheel whose version ends in {wanted.wheel}" in str(caught.value)
+        assert f"install the wheel whose version ends in {wanted.wheel}" in str(caught.value)
     assert setup_py.package_version() == pipedream2bw.__version__
 
 

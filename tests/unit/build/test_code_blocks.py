@@ -55,11 +55,16 @@ VECTOR_MODEL = """
 model = nn.Sequential(*[nn.Linear(4, 4) for _ in range({layers})])
 x, y = torch.randn(16, 4), torch.randn(16, 4)
 """
-PIPELINE = VECTOR_MODEL.format(layers=4) + """
+PIPELINE = (
+    VECTOR_MODEL.format(layers=4)
+    + """
 loss_fn = nn.functional.mse_loss
 pipe = pd2.PipelineModule(model, loss_fn, num_stages=2, num_microbatches=4, example_args=(x,))
 """
-RUN = PIPELINE + """
+)
+RUN = (
+    PIPELINE
+    + """
 from torch.utils.data import DataLoader, TensorDataset
 opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
 rows = TensorDataset(torch.randn(48, 4), torch.randn(48, 4))
@@ -67,6 +72,7 @@ sampler = pd2.ResumableSampler(len(rows), batch=16)
 loader = DataLoader(rows, batch_sampler=sampler)
 warm_up = torch.optim.lr_scheduler.ConstantLR(opt)
 """
+)
 TRAINER = """
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16,
@@ -224,7 +230,9 @@ def run_torchrun_of(document: str, saved: set[str]) -> None:
         for command in commands_of(block):
             script = command[-1]
             if block.document == document and command[0] == "torchrun" and script in saved:
-                subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+                subprocess.run(
+                    command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}
+                )
 
 
 def commands_of(block: Block) -> list[list[str]]:
@@ -264,7 +272,11 @@ def test_the_commands_of_a_document_are_right(
             ["make", "-n", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60
         )
     elif program == "pipedream2bw" or "pipedream2bw" in arguments:
-        arguments = arguments[arguments.index("pipedream2bw") + 1 :] if program != "pipedream2bw" else arguments
+        arguments = (
+            arguments[arguments.index("pipedream2bw") + 1 :]
+            if program != "pipedream2bw"
+            else arguments
+        )
         for name in ("mymod", "mymodule"):
             (tmp_path / f"{name}.py").write_text(MODEL)
             sys.modules.pop(name, None)

@@ -91,14 +91,15 @@ FOUND = [
     (path, name)
     for path in sorted(PACKAGE.rglob("*.py"))
     if ">>> " in (text := path.read_text("utf-8"))
-    for name in re.findall(r'(?:class|def) (\w+)(?:(?!\n *(?:class|def) ).)*?\n +>>> ', text, re.S)
+    for name in re.findall(r"(?:class|def) (\w+)(?:(?!\n *(?:class|def) ).)*?\n +>>> ", text, re.S)
 ]
 """The functions and classes with examples, found without an import of optional packages."""
 
 
 def test_examples_were_found_and_none_is_without_a_prompt() -> None:
     names = [name for _, name in FOUND]
-    assert len(names) >= 12 and len(set(names)) == len(names)
+    assert len(names) >= 12
+    assert len(set(names)) == len(names)
     assert set(BEFORE) <= set(names)
     for path in PACKAGE.rglob("*.py"):
         assert not re.findall(r"^.*::\n\n +(?!>>>)\S", path.read_text("utf-8"), re.M), path
@@ -122,8 +123,11 @@ def test_the_example_of_a_docstring_does_what_it_shows(
     ]
     printed: list[str] = []
     try:
-        found = doctest.DocTestRunner(verbose=False).run(test, out=printed.append, clear_globs=False)
+        found = doctest.DocTestRunner(verbose=False).run(
+            test, out=printed.append, clear_globs=False
+        )
         names |= test.globs
     finally:
         exec(AFTER, names)
-    assert found.attempted > 0 and found.failed == 0, "".join(printed)
+    assert found.attempted > 0
+    assert found.failed == 0, "".join(printed)
