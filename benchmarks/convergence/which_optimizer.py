@@ -2,7 +2,7 @@
 
     python benchmarks/convergence/which_optimizer.py [--budget MINUTES] [--jobs 2] [--smoke]
         [--seeds 3] [--batches 400] [--layers 3] [--width 128] [--context 64] [--rows 16]
-        [--also NAME=MODULE:CLASS] [--runs PATH] [--json PATH] [--pictures FOLDER]
+        [--only NAME] [--also NAME=MODULE:CLASS] [--runs PATH] [--json PATH] [--pictures FOLDER]
 
 AdamW with three averages, NAdamW and Muon are trained synchronously (``1f1b``), with 2BW, and with
 2BW and each remedy: on the same batches, from the same weights, with the learning rate that is best
@@ -11,8 +11,8 @@ loss with 1F1B's. ``--budget`` measures the time of a batch and trains as many a
 
 ``--also SOAP=pytorch_optimizer:SOAP`` adds any optimizer that takes parameters and ``lr``.
 
-``--runs PATH`` keeps each run there when it ends, a line of JSON, and does not repeat the runs that
-it finds there: a study that was cut off goes on.
+``--only`` trains one of them, and may be repeated. ``--runs PATH`` keeps each run there when it ends,
+a line of JSON, and does not repeat the runs that it finds there: a study that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def main() -> None:
     options = parse_options()
     sizes = Sizes(options.layers, options.width, options.context, options.rows)
     also = tuple(options.also)
-    names = list(optimizers(also))
+    names = options.only or list(optimizers(also))
     where = machine()
     print(describe(where), flush=True)
     num_runs = len(names) * (len(methods(0)) * options.seeds + len(options.rates))
@@ -439,11 +439,16 @@ def parse_options() -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes in a row")
     add("--rows", type=int, default=16, help="of a batch")
     add("--also", action="append", default=[], metavar="NAME=MODULE:CLASS", help="an optimizer")
+    add("--only", action="append", metavar="NAME", help="of all optimizers, those so named")
     add("--smoke", action="store_true", help="quick: the losses mean nothing")
     add("--runs", type=Path, metavar="PATH", help="keep each run there, repeat none that is there")
     add("--json", type=Path, metavar="PATH", help="write the results there")
     add("--pictures", type=Path, metavar="FOLDER", help="draw them there")
     options = parser.parse_args()
+    known = optimizers(options.also)
+    for name in options.only or ():
+        if name not in known:
+            parser.error(f"--only: {name}, known are {'; '.join(known)}")
     options.rates = LEARNING_RATES
     if options.smoke:
         options.seeds, options.batches, options.budget = 1, NUM_LOOKS, None
