@@ -11,8 +11,8 @@ loss with 1F1B's. ``--budget`` measures the time of a batch and trains as many a
 
 ``--also SOAP=pytorch_optimizer:SOAP`` adds any optimizer that takes parameters and ``lr``.
 
-``--only`` trains one of them, and may be repeated. ``--runs PATH`` keeps each run there when it ends,
-a line of JSON, and does not repeat the runs that it finds there: a study that was cut off goes on.
+``--only`` trains one of them, and may be repeated. ``--runs PATH`` keeps each run there when it
+ends, a line of JSON, and does not repeat those that it finds: a study that was cut off goes on.
 """
 
 from __future__ import annotations
