@@ -41,7 +41,8 @@ from torch import nn
 
 import pipedream2bw as pd2
 
-from measuring.report import compact, describe, machine  # isort: skip  # study.py says where
+from measuring.kept import Kept  # isort: skip  # study.py says where
+from measuring.report import compact, describe, machine  # isort: skip
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -169,7 +170,7 @@ class Result:
     losses: list[float]
     seconds_of_batch: float
     seconds: float
-    """Of the whole run, with what it takes to look at the held-out loss."""
+    """Of the processor, for the whole run with its looks at the held-out loss."""
 
     @property
     def final_loss(self) -> float:
@@ -181,7 +182,7 @@ def train(wanted: Wanted) -> Result:
     """Trains from weights and on batches that the seed alone decides."""
     warnings.filterwarnings("ignore", ".*which_optimizer")  # it is what the study is about
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began = time.process_time()
     torch.manual_seed(wanted.seed)
     task, method = wanted.sizes.task, wanted.method
     batches = task.batches(wanted.seed)
@@ -223,7 +224,7 @@ def train(wanted: Wanted) -> Result:
         wanted.seed,
         losses,
         seconds / wanted.num_batches,
-        time.perf_counter() - began,
+        time.process_time() - began,
     )
 
 
@@ -299,8 +300,7 @@ class Workers:
             if jobs > 1
             else None
         )
-        self._path = kept
-        self._kept = read_runs(kept) if kept is not None and kept.exists() else {}
+        self._kept = Kept(kept)
 
     def __enter__(self) -> Callable[[list[Wanted]], list[Result]]:
         return self._run_all
@@ -308,18 +308,14 @@ class Workers:
     def _run_all(self, wanted: list[Wanted]) -> list[Result]:
         left = [each for each in wanted if each.key not in self._kept]
         for number, (each, result) in enumerate(zip(left, self._train(left), strict=True), 1):
-            self._kept[each.key] = result
-            if self._path is not None:
-                with self._path.open("a") as file:
-                    line = {"key": each.key, "result": dataclasses.asdict(result)}
-                    file.write(json.dumps(line) + "\n")
+            self._kept.add(each.key, dataclasses.asdict(result))
             print(
                 f"{len(wanted) - len(left) + number:4}/{len(wanted)}  {result.optimizer:20} "
                 f"{result.method:32} {result.learning_rate:<6g} seed {result.seed:<4} "
                 f"{result.final_loss:.4f}",
                 flush=True,
             )
-        return [self._kept[each.key] for each in wanted]
+        return [Result(**self._kept[each.key]) for each in wanted]
 
     def _train(self, wanted: list[Wanted]) -> Iterator[Result]:
         return map(train, wanted) if self._pool is None else self._pool.map(train, wanted)
@@ -327,15 +323,6 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-
-
-def read_runs(path: Path) -> dict[str, Result]:
-    """By key; without a last line that was cut off in the middle."""
-    found = {}
-    for line in path.read_text().split("\n")[:-1]:
-        kept = json.loads(line)
-        found[kept["key"]] = Result(**kept["result"])
-    return found
 
 
 def batches_within(

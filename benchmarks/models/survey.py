@@ -7,9 +7,11 @@ tensor over its norm. A model is refused if the package says why it cannot take 
 process of its own, which has a time limit.
 
     python benchmarks/models/survey.py [--only NAMES] [--stages N] [--precision bf16] [--compile]
-                                       [--table PATH] [--json PATH] [--smoke]
+                                       [--limit SECONDS] [--outcomes PATH] [--table PATH]
+                                       [--json PATH] [--smoke]
 
---table writes the rows of docs/models.md.
+--outcomes keeps each outcome when it is there, so that a survey that was cut off goes on. --table
+writes the rows of docs/models.md.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pipedream2bw as pd2
+from benchmarks.measuring.kept import Kept
 from benchmarks.measuring.report import arguments, compact, describe, machine
 from benchmarks.models import perception, text, vision
 from benchmarks.models.zoo import Model, mean_square
@@ -51,7 +54,6 @@ BATCHES = 3
 NUM_MICROBATCHES = 4
 ROWS = 2  # of a microbatch: a BatchNorm over one row has no variance
 CLOSE = 1e-6
-SECONDS = 300.0
 SMOKE = ("transformers/qwen2", "transformers/t5")
 
 
@@ -113,7 +115,7 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
             example_kwargs=kwargs,
             precision=options.precision,
             compile=options.compile,
-            timeout=SECONDS,
+            timeout=options.limit,
         )
     except (ValueError, TypeError) as error:
         return Outcome(name, "refused", seconds=time.process_time() - start, reason=str(error))
@@ -190,19 +192,19 @@ def _in_child(results: Any, name: str, model: Model, options: argparse.Namespace
 
 
 def in_process(name: str, model: Model, options: argparse.Namespace) -> Outcome:
-    """Examines a model in a process of its own, within the time limit."""
+    """Examines a model in a process of its own, within ``options.limit`` seconds."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=_in_child, args=(results, name, model, options))
     child.start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + options.limit
     try:
         while True:
             try:
                 return results.get(timeout=1.0)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    return Outcome(name, "HANG", reason=f"not done after {SECONDS} s")
+                    return Outcome(name, "HANG", reason=f"not done after {options.limit} s")
                 if not child.is_alive() and results.empty():
                     return Outcome(name, "CRASH", reason=f"exit code {child.exitcode}")
     finally:
@@ -233,6 +235,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--precision", help="as PipelineModule takes it")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="of a model; %(default)s"
+    )
+    parser.add_argument(
+        "--outcomes", type=Path, metavar="PATH", help="keep each there, repeat none that is there"
+    )
     parser.add_argument("--table", type=Path, metavar="PATH", help="write a table in Markdown")
     parser.add_argument("--verbose", action="store_true", help="print where a model crashed")
     options = parser.parse_args()
@@ -249,8 +257,12 @@ def main() -> None:
     for library in (*{models[name].library for name in chosen}, "torch._dynamo", "torch.export"):
         importlib.import_module(library)
     outcomes = []
+    kept = Kept(options.outcomes)
     for name in chosen:
-        outcomes.append(found := in_process(name, models[name], options))
+        setting = f"{name} {options.stages} {options.precision} {options.compile}"
+        if setting not in kept:
+            kept.add(setting, dataclasses.asdict(in_process(name, models[name], options)))
+        outcomes.append(found := Outcome(**kept[setting]))
         print(
             f"{found.verdict:10} {found.difference:8.1e} {found.seconds:6.1f} s  "
             f"{found.model:45} {found.route:10} {found.stages}  {found.first_reason}",
