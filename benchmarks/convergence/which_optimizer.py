@@ -2,7 +2,7 @@
 
     python benchmarks/convergence/which_optimizer.py [--budget MINUTES] [--jobs 2] [--smoke]
         [--seeds 3] [--batches 400] [--layers 3] [--width 128] [--context 64] [--rows 16]
-        [--also NAME=MODULE:CLASS] [--json PATH] [--pictures FOLDER]
+        [--only NAME] [--also NAME=MODULE:CLASS] [--runs PATH] [--json PATH] [--pictures FOLDER]
 
 AdamW with three averages, NAdamW and Muon are trained synchronously (``1f1b``), with 2BW, and with
 2BW and each remedy: on the same batches, from the same weights, with the learning rate that is best
@@ -10,6 +10,9 @@ without the delay. The loss on held-out text is compared at equal tokens, and th
 loss with 1F1B's. ``--budget`` measures the time of a batch and trains as many as fit.
 
 ``--also SOAP=pytorch_optimizer:SOAP`` adds any optimizer that takes parameters and ``lr``.
+
+``--only`` trains one of them, and may be repeated. ``--runs PATH`` keeps each run there when it
+ends, a line of JSON, and does not repeat those that it finds: a study that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import json
 import math
 import multiprocessing
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,8 @@ from torch import nn
 
 import pipedream2bw as pd2
 
-from measuring.report import compact, describe, machine  # isort: skip  # study.py says where
+from measuring.kept import Kept  # isort: skip  # study.py says where
+from measuring.report import compact, describe, machine  # isort: skip
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -145,6 +150,13 @@ class Wanted:
     num_batches: int
     also: tuple[str, ...]
 
+    @property
+    def key(self) -> str:
+        """All that decides the run's losses."""
+        mine = [given for given in self.also if given.partition("=")[0] == self.optimizer]
+        kept = {**dataclasses.asdict(self), "method": repr(self.method), "also": mine}
+        return json.dumps({**kept, "torch": torch.__version__})
+
 
 @dataclasses.dataclass
 class Result:
@@ -157,6 +169,8 @@ class Result:
     seed: int
     losses: list[float]
     seconds_of_batch: float
+    seconds: float
+    """Of the processor, for the whole run with its looks at the held-out loss."""
 
     @property
     def final_loss(self) -> float:
@@ -168,6 +182,7 @@ def train(wanted: Wanted) -> Result:
     """Trains from weights and on batches that the seed alone decides."""
     warnings.filterwarnings("ignore", ".*which_optimizer")  # it is what the study is about
     torch.set_num_threads(1)
+    began = time.process_time()
     torch.manual_seed(wanted.seed)
     task, method = wanted.sizes.task, wanted.method
     batches = task.batches(wanted.seed)
@@ -209,6 +224,7 @@ def train(wanted: Wanted) -> Result:
         wanted.seed,
         losses,
         seconds / wanted.num_batches,
+        time.process_time() - began,
     )
 
 
@@ -216,18 +232,17 @@ def main() -> None:
     options = parse_options()
     sizes = Sizes(options.layers, options.width, options.context, options.rows)
     also = tuple(options.also)
-    names = list(optimizers(also))
+    names = options.only or list(optimizers(also))
     where = machine()
     print(describe(where), flush=True)
     num_runs = len(names) * (len(methods(0)) * options.seeds + len(options.rates))
-    with Workers(options.jobs) as run_all:
+    with Workers(options.jobs, options.runs) as run_all:
         if options.budget is not None:
             options.batches = batches_within(options, sizes, names, run_all)
         print(
             f"{num_runs} runs of {options.batches} batches of {sizes.rows * sizes.context} bytes",
             flush=True,
         )
-        start = time.perf_counter()
 
         def wanted(name: str, method: Method, rate: float, seed: int) -> Wanted:
             return Wanted(sizes, name, method, rate, seed, options.batches, also)
@@ -251,8 +266,8 @@ def main() -> None:
                 for seed in range(options.seeds)
             ]
         )
-    minutes = (time.perf_counter() - start) / 60
-    print(f"\n{table(results)}\n\n{num_runs} runs in {minutes:.1f} minutes")
+    minutes = sum(result.seconds for result in (*grid, *results)) / 60
+    print(f"\n{table(results)}\n\n{num_runs} runs in {minutes:.1f} minutes of a core")
     report = {
         "command": " ".join(["python", *sys.argv]),
         "machine": where,
@@ -273,29 +288,37 @@ def main() -> None:
 
 
 class Workers:
-    """Trains in processes of their own, or in this one if one is enough."""
+    """Trains in processes of their own, or in this one if one is enough.
 
-    def __init__(self, jobs: int) -> None:
+    With ``kept``, a path, a run's result is written there when it ends, and what is there is not
+    trained again.
+    """
+
+    def __init__(self, jobs: int, kept: Path | None = None) -> None:
         self._pool = (
             concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
             if jobs > 1
             else None
         )
+        self._kept = Kept(kept)
 
     def __enter__(self) -> Callable[[list[Wanted]], list[Result]]:
         return self._run_all
 
     def _run_all(self, wanted: list[Wanted]) -> list[Result]:
-        made = map(train, wanted) if self._pool is None else self._pool.map(train, wanted)
-        results = []
-        for result in made:
-            results.append(result)
+        left = [each for each in wanted if each.key not in self._kept]
+        for number, (each, result) in enumerate(zip(left, self._train(left), strict=True), 1):
+            self._kept.add(each.key, dataclasses.asdict(result))
             print(
-                f"{len(results):4}/{len(wanted)}  {result.optimizer:20} {result.method:32} "
-                f"{result.learning_rate:<6g} seed {result.seed:<4} {result.final_loss:.4f}",
+                f"{len(wanted) - len(left) + number:4}/{len(wanted)}  {result.optimizer:20} "
+                f"{result.method:32} {result.learning_rate:<6g} seed {result.seed:<4} "
+                f"{result.final_loss:.4f}",
                 flush=True,
             )
-        return results
+        return [Result(**self._kept[each.key]) for each in wanted]
+
+    def _train(self, wanted: list[Wanted]) -> Iterator[Result]:
+        return map(train, wanted) if self._pool is None else self._pool.map(train, wanted)
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -382,8 +405,11 @@ def reached(losses: Sequence[float], loss: float) -> float:
 def as_json(result: Result) -> dict[str, Any]:
     """Infinities and NaNs, for which JSON has no word, as None."""
     losses = [round(loss, 5) if math.isfinite(loss) else None for loss in result.losses]
-    seconds = round(result.seconds_of_batch, 5)
-    return {**dataclasses.asdict(result), "losses": losses, "seconds_of_batch": seconds}
+    seconds = {
+        "seconds_of_batch": round(result.seconds_of_batch, 5),
+        "seconds": round(result.seconds, 1),
+    }
+    return {**dataclasses.asdict(result), "losses": losses, **seconds}
 
 
 def parse_options() -> argparse.Namespace:
@@ -400,10 +426,16 @@ def parse_options() -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes in a row")
     add("--rows", type=int, default=16, help="of a batch")
     add("--also", action="append", default=[], metavar="NAME=MODULE:CLASS", help="an optimizer")
+    add("--only", action="append", metavar="NAME", help="of all optimizers, those so named")
     add("--smoke", action="store_true", help="quick: the losses mean nothing")
+    add("--runs", type=Path, metavar="PATH", help="keep each run there, repeat none that is there")
     add("--json", type=Path, metavar="PATH", help="write the results there")
     add("--pictures", type=Path, metavar="FOLDER", help="draw them there")
     options = parser.parse_args()
+    known = optimizers(options.also)
+    for name in options.only or ():
+        if name not in known:
+            parser.error(f"--only: {name}, known are {'; '.join(known)}")
     options.rates = LEARNING_RATES
     if options.smoke:
         options.seeds, options.batches, options.budget = 1, NUM_LOOKS, None

@@ -7,9 +7,11 @@ tensor over its norm. A model is refused if the package says why it cannot take 
 process of its own, which has a time limit.
 
     python benchmarks/models/survey.py [--only NAMES] [--stages N] [--precision bf16] [--compile]
-                                       [--table PATH] [--json PATH] [--smoke]
+                                       [--limit SECONDS] [--outcomes PATH] [--table PATH]
+                                       [--json PATH] [--smoke]
 
---table writes the rows of docs/models.md.
+--outcomes keeps each outcome when it is there, so that a survey that was cut off goes on. --table
+writes the rows of docs/models.md.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import io
 import multiprocessing
+import os
 import queue
 import sys
 import time
@@ -30,11 +34,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Otherwise the bits of a product depend on where in memory its matrices lie, and weights that are
+# views of a stage's buffer lie elsewhere than the unsplit model's. It is read at the first product.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pipedream2bw as pd2
+from benchmarks.measuring.kept import Kept
 from benchmarks.measuring.report import arguments, compact, describe, machine
 from benchmarks.models import perception, text, vision
 from benchmarks.models.zoo import Model, mean_square
@@ -45,7 +54,6 @@ BATCHES = 3
 NUM_MICROBATCHES = 4
 ROWS = 2  # of a microbatch: a BatchNorm over one row has no variance
 CLOSE = 1e-6
-SECONDS = 300.0
 SMOKE = ("transformers/qwen2", "transformers/t5")
 
 
@@ -59,7 +67,7 @@ class Outcome:
     route: str = ""
     """How the model was captured."""
     seconds: float = 0.0
-    """Until the pipeline was made."""
+    """Of the processor's time, until the pipeline was made."""
     difference: float = 0.0
     """The largest of a tensor over its norm."""
     stages: str = ""
@@ -96,7 +104,7 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     reference = copy.deepcopy(module)
     args, kwargs = batches[0]
     num_microbatches = max(NUM_MICROBATCHES, options.stages)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         pipe = pd2.PipelineModule(
             module,
@@ -107,11 +115,11 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
             example_kwargs=kwargs,
             precision=options.precision,
             compile=options.compile,
-            timeout=SECONDS,
+            timeout=options.limit,
         )
     except (ValueError, TypeError) as error:
-        return Outcome(name, "refused", seconds=time.perf_counter() - start, reason=str(error))
-    seconds = time.perf_counter() - start
+        return Outcome(name, "refused", seconds=time.process_time() - start, reason=str(error))
+    seconds = time.process_time() - start
     with pipe:
         route, stages = _shown(pipe)
         optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.01))
@@ -184,19 +192,19 @@ def _in_child(results: Any, name: str, model: Model, options: argparse.Namespace
 
 
 def in_process(name: str, model: Model, options: argparse.Namespace) -> Outcome:
-    """Examines a model in a process of its own, within the time limit."""
+    """Examines a model in a process of its own, within ``options.limit`` seconds."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=_in_child, args=(results, name, model, options))
     child.start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + options.limit
     try:
         while True:
             try:
                 return results.get(timeout=1.0)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    return Outcome(name, "HANG", reason=f"not done after {SECONDS} s")
+                    return Outcome(name, "HANG", reason=f"not done after {options.limit} s")
                 if not child.is_alive() and results.empty():
                     return Outcome(name, "CRASH", reason=f"exit code {child.exitcode}")
     finally:
@@ -227,6 +235,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--precision", help="as PipelineModule takes it")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="of a model; %(default)s"
+    )
+    parser.add_argument(
+        "--outcomes", type=Path, metavar="PATH", help="keep each there, repeat none that is there"
+    )
     parser.add_argument("--table", type=Path, metavar="PATH", help="write a table in Markdown")
     parser.add_argument("--verbose", action="store_true", help="print where a model crashed")
     options = parser.parse_args()
@@ -239,9 +253,16 @@ def main() -> None:
         chosen = list(SMOKE)
     if not chosen:
         parser.error(f"--only: {options.only}, known are {', '.join(models)}")
+    # Here, so that each process needs not import them, and that no capture's time has it.
+    for library in (*{models[name].library for name in chosen}, "torch._dynamo", "torch.export"):
+        importlib.import_module(library)
     outcomes = []
+    kept = Kept(options.outcomes)
     for name in chosen:
-        outcomes.append(found := in_process(name, models[name], options))
+        setting = f"{name} {options.stages} {options.precision} {options.compile}"
+        if setting not in kept:
+            kept.add(setting, dataclasses.asdict(in_process(name, models[name], options)))
+        outcomes.append(found := Outcome(**kept[setting]))
         print(
             f"{found.verdict:10} {found.difference:8.1e} {found.seconds:6.1f} s  "
             f"{found.model:45} {found.route:10} {found.stages}  {found.first_reason}",

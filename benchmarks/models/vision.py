@@ -100,7 +100,9 @@ def torchvision_model(name: str, **options: Any) -> nn.Module:
 
     if name in ("googlenet", "inception_v3"):
         options.update(aux_logits=False, init_weights=False)
-    model = torchvision.models.get_model(name, weights=None, weights_backbone=None, **options)
+    if name in SEGMENTATION:
+        options.update(weights_backbone=None)
+    model = torchvision.models.get_model(name, weights=None, **options)
     assert isinstance(model, nn.Module)
     return model
 

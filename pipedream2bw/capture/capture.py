@@ -9,6 +9,7 @@ generation know only one form.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..model.clone import copies_of_buffers, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
-from .captured import Captured, build_captured, first_layers
+from .captured import Captured, build_captured, first_layers, layer_parameter_bytes
 from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
 from .exporting import export
 from .shape_rule import ShapeRule
@@ -113,7 +114,7 @@ class _Search:
                 graph = chain_graph(root, signature)
                 return build_captured(root, "sequential", graph, signature, ())
             self.reasons.append(f"sequential: {reason}")
-        second_best: list[Captured] = []
+        second_best: list[Callable[[], Captured]] = []
         ways = ("fx", "export", "dynamo")
         for how in sorted(ways, key=lambda way: way != prefer):
             # With dictionaries of buffers of its own: a forward may assign to them.
@@ -135,14 +136,27 @@ class _Search:
                 continue
             as_a_whole = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
             notes = [*self.reasons, *as_a_whole]
-            captured = build_captured(root, how, graph, signature, notes, module, rule)
-            reason = self._why_not(captured) or _why_unbalanced(captured, self.num_stages, leaves)
+            build = functools.partial(
+                build_captured, root, how, graph, signature, notes, module, rule
+            )
+            sizes = layer_parameter_bytes(root, graph, module)
+            if len(sizes) < self.num_stages:
+                self.reasons.append(f"{how}: {len(sizes)} layers, num_stages: {self.num_stages}")
+                continue
+            reason = _why_unbalanced("parameters", sizes, self.num_stages, leaves)
             if reason is None:
-                return captured
+                captured = build()
+                build = functools.partial(_found, captured)
+                reason = self._why_not(captured) or _why_unbalanced(
+                    "cost", _layer_costs(captured), self.num_stages, leaves
+                )
+                if reason is None:
+                    return captured
+            # Costs, which take a run on fake tensors, are found where no other way serves.
+            second_best.append(build)
             self.reasons.append(f"{how}: {reason}")
-            if len(captured.layers) >= self.num_stages and self.demand(captured) is None:
-                second_best.append(captured)
-        if not second_best:
+        served = [each for build in second_best if self.demand(each := build()) is None]
+        if not served:
             raise ValueError(
                 f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
                 f"mode) could not be captured for {self.num_stages} "
@@ -151,12 +165,10 @@ class _Search:
                 "change what the reasons name"
             )
         # Names that neither graph knows are refused where the stages' boundaries are chosen.
-        best = min(second_best, key=lambda captured: len(_unknown(captured, self.names)))
+        best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
     def _why_not(self, captured: Captured) -> str | None:
-        if len(captured.layers) < self.num_stages:
-            return f"{len(captured.layers)} layers, num_stages: {self.num_stages}"
         unknown = _unknown(captured, self.names)
         if unknown:
             return f"split names {unknown[0]!r}, where its graph has no layer"
@@ -228,16 +240,23 @@ def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-def _why_unbalanced(captured: Captured, num_stages: int, leaves: Mapping[str, str]) -> str | None:
+def _found(captured: Captured) -> Captured:
+    return captured
+
+
+def _layer_costs(captured: Captured) -> list[tuple[str, float]]:
+    return [(layer.name, layer.forward_cost + layer.backward_cost) for layer in captured.layers]
+
+
+def _why_unbalanced(
+    what: str, sizes: Sequence[tuple[str, float]], num_stages: int, leaves: Mapping[str, str]
+) -> str | None:
     """Names a module that could not be traced and is too large for stages of equal cost."""
-    for what, sizes in (
-        ("cost", [layer.forward_cost + layer.backward_cost for layer in captured.layers]),
-        ("parameters", [layer.parameter_bytes for layer in captured.layers]),
-    ):
-        for layer, size in zip(captured.layers, sizes, strict=True):
-            if layer.name in leaves and size * num_stages > 1.1 * sum(sizes):
-                return (
-                    f"{layer.name} has {size / sum(sizes):.0%} of the {what}, num_stages: "
-                    f"{num_stages}, and cannot be traced: {leaves[layer.name]}"
-                )
+    whole = sum(size for _, size in sizes)
+    for name, size in sizes:
+        if name in leaves and size * num_stages > 1.1 * whole:
+            return (
+                f"{name} has {size / whole:.0%} of the {what}, num_stages: {num_stages}, and "
+                f"cannot be traced: {leaves[name]}"
+            )
     return None

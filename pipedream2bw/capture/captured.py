@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..model.trees import bytes_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .chain import call_chained
@@ -213,6 +214,22 @@ def build_captured(
         input_positions=positions,
         shape_rule=shape_rule,
     )
+
+
+def layer_parameter_bytes(
+    root: nn.Module, graph: fx.Graph, traced: nn.Module
+) -> list[tuple[str, int]]:
+    """Lists the layers of ``graph`` with the bytes of their parameters; runs nothing.
+
+    The arguments are those of :func:`build_captured`.
+    """
+    names = _Names(root, _constants(root, graph, traced))
+    sizes = {name: bytes_in(parameter) for name, parameter in root.named_parameters()}
+    return [
+        (layer_name(node), sum(sizes[name] for name in names.used_by(node)[0]))
+        for node in graph.nodes
+        if is_layer(node)
+    ]
 
 
 def _joined(

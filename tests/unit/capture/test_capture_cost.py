@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from pipedream2bw.capture import captured as captured_module
 from pipedream2bw.capture.capture import capture
 from pipedream2bw.capture.captured import Captured, values_between
+from pipedream2bw.capture.costs import LayerCosts, dry_run
 
 
 def costs_of(model: nn.Module, *example: torch.Tensor, num_stages: int = 1) -> Captured:
@@ -106,3 +110,38 @@ def test_a_layer_that_cannot_be_counted_costs_in_proportion_to_its_parameters() 
     small, large = captured.layers
     assert large.forward_cost / small.forward_cost == pytest.approx(3, rel=0.2)
     assert captured.costs.error is None
+
+
+def test_a_graph_that_cannot_be_balanced_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding them runs the model on fake tensors: a large one would be run twice."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.mean(0).shape[0] != 8:  # torch.fx calls this module as a whole
+                raise ValueError
+            return self.second(self.first(x).relu())
+
+    num_runs = 0
+
+    def counted(*args: Any, **kwargs: Any) -> LayerCosts:
+        nonlocal num_runs
+        num_runs += 1
+        return dry_run(*args, **kwargs)
+
+    monkeypatch.setattr(captured_module, "dry_run", counted)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Branching(), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x)) * scale
+
+    captured = costs_of(Whole(), torch.randn(4, 8), torch.randn(4, 1), num_stages=2)
+    assert captured.how == "export"
+    assert num_runs == 1
