@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -105,7 +106,10 @@ def hangs_on_one(rank: int, world: int, victim: int) -> list[tuple[int, str]]:
                 for number in range(12):
                     train(number)
             answers.set()
-            time.sleep(1.0)
+            for thread in threading.enumerate():
+                if thread.name.startswith("pipedream2bw: checkpoint"):
+                    thread.join(20)
+        dist.barrier()  # all ranks' threads have ended
         train(12)
         ckpt.close()
     return told

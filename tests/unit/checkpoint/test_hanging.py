@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ def test_a_run_that_is_stopped_ends_where_the_file_system_hangs(
 def test_all_saves_together_have_the_time_at_the_programs_end(
     run: Run, hang: Hangs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
+    monkeypatch.setattr(saving, "_ends_soon", weakref.WeakKeyDictionary())  # other tests' threads
     run.train(1)
     hang("begin")
     for name in ("one", "two", "three"):
