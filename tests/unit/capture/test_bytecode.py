@@ -74,7 +74,7 @@ def loss_fn(found: Any, target: torch.Tensor) -> torch.Tensor:
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Dynamo of torch 2.9 and 2.10 refuses hooks of intermediate tensors, and so does a capture there.
 HOOKED = pytest.param(
-    HookedTensor, marks=pytest.mark.skipif(TORCH < (2, 12), reason="Dynamo takes no hooks yet")
+    HookedTensor, marks=pytest.mark.skipif(TORCH < (2, 11), reason="Dynamo takes no hooks yet")
 )
 MODELS = [CustomBackward, HOOKED, ManyOutputs]
 # After a failed torch.export, Dynamo of torch 2.9 stops at the assignment before it is found.
@@ -137,7 +137,8 @@ def test_the_capture_says_why_it_is_not_an_export(kind: type[nn.Module], reason:
     assert any("export: BackwardLostError" in note and reason in note for note in captured.notes)
     assert len(captured.layers) > 8
     apply = torch.autograd.Function.__dict__["apply"]
-    assert "_backwards_kept" not in repr(apply.__func__)
+    # A method of C's from torch 2.15 on, which has no __func__.
+    assert "_backwards_kept" not in repr(getattr(apply, "__func__", apply))
 
 
 def test_stages_may_begin_at_modules() -> None:
