@@ -159,8 +159,8 @@ class _Tracer(fx.Tracer):
             self.num_calls = calls
             self._erase_after(last)
             self.leaves[path] = reason_of(error)
-            # Before torch 2.13 the hooks of a checkpoint that was left by an exception stay until
-            # its frame goes, and the next node would be refused for them.
+            # In torch 2.9 the hooks of a checkpoint that was left by an exception stay until its
+            # frame goes, and the next node would be refused for them.
             traceback.clear_frames(error.__traceback__)
             return super().call_module(m, forward=_LeafCall(self, path), args=args, kwargs=kwargs)
 
