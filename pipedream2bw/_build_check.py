@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 OLDEST_TORCH = (2, 9)
-NEWEST_TORCH = (2, 13)  # of those that are tested
+NEWEST_TORCH = (2, 15)  # of those that are tested
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class Run:
         start = time.monotonic()
         builds = installs and self.pip("--no-build-isolation", "-e", ".")
         took = time.monotonic() - start
+        # What the tests of processes import.
+        builds = builds and self.call("setup.py", "-q", "build_ext", "--inplace", testing=True)
         counts = self.test() if builds else "-"
         built = f"in {took:.0f} s" if builds else "no" if installs else "no such torch"
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
@@ -79,7 +81,7 @@ class Run:
         """The environment's commands."""
         return self.folder / "venv" / "bin"
 
-    def call(self, *command: str) -> bool:
+    def call(self, *command: str, testing: bool = False) -> bool:
         """Runs a command in the copy of the sources, adding what it prints to the log."""
         source = self.folder / "source"
         source.mkdir(exist_ok=True)
@@ -88,6 +90,8 @@ class Run:
         variables |= {
             "PATH": os.pathsep.join((str(self.bin), os.environ["PATH"])),
             "OMP_NUM_THREADS": "1",
+            "PIPEDREAM2BW_TESTING": str(int(testing)),
+            "PIPEDREAM2BW_CUDA": "0",  # an nvcc may be there; it takes minutes, and tests no more
             # Object files of the same torch are found again, wherever this tree lies.
             "CCACHE_BASEDIR": str(ROOT),
             "CCACHE_NOHASHDIR": "1",
@@ -125,7 +129,8 @@ class Run:
         """How many tests passed, failed and were skipped; the failed ones are printed."""
         results = self.folder / "results.xml"
         results.unlink(missing_ok=True)
-        self.call("-m", "pytest", *TESTS, "-n", "2", "-q", f"--junitxml={results}")
+        options = ("-n", "2", "--timeout", "900", f"--junitxml={results}")
+        self.call("-m", "pytest", *TESTS, *options)
         if not results.exists():
             return "pytest ended early"
         cases = list(ElementTree.parse(results).iter("testcase"))

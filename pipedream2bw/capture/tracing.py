@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,6 +159,9 @@ class _Tracer(fx.Tracer):
             self.num_calls = calls
             self._erase_after(last)
             self.leaves[path] = reason_of(error)
+            # In torch 2.9 the hooks of a checkpoint that was left by an exception stay until its
+            # frame goes, and the next node would be refused for them.
+            traceback.clear_frames(error.__traceback__)
             return super().call_module(m, forward=_LeafCall(self, path), args=args, kwargs=kwargs)
 
     def _refuse_assigned_buffers(self, m: nn.Module) -> None:

@@ -71,7 +71,14 @@ def loss_fn(found: Any, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output_of(found), target)
 
 
-MODELS = [CustomBackward, HookedTensor, ManyOutputs]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Dynamo of torch 2.9 and 2.10 refuses hooks of intermediate tensors, and so does a capture there.
+HOOKED = pytest.param(
+    HookedTensor, marks=pytest.mark.skipif(TORCH < (2, 11), reason="Dynamo takes no hooks yet")
+)
+MODELS = [CustomBackward, HOOKED, ManyOutputs]
+# After a failed torch.export, Dynamo of torch 2.9 stops at the assignment before it is found.
+ASSIGNS = "LeftOutError: the forward assigns another tensor to the buffer" if TORCH > (2, 9) else ""
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -119,7 +126,10 @@ def test_a_pipeline_trains_as_the_model_does(kind: type[nn.Module], stages: int)
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(CustomBackward, "autograd function Reversed would be lost"), (HookedTensor, "a hook of a")],
+    [
+        (CustomBackward, "autograd function Reversed would be lost"),
+        pytest.param(HookedTensor, "a hook of a", marks=HOOKED.marks),
+    ],
 )
 def test_the_capture_says_why_it_is_not_an_export(kind: type[nn.Module], reason: str) -> None:
     captured = capture(kind(), num_stages=2, example_args=(torch.randn(3, WIDTH),))
@@ -127,7 +137,8 @@ def test_the_capture_says_why_it_is_not_an_export(kind: type[nn.Module], reason:
     assert any("export: BackwardLostError" in note and reason in note for note in captured.notes)
     assert len(captured.layers) > 8
     apply = torch.autograd.Function.__dict__["apply"]
-    assert "_backwards_kept" not in repr(apply.__func__)
+    # A method of C's from torch 2.15 on, which has no __func__.
+    assert "_backwards_kept" not in repr(getattr(apply, "__func__", apply))
 
 
 def test_stages_may_begin_at_modules() -> None:
@@ -168,7 +179,7 @@ class Returns(CustomBackward):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (AssignsBuffer, "dynamo: LeftOutError: the forward assigns another tensor to the buffer"),
+        (AssignsBuffer, f"dynamo: {ASSIGNS}"),
         (SwitchesMode, "dynamo: LeftOutError: .*switches a mode of torch between layers"),
         (Returns, "dynamo: "),
     ],
