@@ -24,7 +24,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "dinov2": PATCHES,
     "vit_msn": PATCHES,
     "swin": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2]}
-    | {"num_heads": [2, 2], "window_size": 2},
+    | {"num_attention_heads": [2, 2], "num_hidden_layers": 2, "window_size": 2},
     "convnext": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2},
     "convnextv2": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},

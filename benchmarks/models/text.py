@@ -174,7 +174,9 @@ SEQUENCE_TO_SEQUENCE: dict[str, dict[str, Any]] = {
     "t5": T5_LIKE,
     "mt5": T5_LIKE,
     "umt5": T5_LIKE,
-    "switch_transformers": {**T5_LIKE, "num_experts": 2, "num_sparse_encoder_layers": 1},
+    "switch_transformers": {**T5_LIKE, "num_experts": 2, "num_sparse_encoder_layers": 1}
+    # How many numbers are drawn would depend on which experts get tokens.
+    | {"dropout_rate": 0.0, "router_jitter_noise": 0.0},
 }
 
 
