@@ -19,6 +19,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,7 +246,11 @@ def run_rank(folder: Path, rank: int) -> None:
     if isinstance(target, Path):
         sys.argv = [str(target), *map(str, args)]
         sys.path.insert(0, str(target.parent))  # as Python does
-        runpy.run_path(str(target), run_name="__main__")
+        main = types.ModuleType("__main__")
+        main.__file__ = str(target)
+        # By the second name processes that the script starts give its classes back.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        exec(compile(target.read_bytes(), target, "exec"), main.__dict__)
         value = None
     else:
         if isinstance(target, str):
