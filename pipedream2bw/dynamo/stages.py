@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -71,7 +70,6 @@ class Stages:
             ThreadPoolExecutor(1, thread_name_prefix=f"pipedream2bw stage {i}")
             for i in range(len(devices))
         ]
-        weakref.finalize(self, _end, self._threads)
 
     def run(self, parts: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
         """The outputs of each microbatch."""
@@ -248,8 +246,3 @@ def _on(device: torch.device | None, value: Any) -> Any:
     if device is None:
         return value
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
-def _end(threads: Sequence[ThreadPoolExecutor]) -> None:
-    for thread in threads:
-        thread.shutdown(wait=False)
