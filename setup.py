@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-MINIMUM_TORCH = (2, 9)
+# What the package checks at import, and how it names wheels; without importing the package.
+BUILD_CHECK = runpy.run_path(str(ROOT / "pipedream2bw" / "_build_check.py"), run_name="build_check")
+MINIMUM_TORCH = BUILD_CHECK["OLDEST_TORCH"]
 MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expression
 # Of the folders whose files include libtorch's headers: a compiler takes ten seconds to read them.
 READ_TOGETHER = ("engine", "bindings", "testing/device")
@@ -248,10 +251,9 @@ def named_for_torch(version: str, torch: str, cuda: str | None, cxx11_abi: bool)
     As flash-attn names its wheels. libtorch's interface changes with every minor version.
     """
     major, minor = map(int, torch.split(".")[:2])
-    built = "cpu" if cuda is None else "cu" + cuda.replace(".", "")
     needed = f"torch>={major}.{minor},<{major}.{minor + 1}"
     # A local version has small letters only: setuptools would change others.
-    return f"{version}+{built}torch{major}.{minor}cxx11abi{cxx11_abi}".lower(), needed
+    return version.lower() + BUILD_CHECK["TorchBuild"](torch, cuda, cxx11_abi).wheel, needed
 
 
 def main() -> None:

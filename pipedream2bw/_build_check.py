@@ -11,6 +11,8 @@ from dataclasses import dataclass
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 OLDEST_TORCH = (2, 9)
 NEWEST_TORCH = (2, 15)  # of those that are tested
+_OLDEST, _NEWEST = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
+TESTED_TORCH = f"{_OLDEST} to {_NEWEST}"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,9 @@ def check_range(version: str) -> None:
         ImportError: names the range and the way out.
     """
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
         raise ImportError(
-            f"torch {version} is loaded, pipedream2bw needs {oldest} or newer (tested up to "
-            f"{newest}). Run:\n    pip install --upgrade torch"
+            f"torch {version} is loaded, pipedream2bw needs {_OLDEST} or newer (tested up to "
+            f"{_NEWEST}). Run:\n    pip install --upgrade torch"
         )
 
 

@@ -11,6 +11,8 @@ import importlib
 
 import torch
 
+from ._build_check import TESTED_TORCH
+
 AT_IMPORT = {
     "torch.Tensor._make_wrapper_subclass": "gradient guards stand for gradients of the engine's",
     "torch.Tensor._version": "finds writes in place: recomputation, captures, guards",
@@ -134,5 +136,5 @@ def check_torch_internals() -> None:
                 except ImportError:
                     raise ImportError(
                         f"torch {torch.__version__} has no {name}, which pipedream2bw relies on "
-                        f"({why}): install a torch that it is tested with, 2.9 to 2.13"
+                        f"({why}): install a torch that it is tested with, {TESTED_TORCH}"
                     ) from None

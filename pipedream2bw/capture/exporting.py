@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from ..model.added_loss import restore_added_losses
 from ..model.hooks import why_not_exported
@@ -25,6 +24,7 @@ from ..model.surroundings import (
     refuse_random_numbers,
     torch_reports_silenced,
 )
+from ..model.trees import tensors_in
 from .arguments import CallSignature, TensorLeaf
 from .shape_rule import ShapeRule
 
@@ -107,10 +107,8 @@ def _backwards_kept() -> Iterator[None]:
     this_thread = threading.get_ident()  # others, with pipelines at work, go on as they are
 
     def refusing_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        differentiable = any(isinstance(e, torch.Tensor) and e.requires_grad for e in leaves)
         if (
-            differentiable
+            any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             and torch.is_grad_enabled()
             and threading.get_ident() == this_thread
             and not cls.__module__.startswith(("torch.", "pipedream2bw."))

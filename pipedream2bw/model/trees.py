@@ -19,7 +19,10 @@ def bytes_in(tree: Any) -> int:
 
 
 def as_received(tree: Any) -> Any:
-    """The same as a stage receives it: without history, requiring gradients as before."""
+    """Returns a structure whose tensors are as a stage receives them.
+
+    They are without history, and require gradients as before.
+    """
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), tree
     )

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..capture.chain import as_root
 from ..checks import check_whole_number
 from ..model.materialize import Example, home_of
 from ..model.precision import Precision
+from ..model.trees import tensors_in
 from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..profiling.links import with_links
@@ -138,7 +138,7 @@ def _settings(options: Options) -> dict[str, Any]:
 
 def _rows(target: Any) -> int | None:
     """The rows of a batch; None if a tensor has none, or there is no tensor."""
-    tensors = [leaf for leaf in pytree.tree_leaves(target) if torch.is_tensor(leaf)]
+    tensors = tensors_in(target)
     if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
         return None
     return int(tensors[0].shape[0])
