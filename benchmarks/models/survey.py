@@ -3,12 +3,15 @@
 A model is built with random weights, split over stage threads, and trained for three batches under
 2bw; the same model, unsplit, is trained by the tests' oracle (tests/references/oracle.py) with the
 same random numbers. Compared are losses and weights: "bitwise", or the largest difference of a
-tensor over its norm. A model is refused if the package says why it cannot take it. Each runs in a
-process of its own, which has a time limit.
+tensor over its norm. With --precision it is trained by that of mixed precision
+(tests/references/mixed_oracle.py), and the difference is that of all weights over how far they
+went: a product's last bit is a rounding of 16 bits there. A model is refused if the package says
+why it cannot take it. Each runs in a process of its own, which has a time limit, or in as many as
+there are stages.
 
-    python benchmarks/models/survey.py [--only NAMES] [--stages N] [--precision bf16] [--compile]
-                                       [--limit SECONDS] [--outcomes PATH] [--table PATH]
-                                       [--json PATH] [--smoke]
+    python benchmarks/models/survey.py [--only NAMES] [--stages N] [--processes] [--precision bf16]
+                                       [--compile] [--limit SECONDS] [--outcomes PATH]
+                                       [--table PATH] [--json PATH] [--smoke]
 
 --outcomes keeps each outcome when it is there, so that a survey that was cut off goes on. --table
 writes the rows of docs/models.md.
@@ -20,6 +23,8 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import datetime
+import functools
 import importlib
 import importlib.util
 import io
@@ -27,6 +32,7 @@ import multiprocessing
 import os
 import queue
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -39,6 +45,7 @@ from typing import Any
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -48,12 +55,15 @@ from benchmarks.measuring.report import arguments, compact, describe, machine
 from benchmarks.models import perception, text, vision
 from benchmarks.models.zoo import Model, mean_square
 from pipedream2bw.capture.captured import place_of
+from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Batch, Oracle
 
 BATCHES = 3
 NUM_MICROBATCHES = 4
 ROWS = 2  # of a microbatch: a BatchNorm over one row has no variance
 CLOSE = 1e-6
+CLOSE_LOW = 3e-2  # with 16-bit numbers
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMOKE = ("transformers/qwen2", "transformers/t5")
 
 
@@ -122,48 +132,101 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     seconds = time.process_time() - start
     with pipe:
         route, stages = _shown(pipe)
-        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.01))
+        optimizer = pd2.PipelineOptimizer(_sgd(pipe.parameters()))
         losses = []
         for args, kwargs in batches:
             losses.append(pipe.train_step(*args, target=None, **kwargs))
             optimizer.step()
         ours = [float(loss) for loss in losses]
-        state = {key: value.clone() for key, value in pipe.state_dict().items()}
+        state = {key: value.clone() for key, value in pipe.full_state_dict().items()}
         seed = pipe.random_seed
-    difference = _difference(reference, batches, seed, ours, state, num_microbatches)
-    verdict = "bitwise" if difference == 0.0 else "close" if difference <= CLOSE else "WRONG"
+    if not state:  # another process compares
+        return Outcome(name, "bitwise")
+    calls = [Batch(args, None, kwargs) for args, kwargs in batches]
+    define = functools.partial(_mixed, DTYPES[options.precision]) if options.precision else _exact
+    difference = define(reference, calls, seed, num_microbatches, ours, state)
+    close = CLOSE_LOW if options.precision else CLOSE
+    verdict = "bitwise" if difference == 0.0 else "close" if difference <= close else "WRONG"
     return Outcome(name, verdict, route, seconds, difference, stages)
 
 
-def _difference(
-    reference: torch.nn.Module,
-    batches: list[Any],
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def _exact(
+    model: torch.nn.Module,
+    batches: list[Batch],
     seed: int,
+    num_microbatches: int,
     losses: list[float],
     state: dict[str, torch.Tensor],
-    num_microbatches: int,
 ) -> float:
     """The largest difference from the unsplit model, trained by the definition."""
+    oracle = Oracle(
+        model,
+        _sgd(model.parameters()),
+        num_microbatches,
+        mean_square,
+        delay=1,
+        drawing=_drawing(seed),
+    )
+    differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
+    for key, value in model.state_dict().items():
+        differences.append(_norm([state[key]], [value]) / max(_norm([value]), 1e-30))
+    return _largest(differences)
 
+
+def _mixed(
+    dtype: torch.dtype,
+    model: torch.nn.Module,
+    batches: list[Batch],
+    seed: int,
+    num_microbatches: int,
+    losses: list[float],
+    state: dict[str, torch.Tensor],
+) -> float:
+    """The largest difference of a loss, and that of all weights over how far they went."""
+    initial = copy.deepcopy(model.state_dict())
+    oracle = MixedOracle(
+        model,
+        lowered(model, dtype),
+        _sgd(model.parameters()),
+        num_microbatches,
+        mean_square,
+        delay=1,
+        dtype=dtype,
+        drawing=_drawing(seed),
+    )
+    differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
+    names = [name for name, _ in model.named_parameters()]
+    theirs = [model.state_dict()[name] for name in names]
+    went = _norm(theirs, [initial[name] for name in names])
+    differences.append(_norm([state[name] for name in names], theirs) / max(went, 1e-30))
+    return _largest(differences)
+
+
+def _drawing(seed: int) -> Any:
     @contextlib.contextmanager
     def drawing(train_step: int, microbatch: int) -> Iterator[None]:
         with pd2.reference_random(seed=seed, train_step=train_step, microbatch=microbatch):
             yield
 
-    oracle = Oracle(
-        reference,
-        torch.optim.SGD(reference.parameters(), lr=0.01),
-        num_microbatches,
-        mean_square,
-        delay=1,
-        drawing=drawing,
-    )
-    theirs = [oracle.train_step(Batch(args, None, kwargs)) for args, kwargs in batches]
-    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, theirs, strict=True)]
-    for key, value in reference.state_dict().items():
-        ours = state[key].double()
-        norm = max(float(value.double().norm()), 1e-30)
-        differences.append(float((ours - value.double()).norm()) / norm)
+    return drawing
+
+
+def _of_losses(ours: list[float], theirs: list[float]) -> list[float]:
+    return [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True)]
+
+
+def _norm(these: list[torch.Tensor], those: list[torch.Tensor] | None = None) -> float:
+    """Of these tensors, or of their differences from those."""
+    others = those or [torch.zeros(()) for _ in these]
+    norms = [(a.double() - b.double()).norm() for a, b in zip(these, others, strict=True)]
+    return float(torch.stack(norms).norm())
+
+
+def _largest(differences: list[float]) -> float:
     return max(value if value == value else float("inf") for value in differences)
 
 
@@ -178,38 +241,63 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _in_child(results: Any, name: str, model: Model, options: argparse.Namespace) -> None:
+def _in_child(
+    results: Any, name: str, model: Model, options: argparse.Namespace, rank: int, meeting: str
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
+        if meeting:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{meeting}",
+                rank=rank,
+                world_size=options.stages,
+                timeout=datetime.timedelta(seconds=options.limit),
+            )
         with contextlib.redirect_stderr(io.StringIO()):
             outcome = examine(name, model, options)
     except BaseException as error:
         if options.verbose:
             traceback.print_exc()
         outcome = Outcome(name, "CRASH", reason=_first_line(error))
-    results.put(outcome)
+    results.put((rank, outcome))
+    if meeting and outcome.verdict != "CRASH":
+        dist.destroy_process_group()
 
 
-def in_process(name: str, model: Model, options: argparse.Namespace) -> Outcome:
-    """Examines a model in a process of its own, within ``options.limit`` seconds."""
+def in_processes(name: str, model: Model, options: argparse.Namespace) -> Outcome:
+    """Examines a model in processes of its own, within ``options.limit`` seconds.
+
+    Returns rank 0's outcome, or another's that went wrong.
+    """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    child = context.Process(target=_in_child, args=(results, name, model, options))
-    child.start()
-    deadline = time.monotonic() + options.limit
-    try:
-        while True:
-            try:
-                return results.get(timeout=1.0)
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    return Outcome(name, "HANG", reason=f"not done after {options.limit} s")
-                if not child.is_alive() and results.empty():
-                    return Outcome(name, "CRASH", reason=f"exit code {child.exitcode}")
-    finally:
-        child.kill()
-        child.join()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"{folder}/ranks" if options.processes else ""
+        children = [
+            context.Process(target=_in_child, args=(results, name, model, options, rank, meeting))
+            for rank in range(options.stages if options.processes else 1)
+        ]
+        for child in children:
+            child.start()
+        deadline = time.monotonic() + options.limit
+        found: dict[int, Outcome] = {}
+        try:
+            while len(found) < len(children):
+                try:
+                    rank, found[rank] = results.get(timeout=1.0)
+                except queue.Empty:
+                    if time.monotonic() > deadline:
+                        return Outcome(name, "HANG", reason=f"not done after {options.limit} s")
+                    for rank, child in enumerate(children):
+                        if rank not in found and not child.is_alive() and results.empty():
+                            return Outcome(name, "CRASH", reason=f"exit code {child.exitcode}")
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+    return next((each for each in found.values() if each.is_bad), found[0])
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -233,7 +321,8 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=None)
     parser.add_argument("--only", metavar="NAMES", help="parts of names, by comma")
     parser.add_argument("--stages", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--precision", help="as PipelineModule takes it")
+    parser.add_argument("--processes", action="store_true", help="one for each stage")
+    parser.add_argument("--precision", choices=DTYPES, help="as PipelineModule takes it")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="of a model; %(default)s"
@@ -260,8 +349,10 @@ def main() -> None:
     kept = Kept(options.outcomes)
     for name in chosen:
         setting = f"{name} {options.stages} {options.precision} {options.compile}"
+        if options.processes:
+            setting += " processes"
         if setting not in kept:
-            kept.add(setting, dataclasses.asdict(in_process(name, models[name], options)))
+            kept.add(setting, dataclasses.asdict(in_processes(name, models[name], options)))
         outcomes.append(found := Outcome(**kept[setting]))
         print(
             f"{found.verdict:10} {found.difference:8.1e} {found.seconds:6.1f} s  "
@@ -278,6 +369,7 @@ def main() -> None:
         report = {
             "machine": where,
             "stages": options.stages,
+            "processes": options.processes,
             "precision": options.precision,
             "compile": options.compile,
             "counts": counts,

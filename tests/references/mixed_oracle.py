@@ -12,6 +12,7 @@ leaves W(t+1) = W(t) and s(t+1) = s(t) * backoff. Shares nothing with the packag
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.references.oracle import Batch, LossFunction
+from tests.references.oracle import Batch, Drawing, LossFunction
 
 _FLOAT = torch.float32
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -37,6 +38,7 @@ class MixedOracle:
         scale: of W(0), if there is loss scaling, with ``growth_interval``; factors 2 and 0.5.
         clip: called before a step with parameters that have the gradients.
         left_out: called in the place of a step.
+        drawing: as for :class:`tests.references.oracle.Oracle`.
     """
 
     def __init__(
@@ -55,16 +57,18 @@ class MixedOracle:
         growth_interval: int = 2000,
         clip: Callable[[list[nn.Parameter]], object] = lambda parameters: None,
         left_out: Callable[[], object] = lambda: None,
+        drawing: Drawing = lambda train_step, microbatch: contextlib.nullcontext(),
     ) -> None:
         self.model, self.low, self.optimizer = model, low, optimizer
         self.num_microbatches, self.loss_fn, self.delay = num_microbatches, loss_fn, delay
         self.dtype, self.round_to, self.clip = dtype, round_to, clip
-        self.left_out = left_out
+        self.left_out, self.drawing = left_out, drawing
         self.narrow = narrow
         self.scales = [1.0 if scale is None else scale]
         self.has_scale = scale is not None
         self.growth_interval = growth_interval
         self.since_change = 0
+        self.num_train_steps = 0
         self.versions = [self._weights()]
         self.num_overflows = 0
 
@@ -78,15 +82,15 @@ class MixedOracle:
                 low.copy_(self.round_to(weight))
         by_replica: list[list[torch.Tensor | None]] = []
         losses = []
-        for batch in batches:
+        for replica, batch in enumerate(batches):
             sums: list[torch.Tensor | None] = [None for _ in self.low.parameters()]
             total: torch.Tensor | None = None
             for j in range(self.num_microbatches):
-                loss = self._microbatch(batch, j)
-                seed = torch.full_like(loss, 1 / len(batches)) / self.num_microbatches
-                seed = seed * self.scales[version]
                 self.low.zero_grad(set_to_none=True)
-                loss.backward(seed)
+                with self.drawing(self.num_train_steps, replica * self.num_microbatches + j):
+                    loss = self._microbatch(batch, j)
+                    seed = torch.full_like(loss, 1 / len(batches)) / self.num_microbatches
+                    loss.backward(seed * self.scales[version])
                 sums = [
                     before if p.grad is None else added(before, self._kept(p.grad))
                     for before, p in zip(sums, self.low.parameters(), strict=True)
@@ -96,6 +100,7 @@ class MixedOracle:
             assert total is not None
             losses.append(float(total))
             by_replica.append(sums)
+        self.num_train_steps += 1
         gradients = [functools.reduce(added, of_one) for of_one in zip(*by_replica, strict=True)]
         self._update([None if g is None else g * (1 / self.scales[version]) for g in gradients])
         return losses
@@ -107,11 +112,12 @@ class MixedOracle:
         def part(leaf: torch.Tensor) -> torch.Tensor:
             return leaf.tensor_split(self.num_microbatches)[j]
 
-        args = pytree.tree_map_only(torch.Tensor, part, batch.args)
-        args = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, args
-        )
-        return self.loss_fn(self.low(*args), part(batch.target))
+        def low(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(self.dtype) if leaf.is_floating_point() else leaf
+
+        batch = pytree.tree_map_only(torch.Tensor, part, batch)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, low, (batch.args, dict(batch.kwargs)))
+        return self.loss_fn(self.low(*args, **kwargs), batch.target)
 
     def _update(self, gradients: list[torch.Tensor | None]) -> None:
         finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
