@@ -77,7 +77,8 @@ SECTIONS = ("busy", "threads", "sleep", "recovery")
 ROW = (*WAYS, *reversed(WAYS))
 SHORT_ROW = ("none", "saving", "saving", "none")
 DISK_BYTES_PER_SECOND = 20e6
-AUTO_BATCHES = (20, 60)
+AUTO_BATCHES = (20, 60)  # of a block: at least, at most
+SMOKE_AUTO_BATCHES = (4, 8)
 """In a block of ``every="auto"``, at least and at most; else as many as from save to save."""
 MOST_BATCHES_TO_ADAPT = 300
 RECOVERY_SECONDS = 3.0
@@ -213,12 +214,17 @@ def train_block(
 
 
 def train_automatically(
-    training: Training, ckpt: pd2.Checkpointer, rounds: int, adapted: int
+    training: Training,
+    ckpt: pd2.Checkpointer,
+    rounds: int,
+    adapted: int,
+    limits: tuple[int, int],
 ) -> Automatic:
     """Each round's added time is that of a save, over that of the batches between two saves."""
+    least, most = limits
     found = Automatic(adapted, [], [])
     for _ in range(rounds):
-        batches = min(max(AUTO_BATCHES[0], greatest(ckpt.batches_between or 0)), AUTO_BATCHES[1])
+        batches = min(max(least, greatest(ckpt.batches_between or 0)), most)
         blocks: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
         for is_saving in (False, True, True, False):
             blocks[is_saving].append(train_block(training, ckpt if is_saving else None, batches))
@@ -234,11 +240,17 @@ def train_automatically(
 
 
 def save_automatically(
-    training: Training, folder: Path, rounds: int, size: int, period: float
+    training: Training,
+    folder: Path,
+    rounds: int,
+    size: int,
+    period: float,
+    limits: tuple[int, int],
 ) -> list[Automatic]:
     """On the disk, and when it has become slower.
 
     Args:
+        limits: the least and the greatest number of batches of a block.
         size: bytes of a checkpoint.
         period: seconds of a batch.
     """
@@ -256,8 +268,8 @@ def save_automatically(
             disk.set_speed(speed)
             least = 0.9 * size / speed / period  # as far as the period is known
             adapted = adapt(training, ckpt, lambda: (ckpt.batches_between or 0) >= least)  # noqa: B023
-            train_block(training, ckpt, AUTO_BATCHES[0])  # it may learn more
-            found.append(train_automatically(training, ckpt, rounds, adapted))
+            train_block(training, ckpt, limits[0])  # it may learn more
+            found.append(train_automatically(training, ckpt, rounds, adapted, limits))
     return found
 
 
@@ -284,19 +296,24 @@ def measure(
 
 
 def measure_saves_alone(
-    rank: int, world_size: int, workload: Workload, rounds: int, folder: Path, is_auto_too: bool
+    rank: int,
+    world_size: int,
+    workload: Workload,
+    rounds: int,
+    folder: Path,
+    limits: tuple[int, int] | None,
 ) -> Measured:
-    """Runs on every rank; in one process with a thread for each stage."""
+    """Runs on every rank; in one process with a thread for each stage. Limits are those of "auto"."""
     training = Training(workload, folder)
     own = folder / "ours"
     with pd2.Checkpointer(own, training.pipe, training.opt, every=EVERY, keep=2) as saver:
         train_round(training, saver, SHORT_ROW)
         groups = [train_round(training, saver, 2 * SHORT_ROW) for _ in range(rounds)]
     automatic = []
-    if is_auto_too:
+    if limits is not None:
         period = statistics.median(seconds_of([g for each in groups for g in each], "none"))
         size = sum(path.stat().st_size for path in newest_files(own))
-        automatic = save_automatically(training, folder, rounds, size, period)
+        automatic = save_automatically(training, folder, rounds, size, period, limits)
     training.pipe.close()
     return Measured(groups, automatic)
 
@@ -402,7 +419,8 @@ def main() -> None:
             ("sleep", "stages that sleep", NUM_STAGES, sleeping),
         ):
             if section in options.only:
-                wanted = (stages, rounds, folder / section, section == "sleep")
+                limits = SMOKE_AUTO_BATCHES if options.smoke else AUTO_BATCHES
+                wanted = (stages, rounds, folder / section, limits if ranks > 1 else None)
                 found = run_on_ranks(ranks, measure_saves_alone, *wanted)
                 figures += figures_of_saves_alone(name, found)
         if "recovery" in options.only:

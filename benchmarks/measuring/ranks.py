@@ -29,7 +29,10 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
     and raises here, with its traceback.
     """
     # Ranks are forked from a server that has loaded torch and done nothing else: loading takes
-    # seconds, and torch's threads would not survive a fork.
+    # seconds, and torch's threads would not survive a fork. A smoke run has none of these yet, and
+    # would take longer to start a server than for all the rest.
+    if "--smoke" in sys.argv:
+        return _run_on("fork", world_size, function, args)
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
     return _run_on("forkserver", world_size, function, args)
 
