@@ -303,7 +303,7 @@ def measure_saves_alone(
     folder: Path,
     limits: tuple[int, int] | None,
 ) -> Measured:
-    """Runs on every rank; in one process with a thread for each stage. Limits are those of "auto"."""
+    """Runs on every rank; in one process with a thread for each stage. ``limits``: of "auto"."""
     training = Training(workload, folder)
     own = folder / "ours"
     with pd2.Checkpointer(own, training.pipe, training.opt, every=EVERY, keep=2) as saver:
