@@ -39,6 +39,9 @@ from .saved_bytes import SavedBytes
 _LINK_BYTES_PER_SECOND = 2e9
 _LINK_SECONDS_PER_TENSOR = 20e-6
 
+ANY_DRAWS = 2**32
+"""More than any layer draws: what it draws has the numbers that the unsplit model's has."""
+
 FAKE_LIMITS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -71,7 +74,7 @@ class LayerCosts:
             can only come from shapes.
         storages: the storages of each value (see :func:`storage_of`).
         writes: the storages of values that each layer writes in place.
-        draws: how often each layer draws random numbers; 1 where that is not known.
+        draws: how often each layer draws random numbers; ``ANY_DRAWS`` where that is not known.
         unknown: names of the layers that could not be run on fake tensors.
         error: the first failure that may mean that the model refuses its arguments.
     """
@@ -282,7 +285,7 @@ class _DryRun:
         self._missing.add(node)
         result = self._result
         result.unknown.append(node.name)
-        result.draws.append(1)
+        result.draws.append(ANY_DRAWS)
         result.writes.append(frozenset())
         result.written_buffers.update(self._buffer_names[id(item)] for item in buffers)
         flops = 2 * self._positions * sum(parameter.numel() for parameter in parameters)

@@ -37,10 +37,11 @@ def reference_random(*, seed: int, train_step: int, microbatch: int) -> Iterator
     stay as they are. The backward belongs inside if the model has checkpoints
     (torch.utils.checkpoint).
 
-    A pipeline counts the draws of each layer once, on fake tensors, when it captures the model.
-    Where their number depends on data, or on the number of rows, and where fake tensors cannot run
-    a layer, the layers from there on draw other numbers than here; a pipeline's own are still the
-    same in every run. Compiled stages draw other numbers, too.
+    A pipeline counts the draws of each layer once, on fake tensors, when it captures the model. A
+    layer that draws more than was counted, because that depends on data or on the number of rows,
+    draws other numbers than here from there on, and so do the layers after it. Where fake tensors
+    cannot run a layer, only the layers after it do. A pipeline's own are the same in every run
+    still. Compiled stages draw other numbers, too.
 
     Args:
         seed: the pipeline's ``random_seed``.

@@ -175,6 +175,16 @@ def test_layers_whose_draws_are_not_known_draw_the_same_at_every_depth() -> None
         assert_same(by_pipeline(task, batches, d, m, schedule=schedule, recompute=recompute), want)
 
 
+def test_the_first_layer_whose_draws_are_not_known_draws_as_the_unsplit_model() -> None:
+    def build() -> Any:
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), Unknown(), nn.Linear(WIDTH, WIDTH)
+        )
+
+    for num_stages in (1, 2, 4):
+        check_task(Task(build, random_batch), num_stages, 4, [8] * 4)
+
+
 class StraightThrough(torch.autograd.Function):
     """A backward that draws."""
 
