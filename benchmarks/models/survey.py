@@ -3,18 +3,18 @@
 A model is built with random weights, split over stage threads, and trained for three batches under
 2bw; the same model, unsplit, is trained by the tests' oracle (tests/references/oracle.py) with the
 same random numbers. Compared are losses and weights: "bitwise", or the largest difference of a
-tensor over its norm. With --precision it is trained by that of mixed precision
-(tests/references/mixed_oracle.py), and the difference is that of all weights over how far they
-went: a product's last bit is a rounding of 16 bits there. A model is refused if the package says
-why it cannot take it. Each runs in a process of its own, which has a time limit, or in as many as
-there are stages.
+tensor over its norm (of one that is next to nothing, over a thousandth of the usual). With
+--precision it is trained by that of mixed precision (tests/references/mixed_oracle.py), and the
+difference is that of all weights over how far they went: a product's last bit is a rounding of 16
+bits there. A model is refused if the package says why it cannot take it. Each runs in a process of
+its own, which has a time limit, or in as many as there are stages.
 
     python benchmarks/models/survey.py [--only NAMES] [--stages N] [--processes] [--precision bf16]
                                        [--compile] [--limit SECONDS] [--outcomes PATH]
-                                       [--table PATH] [--json PATH] [--smoke]
+                                       [--json PATH] [--smoke]
 
---outcomes keeps each outcome when it is there, so that a survey that was cut off goes on. --table
-writes the rows of docs/models.md.
+--outcomes keeps each outcome when it is there, so that a survey that was cut off goes on.
+table.py makes the table of docs/models.md from the files that --json writes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ BATCHES = 3
 NUM_MICROBATCHES = 4
 ROWS = 2  # of a microbatch: a BatchNorm over one row has no variance
 CLOSE = 1e-6
+# Of the usual size of a weight: what is smaller is rounding, as the biases of attention's keys are,
+# which change no output.
+NOISE = 1e-3
 CLOSE_LOW = 3e-2  # with 16-bit numbers
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMOKE = ("transformers/qwen2", "transformers/t5")
@@ -108,10 +111,10 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     try:
         module = model.build().train()
         batches = [model.example(ROWS * NUM_MICROBATCHES) for _ in range(BATCHES)]
-        module(*copy.deepcopy(batches[0][0]), **batches[0][1])
+        reference = copy.deepcopy(module)
+        copy.deepcopy(module)(*copy.deepcopy(batches[0][0]), **batches[0][1])
     except Exception as error:
         return Outcome(name, "not built", reason=_first_line(error))
-    reference = copy.deepcopy(module)
     args, kwargs = batches[0]
     num_microbatches = max(NUM_MICROBATCHES, options.stages)
     start = time.process_time()
@@ -172,8 +175,11 @@ def _exact(
         drawing=_drawing(seed),
     )
     differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    usual = _norm(parameters) / sum(parameter.numel() for parameter in parameters) ** 0.5
     for key, value in model.state_dict().items():
-        differences.append(_norm([state[key]], [value]) / max(_norm([value]), 1e-30))
+        least = NOISE * usual * value.numel() ** 0.5
+        differences.append(_norm([state[key]], [value]) / max(_norm([value]), least))
     return _largest(differences)
 
 
@@ -300,23 +306,6 @@ def in_processes(name: str, model: Model, options: argparse.Namespace) -> Outcom
     return next((each for each in found.values() if each.is_bad), found[0])
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """In Markdown."""
-    lines = [
-        "| model | captured by | verdict | seconds to capture | stages begin at |",
-        "|---|---|---|---:|---|",
-    ]
-    for found in outcomes:
-        verdict = f"{found.difference:.0e}" if found.verdict == "close" else found.verdict
-        if found.reason:
-            verdict += f": {found.first_reason}"
-        begins = f"`{found.stages}`" if found.stages else ""
-        lines.append(
-            f"| {found.model} | {found.route} | {verdict} | {found.seconds:.1f} | {begins} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=None)
     parser.add_argument("--only", metavar="NAMES", help="parts of names, by comma")
@@ -330,7 +319,6 @@ def main() -> None:
     parser.add_argument(
         "--outcomes", type=Path, metavar="PATH", help="keep each there, repeat none that is there"
     )
-    parser.add_argument("--table", type=Path, metavar="PATH", help="write a table in Markdown")
     parser.add_argument("--verbose", action="store_true", help="print where a model crashed")
     options = parser.parse_args()
     where = machine()
@@ -363,8 +351,6 @@ def main() -> None:
     for found in outcomes:
         counts[found.verdict] += 1
     print(f"{len(outcomes)} models:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-    if options.table:
-        options.table.write_text(table(outcomes))
     if options.json:
         report = {
             "machine": where,

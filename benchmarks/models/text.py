@@ -114,7 +114,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {**LLAMA_LIKE, "lru_width": 16},
     "jamba": {**EXPERTS, "mamba_d_state": 4, "use_mamba_kernels": False},
     "lfm2": LLAMA_LIKE,
-    "bert_generation": {"intermediate_size": 32, "is_decoder": True, **WITHOUT_CACHE},
+    "bert-generation": {"intermediate_size": 32, "is_decoder": True, **WITHOUT_CACHE},
     "xlnet": {"d_model": 16, "n_layer": 4, "n_head": 2, "d_inner": 32},
     "openai-gpt": {},
     "ctrl": {"dff": 32, **WITHOUT_CACHE},
@@ -138,7 +138,7 @@ MASKED: dict[str, dict[str, Any]] = {
     "megatron-bert": ENCODER,
     "mobilebert": {**ENCODER, "embedding_size": 16, "intra_bottleneck_size": 8},
     "rembert": {**ENCODER, "input_embedding_size": 8, "output_embedding_size": 8},
-    "nystromformer": {**ENCODER, "num_landmarks": 4, "segment_means_seq_len": 8},
+    "nystromformer": {**ENCODER, "num_landmarks": 8, "segment_means_seq_len": 8},
     "esm": {**ENCODER, "mask_token_id": 3},
 }
 SEQUENCE: dict[str, Any] = {

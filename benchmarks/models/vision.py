@@ -22,8 +22,10 @@ def film(rows: int) -> Example:
 
 def pyramid(rows: int) -> Example:
     """Feature maps, as a detector's backbone gives them."""
-    return ([torch.randn(rows, 16, size, size) for size in (8, 4)],), {}
+    return ([torch.randn(rows, CHANNELS, size, size) for size in (8, 4)],), {}
 
+
+CHANNELS = 32  # of feature maps
 
 # name, size of the images
 TORCHVISION = {
@@ -43,8 +45,8 @@ TORCHVISION = {
     "squeezenet1_1": 64,
     "efficientnet_b0": 32,
     "efficientnet_v2_s": 32,
-    "regnet_x_400mf": 32,
-    "regnet_y_400mf": 32,
+    "regnet_x_400mf": 64,
+    "regnet_y_400mf": 64,
     "convnext_tiny": 32,
     "swin_t": 64,
     "swin_v2_t": 64,
@@ -126,25 +128,25 @@ def vision_transformer() -> nn.Module:
 def retina_net_head() -> nn.Module:
     from torchvision.models.detection.retinanet import RetinaNetHead
 
-    return RetinaNetHead(16, num_anchors=3, num_classes=5)
+    return RetinaNetHead(CHANNELS, num_anchors=3, num_classes=5)
 
 
 def fcos_head() -> nn.Module:
     from torchvision.models.detection.fcos import FCOSHead
 
-    return FCOSHead(16, num_anchors=1, num_classes=5, num_convs=2)
+    return FCOSHead(CHANNELS, num_anchors=1, num_classes=5, num_convs=2)
 
 
 def ssd_head() -> nn.Module:
     from torchvision.models.detection.ssd import SSDHead
 
-    return SSDHead([16, 16], [4, 6], num_classes=5)
+    return SSDHead([CHANNELS, CHANNELS], [4, 6], num_classes=5)
 
 
 def region_proposals() -> nn.Module:
     from torchvision.models.detection.rpn import RPNHead
 
-    return RPNHead(16, num_anchors=3, conv_depth=2)
+    return RPNHead(CHANNELS, num_anchors=3, conv_depth=2)
 
 
 HEADS: dict[str, Callable[[], nn.Module]] = {
