@@ -74,12 +74,21 @@ class Deadline:
             failure = self.fault.error
             if failure is not None:
                 raise failure
-            if time.monotonic() - start > self.seconds + _GRACE_SECONDS:
-                raise self._failure(PeerTimeout, action, f"no answer for {self.seconds} s")
+            if time.monotonic() - start > self.patience:
+                raise self.late(action)
         error = made.result.exception()
         if isinstance(error, StageError) or not isinstance(error, RuntimeError):
             return made.get()
         raise self._failure(self.kind_of_loss(start), action, str(error))
+
+    @property
+    def patience(self) -> float:
+        """After so many seconds whoever waits gives up by itself."""
+        return self.seconds + _GRACE_SECONDS
+
+    def late(self, action: str) -> StageError:
+        """The failure of a rank that has waited for so long; the first of this process."""
+        return self._failure(PeerTimeout, action, f"no answer for {self.seconds} s")
 
     def kind_of_loss(self, start: float) -> type[PeerTimeout | PeerLost]:
         """What a call into torch.distributed that failed has met, by the time since ``start``.

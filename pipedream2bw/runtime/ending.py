@@ -77,9 +77,15 @@ class Ending:
             raise
 
     def finish_submitted(self) -> None:
-        """Waits for what needs no later batch, and for the losses that others wait for."""
+        """Waits for what needs no later batch, and for the losses that others wait for.
+
+        Raises:
+            PeerTimeout: another rank does not answer.
+        """
         self._stages.finish_submitted()
-        self._stages.losses.finish(self._control.timeout)
+        deadline = self._control.deadline
+        if not self._stages.losses.finish(deadline.patience):
+            raise deadline.late("losses came")
 
     def abort(
         self,

@@ -114,7 +114,7 @@ class LocalStages:
             deadline=control.deadline,
         )
         grid.connect_replicas(devices)
-        self.losses = loss_board(grid, control, options)
+        self.losses = loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties))
         self._ties = TiedCopies(ties, grid, weights)
@@ -375,6 +375,7 @@ class LocalStages:
         with interrupts_later():
             for executor in self._executors:
                 executor.submit_drain()
+            self.losses.drain()
         self.finish_submitted()
         self._tickets.clear()
 

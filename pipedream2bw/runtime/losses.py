@@ -8,7 +8,9 @@ from ..ranks.grid import RankGrid
 from .runner import StageOptions
 
 
-def loss_board(grid: RankGrid, control: ControlPlane, options: StageOptions) -> _C.LossBoard:
+def loss_board(
+    grid: RankGrid, control: ControlPlane, options: StageOptions, schedule: _C.Schedule
+) -> _C.LossBoard:
     """Makes the board that brings losses from the last stages to this process.
 
     A loss is the replica's own. Where the rows of all replicas are one batch it is that batch's:
@@ -29,4 +31,5 @@ def loss_board(grid: RankGrid, control: ControlPlane, options: StageOptions) -> 
         num_parts=len(replicas) * grid.num_pipelines,
         first_part=replicas.index(grid.replica) * grid.num_pipelines,
         num_numbers=1 + len(options.metrics),
+        runs_behind=schedule.forward_batches_behind,
     )

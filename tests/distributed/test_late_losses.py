@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import expected, make_pipeline, sgd
+from tests.runs.transports import over
 from tests.samples.models import TASKS
 
 NUM_BATCHES = 7
@@ -45,3 +47,34 @@ def some_read_at_once(rank: int, world_size: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["2bw_v_half", "2bw_v"])
 def test_who_reads_a_loss_at_once_makes_all_ranks_drain(schedule: str) -> None:
     run_ranks(some_read_at_once, 3, args=(schedule,))
+
+
+def pauses_and_closes(rank: int, world_size: int, schedule: str) -> float:
+    """Pauses longer than any rank waits, and closes while a loss would need another train_step."""
+    torch.set_num_threads(1)
+    d, m, task = 2 * world_size, 2 * world_size, TASKS["drawing"]
+    batches = task.batches([2 * m] * 3)
+    want = expected(task, [2 * m] * 3, m, sgd, schedule=schedule)
+    options: dict[str, Any] = {"schedule": schedule, "stages_per_rank": 2, "timeout": 3.0}
+    pipe = make_pipeline(task, d, m, batches[0], **options)
+    optimizer = pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=1e9)
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(pipe.train_step(*batch.args, target=batch.target))
+        optimizer.step()
+        if number == 1:
+            time.sleep(3.5)
+    assert [float(loss) for loss in losses[:2]] == want.losses[:2]
+    begin = time.monotonic()
+    pipe.close()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transport"), [("2bw_v_half", "gloo"), ("2bw_v", "shared memory")]
+)
+def test_a_loss_that_needs_another_train_step_is_not_waited_for(
+    schedule: str, transport: str
+) -> None:
+    results = run_ranks(over, 3, args=(transport, pauses_and_closes, schedule))
+    assert max(result.value for result in results) < 3.0

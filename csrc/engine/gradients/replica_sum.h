@@ -5,6 +5,7 @@
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/gradient_buckets.h"
 #include "engine/gradients/shares.h"
+#include "engine/release_group.h"
 #include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>
@@ -128,7 +129,7 @@ class ReplicaSum {
 
   // Of the lanes.
   std::int64_t bytes() const;
-  void drop_connections() { replicas_.group.reset(); }
+  void drop_connections() { release_group(replicas_.group); }
 
  private:
   // Of a bucket; elements.

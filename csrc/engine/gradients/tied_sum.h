@@ -1,6 +1,7 @@
 // The sum of the gradients of parameters that several stages hold (tied weights).
 #pragma once
 
+#include "engine/release_group.h"
 #include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +43,7 @@ class TiedSum {
            const std::function<bool()>& is_stopped);
 
   // Releases the connections to the other processes.
-  void drop_connections() { group_.reset(); }
+  void drop_connections() { release_group(group_); }
 
  private:
   struct Row {

@@ -1,6 +1,7 @@
 #include "engine/loss/loss_board.h"
 
 #include "core/check.h"
+#include "engine/release_group.h"
 #include "engine/this_thread.h"
 #include "engine/with_peer.h"
 
@@ -71,6 +72,7 @@ std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
   {
     const std::lock_guard lock(mutex_);
     expected_.emplace_back(run, loss);
+    due_ = run - options_.runs_behind;
   }
   changed_.notify_all();
   return loss;
@@ -92,7 +94,8 @@ std::optional<LossBoard::Next> LossBoard::wait_for_next() {
         return false;
       }
     }
-    return !expected_.empty();
+    // A transfer has a timeout, and the caller may take any time before the next run.
+    return is_due();
   };
   changed_.wait(lock, [&] { return closed_ || is_ready(); });
   if (!is_ready()) {
@@ -241,11 +244,19 @@ void LossBoard::fail(std::int64_t run, const std::string& what) {
   changed_.notify_all();
 }
 
+void LossBoard::drain() {
+  {
+    const std::lock_guard lock(mutex_);
+    due_ = expected_.empty() ? due_ : expected_.back().first;
+  }
+  changed_.notify_all();
+}
+
 bool LossBoard::finish_for(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   const bool there =
-      changed_.wait_for(lock, timeout, [&] { return expected_.empty() || fault_->raised(); });
-  if (there && !expected_.empty()) {
+      changed_.wait_for(lock, timeout, [&] { return !is_due() || fault_->raised(); });
+  if (there && is_due()) {
     fault_->rethrow_if_raised();
   }
   return there;
@@ -267,7 +278,7 @@ void LossBoard::close() {
     thread_.join();
   }
   // Without Python's lock, if this is the last owner: the group's threads may need it to end.
-  group_.reset();
+  release_group(group_);
 }
 
 }  // namespace pd2

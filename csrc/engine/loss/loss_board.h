@@ -30,6 +30,7 @@ struct LossBoardOptions {
   int num_parts = 1;    // of a loss: pipelines, of the replica or of all
   int first_part = 0;   // that the replica's pipeline 0 publishes
   int num_numbers = 1;  // a loss and its metrics
+  int runs_behind = 0;  // how many runs later the last stage forwards, unless it drains
 };
 
 // Losses travel apart from the data, through memory that all ranks share or, where they share none,
@@ -61,7 +62,11 @@ class LossBoard {
   std::shared_ptr<AwaitedNumbers> expect(std::int64_t run);
   void publish(std::int64_t run, RunLoss loss, int pipeline = 0);
 
-  // True if every expected loss has arrived here and, if this process sends it, everywhere else.
+  // The stages drain: all expected losses come, without a further run.
+  void drain();
+
+  // True if every loss that needs no further run has arrived here and, if this process sends it,
+  // everywhere else.
   bool finish_for(std::chrono::milliseconds timeout);
 
   // Ends the thread; losses that have not been published or have not arrived never will.
@@ -82,6 +87,8 @@ class LossBoard {
     std::vector<std::optional<RunLoss>> parts;
   };
   std::optional<Next> wait_for_next();
+  // Whether the next expected loss needs no further run. Called under the lock.
+  bool is_due() const { return !expected_.empty() && expected_.front().first <= due_; }
   // Gives the next expected loss. Called under the lock.
   void deliver(const at::Tensor& numbers);
 
@@ -111,6 +118,7 @@ class LossBoard {
   std::condition_variable changed_;
   // By run: losses that are not yet here, or not yet everywhere if they are sent from here.
   std::deque<std::pair<std::int64_t, std::shared_ptr<AwaitedNumbers>>> expected_;
+  std::int64_t due_ = -1;                    // the last run whose loss needs no further run
   std::vector<std::deque<Part>> published_;  // by part: not yet added
   std::vector<Work> under_way_;              // transfers over the group that the thread waits for
   bool closed_ = false;

@@ -4,6 +4,7 @@
 #include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
 #include "engine/clock.h"
+#include "engine/release_group.h"
 
 #include <ATen/ops/tensor.h>
 
@@ -125,7 +126,7 @@ void BatchVerdicts::forget() {
 
 void BatchVerdicts::drop_connections() {
   work_.reset();
-  group_.reset();
+  release_group(group_);
   if (shared_) {
     shared_->leave();
   }

@@ -3,6 +3,7 @@
 #include "core/check.h"
 #include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
+#include "engine/release_group.h"
 
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/tensor.h>
@@ -107,7 +108,7 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
 }
 
 void GradientNorm::drop_connections() {
-  group_.reset();
+  release_group(group_);
   if (shared_) {
     shared_->leave();
   }

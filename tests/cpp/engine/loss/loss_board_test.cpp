@@ -77,6 +77,23 @@ TEST_F(LossBoardTest, LossesAreReadInAnyOrder) {
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
 }
 
+TEST(LossBoardOfLateForwards, WhatNeedsAnotherRunIsNotWaitedFor) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board({.ranks = {0, 0}, .runs_behind = 1}, fault, nullptr, nullptr);
+  const auto first = board.expect(0);
+  EXPECT_TRUE(board.finish_for(milliseconds(1)));
+  const auto second = board.expect(1);
+  EXPECT_FALSE(board.finish_for(milliseconds(1)));
+  board.publish(0, RunLoss{{}, {number(3)}});
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+  EXPECT_TRUE(first->are_there());
+  board.drain();
+  EXPECT_FALSE(board.finish_for(milliseconds(1)));
+  board.publish(1, RunLoss{{}, {number(4)}});
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+  EXPECT_EQ(second->get().at(0), 4);
+}
+
 TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   const auto fault = std::make_shared<Fault>();
   LossBoard board({.ranks = {0, 0, 0, 0}, .num_parts = 2}, fault, nullptr, nullptr);
