@@ -155,7 +155,7 @@ class _Search:
             # Costs, which take a run on fake tensors, are found where no other way serves.
             second_best.append(build)
             self.reasons.append(f"{how}: {reason}")
-        served = [each for build in second_best if self.demand(each := build()) is None]
+        served = [each for build in second_best if self._serves(each := build())]
         if not served:
             raise ValueError(
                 f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
@@ -168,7 +168,12 @@ class _Search:
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
+    def _serves(self, captured: Captured) -> bool:
+        return captured.costs.difference is None and self.demand(captured) is None
+
     def _why_not(self, captured: Captured) -> str | None:
+        if captured.costs.difference is not None:
+            return f"the graph is another program than the model: {captured.costs.difference}"
         unknown = _unknown(captured, self.names)
         if unknown:
             return f"split names {unknown[0]!r}, where its graph has no layer"

@@ -186,7 +186,8 @@ def build_captured(
     }
     examples = [leaf.example for leaf in signature.tensors]
     tensors = [*root.parameters(), *examples]
-    costs = dry_run(root, graph, names.attribute_of, examples)
+    call = signature if how == "fx" else None  # the other ways run the model's own code
+    costs = dry_run(root, graph, names.attribute_of, examples, call=call)
     layers = [
         Layer(
             layer_name(node),

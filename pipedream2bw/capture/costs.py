@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,8 +31,10 @@ from ..model.clone import structural_clone
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from ..model.trees import bytes_in, tensors_in
+from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
+from .operator_calls import OperatorCalls
 from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
@@ -39,6 +42,7 @@ from .saved_bytes import SavedBytes
 _LINK_BYTES_PER_SECOND = 2e9
 _LINK_SECONDS_PER_TENSOR = 20e-6
 
+_PLACE = (0, 0, _C.ALL_DRAWS, 0)  # of random numbers
 ANY_DRAWS = 2**32
 """More than any layer draws: what it draws has the numbers that the unsplit model's has."""
 
@@ -77,6 +81,8 @@ class LayerCosts:
         draws: how often each layer draws random numbers; ``ANY_DRAWS`` where that is not known.
         unknown: names of the layers that could not be run on fake tensors.
         error: the first failure that may mean that the model refuses its arguments.
+        difference: where the graph's operators differ from those that the model calls; None where
+            they do not, and where that was not asked for or cannot be known.
     """
 
     forward: list[float] = dataclasses.field(default_factory=list)
@@ -95,6 +101,7 @@ class LayerCosts:
     draws: list[int] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     error: Exception | None = None
+    difference: str | None = None
 
 
 def dry_run(
@@ -105,17 +112,24 @@ def dry_run(
     figures: DeviceFigures = NOMINAL,
     *,
     count_saved: bool = False,
+    call: CallSignature | None = None,
 ) -> LayerCosts:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
     Nothing is computed, and the model, its buffers and the random state stay as they are. A layer
     that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
     operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; fewer operators run
-    then, because autograd makes no views.
+    then, because autograd makes no views. ``call`` has the model called, too, to find the
+    ``difference``.
     """
     with torch_reports_silenced():
         dry = _DryRun(root, attribute_of, examples, figures=figures, count_saved=count_saved)
-        return dry.run(graph)
+        if call is None:
+            return dry.run(graph)
+        calls = OperatorCalls()
+        costs = dry.run(graph, calls)
+        costs.difference = dry.difference(calls, call)
+        return costs
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,11 +137,13 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         free_ones_too: also counts operators that only make views or read a tensor's properties.
+        calls: gets every operator.
     """
 
-    def __init__(self, *, free_ones_too: bool) -> None:
+    def __init__(self, *, free_ones_too: bool, calls: OperatorCalls | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._free_ones_too = free_ones_too
+        self._calls = calls
         self.work: list[Work] = []
 
     def __torch_dispatch__(
@@ -135,6 +151,8 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._calls is not None:
+            self._calls.add(func, args, kwargs, result)
         if not self._free_ones_too and (func.is_view or func.namespace == "prim"):
             return result
         flops = flops_of(func, args, kwargs, result)
@@ -158,39 +176,64 @@ class _DryRun:
         self._figures = figures
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._attribute_of = attribute_of
-        self._fake_root, self._buffer_names = self._fake_copy(root)
+        parameters = {old: self._fake_parameter(old) for old in root.parameters()}
+        buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
+        # A forward may register hooks, and set attributes that say so.
+        clone = functools.partial(structural_clone, root, parameters, buffers, shares_hooks=False)
+        self._fake_root = clone()
+        self._fake_model = clone()  # for the model's own forward
+        self._buffer_names = {id(buffers[old]): name for name, old in root.named_buffers()}
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
         # For layers that cannot be counted: they multiply each parameter once for each position.
         self._positions = max((_positions(item) for item in self._examples), default=1)
         self._values: dict[fx.Node, Any] = {}
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
+        self._calls: OperatorCalls | None = None
         self._result = LayerCosts()
         state = (*self._fake_root.parameters(), *self._fake_root.buffers())
         self._saved = SavedBytes(map(storage_of, (*state, *self._examples)))
         self._counting = self._saved if count_saved else contextlib.nullcontext()
 
-    def run(self, graph: fx.Graph) -> LayerCosts:
+    def run(self, graph: fx.Graph, calls: OperatorCalls | None = None) -> LayerCosts:
         examples = iter(self._examples)
         layers: list[fx.Node] = []
-        place = (0, 0, _C.ALL_DRAWS, 0)
-        with self._mode, _C.KeyedRandom(place, counts_fakes=True):
+        if calls is not None:
+            self._name_tensors(calls)
+            self._calls = calls
+        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
             for node in graph.nodes:
                 if node.op == "placeholder":
                     self._record(node, next(examples))
                 elif node.op.startswith("call_"):
                     layers.append(node)
                     self._layer(node)
+                elif node.op == "output" and calls is not None and not self._result.unknown:
+                    calls.end(pytree.tree_leaves(fx.node.map_arg(node.args, self._value)))
         self._result.written_values = list(_stale_reads(layers, self._result))
         self._result.kept = self._saved.saved_by_several()
         return self._result
 
-    def _fake_copy(self, root: nn.Module) -> tuple[nn.Module, dict[int, str]]:
-        """Clones the model over fake tensors, and gives the names of the clone's buffers by id."""
-        parameters = {old: self._fake_parameter(old) for old in root.parameters()}
-        buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
-        names = {id(buffers[old]): name for name, old in root.named_buffers()}
-        return structural_clone(root, parameters, buffers), names
+    def difference(self, calls: OperatorCalls, call: CallSignature) -> str | None:
+        """Where a run's calls differ from those of the model; None also if that cannot be known."""
+        models = OperatorCalls()
+        self._name_tensors(models)
+        args, kwargs = call.rebuild(self._examples)
+        counter = _OperatorCounter(free_ones_too=True, calls=models)
+        try:
+            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), counter:
+                models.end(pytree.tree_leaves(self._fake_model.forward(*args, **kwargs)))
+        except Exception:  # it depends on values, or refuses its arguments, as is found out later
+            return None
+        result = self._result
+        if result.unknown:
+            return None if result.error is None else f"{result.unknown[0]}: {result.error}"
+        return calls.difference(models)
+
+    def _name_tensors(self, calls: OperatorCalls) -> None:
+        root = self._fake_model
+        calls.name({**dict(root.named_parameters()), **dict(root.named_buffers())})
+        calls.name({f"input {i}": example for i, example in enumerate(self._examples)})
 
     def _fake_parameter(self, old: nn.Parameter) -> Any:
         if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not
@@ -206,7 +249,7 @@ class _DryRun:
         inputs = tensors_in((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
+        counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too, calls=self._calls)
         num_drawn = _num_drawn()
         try:
             with counter, self._counting:

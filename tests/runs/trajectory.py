@@ -77,7 +77,11 @@ _costs: dict[Any, LayerCosts] = {}
 
 
 def _dry_run_once(
-    root: nn.Module, graph: fx.Graph, attribute_of: Any, examples: Sequence[torch.Tensor]
+    root: nn.Module,
+    graph: fx.Graph,
+    attribute_of: Any,
+    examples: Sequence[torch.Tensor],
+    **options: Any,
 ) -> LayerCosts:
     """What a dry run of a task's model gave: every schedule would ask a quarter of its time for it.
 
@@ -85,13 +89,13 @@ def _dry_run_once(
     """
     task = _of_task.get()
     if task is None:
-        return dry_run(root, graph, attribute_of, examples)
+        return dry_run(root, graph, attribute_of, examples, **options)
     state = [*root.named_parameters(), *root.named_buffers(), *enumerate(examples)]
     described = [(n, t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for n, t in state]
     modes = [module.training for module in root.modules()]
     key = (task, str(graph), repr(described), tuple(modes))
     if key not in _costs:
-        _costs[key] = dry_run(root, graph, attribute_of, examples)
+        _costs[key] = dry_run(root, graph, attribute_of, examples, **options)
     return _costs[key]
 
 

@@ -1,0 +1,93 @@
+"""Which operators a forward calls, and on which values: whether a graph is the model's own.
+
+Symbolic tracing takes the way through the model's Python code that stand-ins for tensors take.
+Where that looks at a value's type, or keeps something in an attribute of a value, the graph is
+another program. So both are run on fake tensors, and what they call is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..model.storages import storage_of
+from ..model.trees import tensors_in
+
+
+@dataclasses.dataclass
+class OperatorCalls:
+    """The operators that a run on fake tensors calls, with what they take.
+
+    A tensor stands for the call that last wrote to its storage, or for its name, and for the part
+    of the storage that it shows. What depends on no named tensor is a constant: it may have been
+    computed when the graph was made. A call is the same in two runs if the calls that it depends on
+    are, in whatever order.
+
+    Attributes:
+        operators: by call, a digest of the operator and its arguments, the operator.
+        returned: the values that the run gives, once :meth:`end` was called.
+    """
+
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
+    returned: str = ""
+    _written: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+    _alive: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+    def name(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Names the tensors that there are before the run."""
+        for name, tensor in tensors.items():
+            self._written.setdefault(storage_of(tensor), name)
+            self._alive.append(tensor)  # a storage's number is only unique while it lives
+
+    def add(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Adds a call that has returned ``result``."""
+        if operator.namespace == "prim":  # reads a tensor's property
+            return
+        draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+        if not draws and not any(map(self._is_known, tensors_in((args, kwargs)))):
+            return
+        shown = f"{operator}{self._shown((args, kwargs))}"
+        call = next(  # what draws gives other values each time
+            call
+            for number in itertools.count()
+            if (call := hashlib.sha256(f"{shown}{number}".encode()).hexdigest())
+            not in self.operators
+        )
+        self.operators[call] = str(operator)
+        writes = not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable
+        for tensor in tensors_in(result):
+            if writes or not self._is_known(tensor):
+                self._written[storage_of(tensor)] = call
+        self._alive.append(result)
+
+    def end(self, leaves: Iterable[Any]) -> None:
+        """Says what the run gives; outputs that are None may be left out of one of the two."""
+        self.returned = self._shown([leaf for leaf in leaves if leaf is not None])
+
+    def difference(self, models: OperatorCalls) -> str | None:
+        """Says how these calls of a graph differ from the model's; None if they do not."""
+        for call, operator in self.operators.items():
+            if call not in models.operators:
+                return f"the model calls no {operator} on these values"
+        for call, operator in models.operators.items():
+            if call not in self.operators:
+                return f"it lacks {operator}"
+        return None if self.returned == models.returned else "it returns other values"
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._written
+
+    def _shown(self, tree: Any) -> str:
+        return repr(pytree.tree_map(self._leaf, tree))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        where = self._written.get(storage_of(leaf), "constant")
+        return (where, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype)

@@ -1,0 +1,152 @@
+"""A graph serves if it calls what the model calls: where symbolic tracing takes another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream2bw.capture import capture
+from pipedream2bw.capture.operator_calls import OperatorCalls
+from tests.runs.staged_run import check_split_equals_whole, cut
+
+X = (torch.randn(5, 8),)
+
+
+class Pair:
+    """What a model returns, with attributes that its caller may set."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+pytree.register_pytree_node(
+    Pair, lambda pair: ([pair.first, pair.second], None), lambda leaves, _: Pair(*leaves)
+)
+
+
+class Whole(nn.Module):
+    """Called as a whole: its forward branches on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return Pair(self.linear(x), x if x.shape[0] > 0 else None)
+
+
+class Model(nn.Module):
+    def __init__(self, call: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.whole = nn.Linear(8, 8), nn.Linear(8, 8), Whole()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self, self.first(x))
+
+
+def sets_an_attribute(model: Any, x: torch.Tensor) -> Any:
+    pair = model.whole(x)
+    pair.second = model.last(pair.first)
+    return pair
+
+
+def asks_for_the_type(model: Any, x: torch.Tensor) -> Any:
+    return model.last(x * 2 if isinstance(x, torch.Tensor) else x)
+
+
+def leaves_a_layer_out(model: Any, x: torch.Tensor) -> Any:
+    return x if torch.is_tensor(x) else model.last(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (sets_an_attribute, "it returns other values"),
+        (asks_for_the_type, "the model calls no aten.addmm.default on these values"),
+        (leaves_a_layer_out, "the model calls no aten.t.default on these values"),
+    ],
+)
+def test_a_graph_that_is_another_program_does_not_serve(
+    call: Callable[[Any, torch.Tensor], Any], reason: str
+) -> None:
+    captured, _ = check_split_equals_whole(Model(call), 1, X)
+    assert captured.how == "export"
+    (note,) = (note for note in captured.notes if note.startswith("fx: "))
+    assert note.startswith(f"fx: the graph is another program than the model: {reason}")
+
+
+def test_a_model_of_which_all_graphs_are_other_programs_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(capture, "export", refuse)
+    monkeypatch.setattr(capture, "read_bytecode", refuse)
+    with pytest.raises(ValueError, match="fx: the graph is another program than the model"):
+        cut(Model(asks_for_the_type), 1, X)
+
+
+def test_what_does_not_depend_on_the_model_may_be_computed_before() -> None:
+    def with_constants(model: Any, x: torch.Tensor) -> Any:
+        mask = torch.ones(8, 8).tril_() * torch.arange(8)
+        return model.last(x @ mask) + model.whole(x).first
+
+    check_split_equals_whole(Model(with_constants), 2, X, how="fx")
+
+
+class Calls:
+    """Runs of a function on plain tensors, as fake ones are run."""
+
+    def __init__(self, run: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        self.calls = OperatorCalls()
+        self.calls.name({str(i): tensor for i, tensor in enumerate(tensors)})
+        outer = self
+
+        class Recorded(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                result = func(*args, **(kwargs or {}))
+                outer.calls.add(func, args, kwargs or {}, result)
+                return result
+
+        with Recorded():
+            self.calls.end([run(*tensors)])
+
+    def differ(self, others: Calls) -> str | None:
+        return self.calls.difference(others.calls)
+
+
+def test_calls_are_told_apart_by_what_they_depend_on() -> None:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+
+    def difference(one: Callable[..., Any], other: Callable[..., Any]) -> str | None:
+        return Calls(one, a.clone(), b.clone()).differ(Calls(other, a.clone(), b.clone()))
+
+    assert difference(lambda a, b: a * 2 + b, lambda a, b: b + a * 2) is not None
+    assert difference(lambda a, b: a.exp() + b.sin(), lambda a, b: _swapped(a, b)) is None
+    assert difference(lambda a, b: a.add_(b).mul_(2), lambda a, b: a.mul_(2).add_(b)) is not None
+    assert difference(lambda a, b: a[0] + b[0], lambda a, b: a[0] + b[1]) is not None
+    assert difference(lambda a, b: a * 0.5, lambda a, b: a * 0.25) is not None
+    assert difference(lambda a, b: a * 0.5, lambda a, b: (a * 0.5, b.exp())[0]) is not None
+    assert difference(lambda a, b: torch.rand(2) + a, lambda a, b: torch.zeros(2) + a) is not None
+    assert difference(lambda a, b: (a[0], a[1])[0], lambda a, b: (a[0], a[1])[1]) is not None
+    twice = difference(lambda a, b: _dropped(a) + _dropped(a), lambda a, b: 2 * _dropped(a))
+    assert twice is not None
+
+
+def _swapped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    sine = b.sin()
+    return a.exp() + sine
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    return torch.bernoulli(x * 0.5)
