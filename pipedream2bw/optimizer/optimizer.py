@@ -137,7 +137,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ]
         self._share()
         if shard_state:
-            session.grid.join_savers()
+            with session.ending.failing_closes():
+                session.grid.join_savers()
         # In one order on all ranks: a stage may wait there for its copies.
         for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)

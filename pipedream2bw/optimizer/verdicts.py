@@ -33,8 +33,9 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
             for engine in engines
         )
     )
-    announced = session.agree(
-        Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
-    )
+    with session.ending.failing_closes():
+        announced = session.agree(
+            Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
+        )
     session.stages.let_updates_wait(waiting_is_free=all(each.training for each in announced))
     check_hooks(session)

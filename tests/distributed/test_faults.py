@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.optimizer import optimizer
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.transports import OF_TWO_RANKS, TRANSPORTS, over
 
@@ -367,3 +368,22 @@ def test_a_stage_that_hangs_is_a_timeout_of_all(transport: str) -> None:
 def test_a_stage_that_exits_without_a_word_ends_all_others() -> None:
     results = run_ranks(vanished, 2, timeout=150, rendezvous="environment", expect_failure=True)
     assert_lost(results, "vanished", 0, 7)
+
+
+def leaves_while_an_optimizer_is_made(rank: int, world: int) -> str:
+    """What the other rank gets; it can close the pipeline then."""
+    x = torch.zeros(2, 4)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    pipe = pd2.PipelineModule(layers, mse_loss, num_microbatches=2, example_args=(x[:1],))
+    if rank == 1:
+        optimizer.let_updates_wait = lambda *_, **__: os._exit(7)
+    with pytest.raises(pd2.errors.PeerLost) as raised:
+        pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    pipe.close()
+    return str(raised.value)
+
+
+def test_a_rank_that_ends_while_an_optimizer_is_made_ends_the_pipeline() -> None:
+    results = run_ranks(leaves_while_an_optimizer_is_made, 2, timeout=60, expect_failure=True)
+    assert results[1].exit_code == 7
+    assert "rank 1" in results[0].value
