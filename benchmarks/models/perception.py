@@ -19,16 +19,15 @@ PATCHES: dict[str, Any] = {
 }
 IMAGES: dict[str, dict[str, Any]] = {
     "vit": PATCHES,
-    "deit": PATCHES,
+    "deit": {**PATCHES, "architectures": ["DeiTForImageClassification"]},
     "beit": {**PATCHES, "use_relative_position_bias": True},
     "dinov2": PATCHES,
     "vit_msn": PATCHES,
     "swin": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2]}
     | {"num_attention_heads": [2, 2], "num_hidden_layers": 2, "window_size": 2},
-    "convnext": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2},
-    "convnextv2": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2},
+    "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
-    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
     "poolformer": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
     "segformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
     | {"num_attention_heads": [1, 1, 2, 2]},
@@ -36,7 +35,8 @@ IMAGES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": [1, 1, 2, 2]},
     "mobilenet_v2": {"depth_multiplier": 0.25},
     "levit": {"image_size": 32, "hidden_sizes": [16, 16, 16], "num_attention_heads": [2, 2, 2]}
-    | {"depths": [1, 1, 1], "key_dim": [8, 8, 8]},
+    | {"depths": [1, 1, 1], "key_dim": [8, 8, 8]}
+    | {"architectures": ["LevitForImageClassification"]},
     "focalnet": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1]}
     | {"focal_levels": [1, 1], "focal_windows": [3, 3], "use_layerscale": False},
     "siglip_vision_model": PATCHES,
@@ -163,7 +163,13 @@ def diffusion_transformer() -> nn.Module:
 def autoencoder() -> nn.Module:
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, latent_channels=2)
+    return AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=2,
+    )
 
 
 def noisy(rows: int, channels: int = 3) -> Example:

@@ -178,7 +178,7 @@ def _exact(
     parameters = [parameter.detach() for parameter in model.parameters()]
     usual = _norm(parameters) / sum(parameter.numel() for parameter in parameters) ** 0.5
     for key, value in model.state_dict().items():
-        least = NOISE * usual * value.numel() ** 0.5
+        least = max(NOISE * usual * value.numel() ** 0.5, 1e-30)
         differences.append(_norm([state[key]], [value]) / max(_norm([value]), least))
     return _largest(differences)
 

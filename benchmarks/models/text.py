@@ -169,7 +169,9 @@ SEQUENCE_TO_SEQUENCE: dict[str, dict[str, Any]] = {
     "pegasus": SEQUENCE,
     "marian": SEQUENCE,
     "blenderbot": SEQUENCE,
-    "m2m_100": SEQUENCE,
+    # How many numbers are drawn depends on which layers are left out.
+    "m2m_100": {**SEQUENCE, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "plbart": SEQUENCE,
     "t5": T5_LIKE,
     "mt5": T5_LIKE,
