@@ -103,7 +103,7 @@ def test_a_batch_that_one_site_discards_is_none_of_the_others_business(tmp_path:
 
 
 def exchange_slowly(rank: int, world: int, folder: str) -> list[pd2.Event]:
-    """Over a link that takes 0.3 s from when another batch could have begun, or from 1 s on."""
+    """Over a link that takes 0.6 s from when another batch could have begun, or from 1 s on."""
     site, store = join_site(folder, "slow link", rank, 1)
     setting = Setting(schedule="2bw")
     average = SiteLink.average
@@ -112,7 +112,7 @@ def exchange_slowly(rank: int, world: int, folder: str) -> list[pd2.Event]:
     def slow(link: SiteLink, flat: torch.Tensor) -> None:
         given.clear()
         given.wait(1.0)  # or a busy machine's caller would come too late
-        time.sleep(0.3)
+        time.sleep(0.6)
         average(link, flat)
 
     with mock.patch.object(SiteLink, "average", slow), pipe_of(setting, site) as pipe:
