@@ -18,6 +18,7 @@ CASES = [
     Case("2bw", 2, 1, 0, "SIGSTOP", "resume", SHARED_MEMORY, delay=0.02),
     Case("2bw", 2, 1, 0, "SIGSTOP", "save", SHARED_MEMORY, delay=0.1),
     Case("2bw", 2, 1, 1, "SIGKILL", "closing", SHARED_MEMORY, delay=0.001),
+    Case("2bw_v_half", 3, 1, 1, "SIGSTOP", "closing", GLOO, delay=0.02, clips=True),
 ]
 
 
