@@ -34,7 +34,7 @@ from ..model.trees import bytes_in, tensors_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_calls import OperatorCalls
+from .operator_calls import OperatorCalls, Recorded
 from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
@@ -137,13 +137,11 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         free_ones_too: also counts operators that only make views or read a tensor's properties.
-        calls: gets every operator.
     """
 
-    def __init__(self, *, free_ones_too: bool, calls: OperatorCalls | None = None) -> None:
+    def __init__(self, *, free_ones_too: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._free_ones_too = free_ones_too
-        self._calls = calls
         self.work: list[Work] = []
 
     def __torch_dispatch__(
@@ -151,8 +149,6 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._calls is not None:
-            self._calls.add(func, args, kwargs, result)
         if not self._free_ones_too and (func.is_view or func.namespace == "prim"):
             return result
         flops = flops_of(func, args, kwargs, result)
@@ -179,9 +175,10 @@ class _DryRun:
         parameters = {old: self._fake_parameter(old) for old in root.parameters()}
         buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
         # A forward may register hooks, and set attributes that say so.
-        clone = functools.partial(structural_clone, root, parameters, buffers, shares_hooks=False)
-        self._fake_root = clone()
-        self._fake_model = clone()  # for the model's own forward
+        self._clone = functools.partial(
+            structural_clone, root, parameters, buffers, shares_hooks=False
+        )
+        self._fake_root = self._clone()
         self._buffer_names = {id(buffers[old]): name for name, old in root.named_buffers()}
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
         # For layers that cannot be counted: they multiply each parameter once for each position.
@@ -189,18 +186,18 @@ class _DryRun:
         self._values: dict[fx.Node, Any] = {}
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
-        self._calls: OperatorCalls | None = None
         self._result = LayerCosts()
         state = (*self._fake_root.parameters(), *self._fake_root.buffers())
         self._saved = SavedBytes(map(storage_of, (*state, *self._examples)))
         self._counting = self._saved if count_saved else contextlib.nullcontext()
+        self._recording: Recorded | contextlib.nullcontext[None] = contextlib.nullcontext()
 
     def run(self, graph: fx.Graph, calls: OperatorCalls | None = None) -> LayerCosts:
         examples = iter(self._examples)
         layers: list[fx.Node] = []
         if calls is not None:
-            self._name_tensors(calls)
-            self._calls = calls
+            self._name_tensors(calls, self._fake_root)
+            self._recording = Recorded(calls)
         with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
             for node in graph.nodes:
                 if node.op == "placeholder":
@@ -216,22 +213,20 @@ class _DryRun:
 
     def difference(self, calls: OperatorCalls, call: CallSignature) -> str | None:
         """Where a run's calls differ from those of the model; None also if that cannot be known."""
-        models = OperatorCalls()
-        self._name_tensors(models)
+        result = self._result
+        if result.unknown and result.error is None:
+            return None
+        model, models = self._clone(), OperatorCalls()
+        self._name_tensors(models, model)
         args, kwargs = call.rebuild(self._examples)
-        counter = _OperatorCounter(free_ones_too=True, calls=models)
         try:
-            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), counter:
-                models.end(pytree.tree_leaves(self._fake_model.forward(*args, **kwargs)))
+            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), Recorded(models):
+                models.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
         except Exception:  # it depends on values, or refuses its arguments, as is found out later
             return None
-        result = self._result
-        if result.unknown:
-            return None if result.error is None else f"{result.unknown[0]}: {result.error}"
-        return calls.difference(models)
+        return f"{result.unknown[0]}: {result.error}" if result.error else calls.difference(models)
 
-    def _name_tensors(self, calls: OperatorCalls) -> None:
-        root = self._fake_model
+    def _name_tensors(self, calls: OperatorCalls, root: nn.Module) -> None:
         calls.name({**dict(root.named_parameters()), **dict(root.named_buffers())})
         calls.name({f"input {i}": example for i, example in enumerate(self._examples)})
 
@@ -249,10 +244,10 @@ class _DryRun:
         inputs = tensors_in((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
-        counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too, calls=self._calls)
+        counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
         num_drawn = _num_drawn()
         try:
-            with counter, self._counting:
+            with self._recording, counter, self._counting:
                 value = self._call(node, args, kwargs)
         except FAKE_LIMITS:
             self._unknown(node, parameters, buffers)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.storages import storage_of
 from ..model.trees import tensors_in
@@ -91,3 +92,18 @@ class OperatorCalls:
             return leaf
         where = self._written.get(storage_of(leaf), "constant")
         return (where, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, ``calls`` gets every operator that is called."""
+
+    def __init__(self, calls: OperatorCalls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._calls.add(func, args, kwargs or {}, result)
+        return result

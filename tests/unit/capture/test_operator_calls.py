@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream2bw.capture import capture
-from pipedream2bw.capture.operator_calls import OperatorCalls
+from pipedream2bw.capture.operator_calls import OperatorCalls, Recorded
 from tests.runs.staged_run import check_split_equals_whole, cut
 
 X = (torch.randn(5, 8),)
@@ -102,34 +101,21 @@ def test_what_does_not_depend_on_the_model_may_be_computed_before() -> None:
     check_split_equals_whole(Model(with_constants), 2, X, how="fx")
 
 
-class Calls:
-    """Runs of a function on plain tensors, as fake ones are run."""
-
-    def __init__(self, run: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        self.calls = OperatorCalls()
-        self.calls.name({str(i): tensor for i, tensor in enumerate(tensors)})
-        outer = self
-
-        class Recorded(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                result = func(*args, **(kwargs or {}))
-                outer.calls.add(func, args, kwargs or {}, result)
-                return result
-
-        with Recorded():
-            self.calls.end([run(*tensors)])
-
-    def differ(self, others: Calls) -> str | None:
-        return self.calls.difference(others.calls)
+def calls_of(run: Callable[..., Any], *tensors: torch.Tensor) -> OperatorCalls:
+    """Those of a function on plain tensors, as fake ones are run."""
+    calls = OperatorCalls()
+    calls.name({str(i): tensor for i, tensor in enumerate(tensors)})
+    with Recorded(calls):
+        calls.end([run(*tensors)])
+    return calls
 
 
 def test_calls_are_told_apart_by_what_they_depend_on() -> None:
     a, b = torch.ones(2, 2), torch.ones(2, 2)
 
     def difference(one: Callable[..., Any], other: Callable[..., Any]) -> str | None:
-        return Calls(one, a.clone(), b.clone()).differ(Calls(other, a.clone(), b.clone()))
+        models = calls_of(other, a.clone(), b.clone())
+        return calls_of(one, a.clone(), b.clone()).difference(models)
 
     assert difference(lambda a, b: a * 2 + b, lambda a, b: b + a * 2) is not None
     assert difference(lambda a, b: a.exp() + b.sin(), lambda a, b: _swapped(a, b)) is None
