@@ -275,7 +275,7 @@ def main() -> None:
     judged: list[Figure] = []
     errors: list[Figure] = []
     for world_size, kind in ((1, "threads"), (NUM_STAGES, "processes")):
-        models = {kind: SMOKE_MODELS[kind]} if options.smoke else MODELS
+        models = SMOKE_MODELS[kind] if options.smoke else MODELS
         for name, model in models.items() if "accuracy" in options.only else ():
             results = run_on_ranks(world_size, accuracy, model, rounds, seconds, steps)
             shown, found = accuracy_figures(f"{name}, {kind}", results)

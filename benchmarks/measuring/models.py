@@ -155,8 +155,8 @@ MODELS = {
 DEEP = Model("GPT", partial(GPT, 48, 256, 128, 512), (128,), (128, 512), 4, num_tokens=512)
 UNEVEN = Model("uneven", partial(Uneven, 24, 24, 8, 768), (1, 24, 24), (768,), 8)
 SMOKE_MODELS = {
-    "threads": Model("GPT", partial(GPT, 2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32),
-    "processes": Model("ResNet", partial(ResNet, 4, 1), (3, 8, 8), (10,), 2),
+    "threads": {"GPT": Model("GPT", partial(GPT, 2, 64, 8, 32), (8,), (8, 32), 2, num_tokens=32)},
+    "processes": {"ResNet": Model("ResNet", partial(ResNet, 4, 1), (3, 8, 8), (10,), 2)},
 }
 SMOKE_DEEP = Model("GPT", partial(GPT, 4, 64, 8, 32), (8,), (8, 32), 4, num_tokens=32)
 SMOKE_UNEVEN = Model("uneven", partial(Uneven, 8, 4, 3, 32), (1, 8, 8), (32,), 2)

@@ -24,7 +24,6 @@ import contextlib
 import copy
 import dataclasses
 import datetime
-import functools
 import importlib
 import importlib.util
 import io
@@ -36,7 +35,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +144,8 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     if not state:  # another process compares
         return Outcome(name, "bitwise")
     calls = [Batch(args, None, kwargs) for args, kwargs in batches]
-    define = functools.partial(_mixed, DTYPES[options.precision]) if options.precision else _exact
-    difference = define(reference, calls, seed, num_microbatches, ours, state)
+    dtype = DTYPES.get(options.precision)
+    difference = _difference(reference, dtype, calls, seed, num_microbatches, ours, state)
     close = CLOSE_LOW if options.precision else CLOSE
     verdict = "bitwise" if difference == 0.0 else "close" if difference <= close else "WRONG"
     return Outcome(name, verdict, route, seconds, difference, stages)
@@ -157,68 +155,44 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def _exact(
+def _difference(
     model: torch.nn.Module,
+    dtype: torch.dtype | None,
     batches: list[Batch],
     seed: int,
     num_microbatches: int,
     losses: list[float],
     state: dict[str, torch.Tensor],
 ) -> float:
-    """The largest difference from the unsplit model, trained by the definition."""
-    oracle = Oracle(
-        model,
-        _sgd(model.parameters()),
-        num_microbatches,
-        mean_square,
-        delay=1,
-        drawing=_drawing(seed),
-    )
+    """The largest difference from the unsplit model, trained by the definition.
+
+    Of a loss, and of a tensor over its norm; with a dtype of all weights over how far they went.
+    """
+    initial = [parameter.detach().clone() for parameter in model.parameters()]
+    settings = (_sgd(model.parameters()), num_microbatches, mean_square)
+    options: dict[str, Any] = {
+        "delay": 1,
+        "drawing": lambda train_step, microbatch: pd2.reference_random(
+            seed=seed, train_step=train_step, microbatch=microbatch
+        ),
+    }
+    oracle: Oracle | MixedOracle
+    if dtype is None:
+        oracle = Oracle(model, *settings, **options)
+    else:
+        oracle = MixedOracle(model, lowered(model, dtype), *settings, dtype=dtype, **options)
     differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    usual = _norm(parameters) / sum(parameter.numel() for parameter in parameters) ** 0.5
+    names = [name for name, _ in model.named_parameters()]
+    theirs = [parameter.detach() for parameter in model.parameters()]
+    if dtype is not None:
+        went = max(_norm(theirs, initial), 1e-30)
+        differences.append(_norm([state[name] for name in names], theirs) / went)
+        return _largest(differences)
+    usual = _norm(theirs) / sum(parameter.numel() for parameter in theirs) ** 0.5
     for key, value in model.state_dict().items():
         least = max(NOISE * usual * value.numel() ** 0.5, 1e-30)
         differences.append(_norm([state[key]], [value]) / max(_norm([value]), least))
     return _largest(differences)
-
-
-def _mixed(
-    dtype: torch.dtype,
-    model: torch.nn.Module,
-    batches: list[Batch],
-    seed: int,
-    num_microbatches: int,
-    losses: list[float],
-    state: dict[str, torch.Tensor],
-) -> float:
-    """The largest difference of a loss, and that of all weights over how far they went."""
-    initial = copy.deepcopy(model.state_dict())
-    oracle = MixedOracle(
-        model,
-        lowered(model, dtype),
-        _sgd(model.parameters()),
-        num_microbatches,
-        mean_square,
-        delay=1,
-        dtype=dtype,
-        drawing=_drawing(seed),
-    )
-    differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
-    names = [name for name, _ in model.named_parameters()]
-    theirs = [model.state_dict()[name] for name in names]
-    went = _norm(theirs, [initial[name] for name in names])
-    differences.append(_norm([state[name] for name in names], theirs) / max(went, 1e-30))
-    return _largest(differences)
-
-
-def _drawing(seed: int) -> Any:
-    @contextlib.contextmanager
-    def drawing(train_step: int, microbatch: int) -> Iterator[None]:
-        with pd2.reference_random(seed=seed, train_step=train_step, microbatch=microbatch):
-            yield
-
-    return drawing
 
 
 def _of_losses(ours: list[float], theirs: list[float]) -> list[float]:
