@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import reworded
-from ..optimizer.cut import OptimizerCut, SavedOptimizers, StateByName
+from ..optimizer.cut import OptimizerCut, OwnChanges, SavedOptimizers, StateByName
 from ..optimizer.shares import is_cut, of_all_replicas
 from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
@@ -54,6 +54,7 @@ class Cut:
         numbers: what optimizers keep of a parameter beside tensors, by its name.
         model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
         refused: why a module's cannot be saved.
+        own_changes: what optimizers changed in their groups, by stage.
         shared: what the optimizers share, when all stages have been copied.
         copied: done when everything is in ``tensors``, or on its way.
         under_way: after these events it is there.
@@ -64,6 +65,7 @@ class Cut:
     numbers: dict[str, dict[str, object]] = dataclasses.field(default_factory=dict)
     model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: Exception | None = None
+    own_changes: dict[int, OwnChanges] = dataclasses.field(default_factory=dict)
     shared: SavedOptimizers | None = None
     copied: Future[None] = dataclasses.field(default_factory=Future)
     under_way: list[torch.Event] = dataclasses.field(default_factory=list)
@@ -122,8 +124,8 @@ def begin_cut(
                     if left == 0:
                         if optimizer is not None:
                             versions = range(min(oldest.values()), cut.batch + 1)
-                            weights = [stage.weights for stage in stages]
-                            cut.shared = optimizer.shared(weights, versions)
+                            changes = [cut.own_changes[stage.index] for stage in stages]
+                            cut.shared = optimizer.shared(changes, versions)
                         cut.copied.set_result(None)
             except BaseException as error:  # training goes on
                 with lock:
@@ -189,6 +191,8 @@ def _copying(
                     weight = engine.weight(engine.slot_of(version), i)
                     live[older(cut.batch - version), tied.get(name, name)] = weight
         states = optimizer.of_stage(weights) if optimizer is not None else {}
+        if optimizer is not None:  # now: when the last stage is copied, this one may have gone on
+            cut.own_changes[stage.index] = optimizer.own_changes(weights)
         for name, whole in _joined(stage, states, cut.batch, grid).items():
             master = whole.pop(MODEL, None)
             if name in mine and master is not None:

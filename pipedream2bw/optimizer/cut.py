@@ -24,6 +24,9 @@ SYNC = "replica_sync."
 StateByName = dict[str, dict[str, Any]]
 """By the parameters' names: what the stock optimizer would have; tensors are the live ones."""
 
+OwnChanges = Mapping[int, Sequence[Mapping[str, Any]]]
+"""By the number of an optimizer that steps by itself: what it changed in each of its groups."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedOptimizer:
@@ -120,25 +123,36 @@ class OptimizerCut:
                     found[name].update({f"{SYNC}{key}": value for key, value in of_one.items()})
         return found
 
-    def shared(self, stages: Sequence[StageWeights], versions: Sequence[int]) -> SavedOptimizers:
+    def own_changes(self, weights: StageWeights) -> OwnChanges:
+        """What the optimizers that step by themselves changed in their groups, as the stage has it.
+
+        Of those that have a parameter on the stage.
+        """
+        steppers = {number: self.steppers[number, weights.index] for number in self.seen}
+        return {
+            number: changed_by(stepper.current_options(), self.given[number], self.seen[number])
+            for number, stepper in steppers.items()
+            if not stepper.is_empty
+        }
+
+    def shared(self, own_changes: Sequence[OwnChanges], versions: Sequence[int]) -> SavedOptimizers:
         """The rest, when each of this process's stages has made the version.
 
         Args:
+            own_changes: on each of these stages; what one has of an optimizer, all have.
             versions: those that are read again.
         """
         optimizers = []
         for number, given in enumerate(self.given):
-            of_stages = [self.steppers.get((number, weights.index)) for weights in stages]
-            stepper = next((each for each in of_stages if each and not each.is_empty), None)
-            changed: Sequence[dict[str, Any]] = [{}] * len(given)
-            if stepper is not None:
-                changed = changed_by(stepper.current_options(), given, self.seen[number])
+            changed = next((each[number] for each in own_changes if number in each), None)
             optimizers.append(
                 SavedOptimizer(
                     kind=type(self.optimizers[number]).__name__,
-                    groups=[{**a, **b} for a, b in zip(given, changed, strict=True)],
+                    groups=[
+                        {**a, **b} for a, b in zip(given, changed or [{}] * len(given), strict=True)
+                    ],
                     members=self._members(self.optimizers[number]),
-                    is_empty=number in self.seen and stepper is None,
+                    is_empty=number in self.seen and changed is None,
                 )
             )
         return SavedOptimizers(

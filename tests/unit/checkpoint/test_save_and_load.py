@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.copies import HostMemory
 from pipedream2bw.checkpoint.folder import Folder
 from tests.samples.models import TASKS
 from tests.unit.checkpoint.trained_run import (
@@ -124,6 +125,43 @@ def test_a_loaded_run_has_the_bits_of_the_one_that_went_on(
         resumed.train(after, len(BATCHES))
         losses, *rest = resumed.finish()
         assert_equal((losses, *rest), (want[0][after:], *want[1:]))
+
+
+def test_a_stage_that_has_gone_on_while_another_is_copied_is_saved_as_it_was(
+    start_trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped_on = threading.Event()
+    copy = HostMemory.copy
+
+    class Observed(Counting):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            if self.param_groups[0]["k"] == 5:
+                stepped_on.set()
+            return result
+
+    def make(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [Observed(parameters, lr=0.01)]
+
+    def late(self: HostMemory, live: Any, key: tuple[str, int]) -> Any:
+        if key == ("weights", 1):
+            assert stepped_on.wait(20)
+        return copy(self, live, key)
+
+    run = start_trained(make=make)
+    run.train(0, 4)
+    monkeypatch.setattr(HostMemory, "copy", late)
+    saving = pd2.save(tmp_path, run.pipe, run.opt)
+    run.train(4, len(BATCHES))
+    want = run.finish()
+    saving.done.result(20)
+    monkeypatch.undo()
+    resumed = start_trained(make=make, seed=9)
+    pd2.load(tmp_path, resumed.pipe, resumed.opt)
+    assert resumed.opt.param_groups[0]["k"] == 4
+    resumed.train(4, len(BATCHES))
+    got = resumed.finish()
+    assert_equal(got, (want[0][4:], *want[1:]))
 
 
 def test_a_tied_and_a_frozen_model_are_saved_once(
