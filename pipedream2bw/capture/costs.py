@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _C
 from ..model.clone import structural_clone
+from ..model.hooks import hooked_by_forward
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from ..model.trees import bytes_in, tensors_in
@@ -81,6 +82,7 @@ class LayerCosts:
         draws: how often each layer draws random numbers; ``ANY_DRAWS`` where that is not known.
         unknown: names of the layers that could not be run on fake tensors.
         error: the first failure that may mean that the model refuses its arguments.
+        hooked: names of the modules on which the graph's layers registered hooks.
         difference: where the graph's operators differ from those that the model calls; None where
             they do not, and where that was not asked for or cannot be known.
     """
@@ -101,6 +103,7 @@ class LayerCosts:
     draws: list[int] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     error: Exception | None = None
+    hooked: set[str] = dataclasses.field(default_factory=set)
     difference: str | None = None
 
 
@@ -169,6 +172,7 @@ class _DryRun:
         figures: DeviceFigures,
         count_saved: bool,
     ) -> None:
+        self._root = root
         self._figures = figures
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._attribute_of = attribute_of
@@ -209,6 +213,7 @@ class _DryRun:
                     calls.end(pytree.tree_leaves(fx.node.map_arg(node.args, self._value)))
         self._result.written_values = list(_stale_reads(layers, self._result))
         self._result.kept = self._saved.saved_by_several()
+        self._result.hooked = hooked_by_forward(self._root, self._fake_root)
         return self._result
 
     def difference(self, calls: OperatorCalls, call: CallSignature) -> str | None:

@@ -71,6 +71,7 @@ class _Tracer(fx.Tracer):
         self._tensor_names: dict[int, str] = {}
         self._out_spec: pytree.TreeSpec | None = None
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
+        self._hooked: set[int] = set()  # not by the forward, whose own hooks are a part of it
         self.leaves: dict[str, str] = {}
 
     def create_args_for_root(
@@ -88,6 +89,8 @@ class _Tracer(fx.Tracer):
             for module in root.modules()
             for leaf, buffer in module._buffers.items()
         ]
+
+        self._hooked = {id(module) for module in root.modules() if has_hooks(module)}
 
         def call_root() -> Any:
             before = random_states()
@@ -126,7 +129,7 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if has_hooks(m):  # traced, they would run on proxies only
+        if id(m) in self._hooked:  # traced, they would run on proxies only
             return True
         return not isinstance(m, _OPENED) and super().is_leaf_module(m, module_qualified_name)
 

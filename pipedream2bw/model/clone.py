@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from .hooks import HooksOfClone
 from .refusals import refuse_uncloneable
 from .replacing import replaced
 
@@ -26,6 +27,7 @@ def structural_clone(
     buffers: Mapping[torch.Tensor, torch.Tensor] | None = None,
     *,
     shares_hooks: bool = True,
+    hooked: Collection[nn.Module] = (),
 ) -> nn.Module:
     """Clones the module tree of ``root`` and puts ``parameters[p]`` where it holds parameter ``p``.
 
@@ -37,12 +39,15 @@ def structural_clone(
     Args:
         shares_hooks: False: dictionaries of hooks are copied, so that a forward that registers some
             (the first one of some models does) leaves those of the original as they are.
+        hooked: modules of ``root`` on which a forward registers hooks: on clones of these it does
+            so for each one by itself.
 
     Raises:
         TypeError: a module keeps its parameters where Python cannot replace them (TorchScript, a
             module wrapped by ``torch.compile``).
     """
-    return _Cloner(parameters, buffers, shares_hooks=shares_hooks).module(root)
+    cloner = _Cloner(parameters, buffers, shares_hooks=shares_hooks, hooked=set(map(id, hooked)))
+    return cloner.module(root)
 
 
 def copies_of_buffers(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -67,7 +72,9 @@ class _Cloner:
         buffers: Mapping[torch.Tensor, torch.Tensor] | None,
         *,
         shares_hooks: bool,
+        hooked: set[int],
     ) -> None:
+        self._hooked = hooked
         self._shares_hooks = shares_hooks
         self._tensors: dict[Any, torch.Tensor] = {**parameters, **(buffers or {})}
         self._mapped = {"_parameters", "_modules"} | (
@@ -90,12 +97,17 @@ class _Cloner:
             elif name == "_compiled_call_impl":
                 state[name] = None  # a closure over the original module
             elif "_hooks" in name and isinstance(value, dict):
-                state[name] = value if self._shares_hooks else copy.copy(value)
+                state[name] = self._hooks(original, value)
             elif name in ("_buffers", "_non_persistent_buffers_set"):
                 state[name] = value
             else:
                 state[name] = replaced(value, self._counterpart)
         return clone
+
+    def _hooks(self, original: nn.Module, hooks: dict[int, Any]) -> Any:
+        if not self._shares_hooks:
+            return copy.copy(hooks)
+        return HooksOfClone(hooks) if id(original) in self._hooked else hooks
 
     def _counterpart(self, item: Any) -> Any:
         """Returns what the clone has in the place of ``item``."""

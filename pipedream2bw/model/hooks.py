@@ -1,10 +1,11 @@
-"""Hooks of the user's modules: which of them the stages can run."""
+"""Hooks of the user's modules: which of them the stages can run, and those of clones."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -32,6 +33,47 @@ def _hooks_of(module: nn.Module) -> Iterator[Collection[Callable[..., Any]]]:
     yield module._forward_pre_hooks.values()
     yield module._backward_hooks.values()
     yield module._backward_pre_hooks.values()
+
+
+def hooked_by_forward(root: nn.Module, called: nn.Module) -> set[str]:
+    """Names of the modules on which a forward of a clone has registered hooks.
+
+    Args:
+        root: the clone's original.
+        called: the clone, with dictionaries of hooks of its own.
+    """
+    counterparts = dict(called.named_modules())
+    return {
+        name
+        for name, module in root.named_modules()
+        if name in counterparts
+        and any(
+            len(mine) < len(theirs)
+            for mine, theirs in zip(_hooks_of(module), _hooks_of(counterparts[name]), strict=True)
+        )
+    }
+
+
+class HooksOfClone(collections.ChainMap[int, Any]):
+    """The hooks of an original, and with them those that a forward of its clone registers.
+
+    The clone's own are as such a forward means them: they may know the clone, and its attributes
+    may say that they are there.
+    """
+
+    def __init__(self, original: MutableMapping[int, Any]) -> None:
+        super().__init__({}, original, collections.OrderedDict())  # the last map's come first
+
+    def move_to_end(self, key: int, last: bool = True) -> None:
+        """As an OrderedDict's, of which torch asks it for a new hook that is to run first."""
+        if not last:
+            first = self.maps[2]
+            first[key] = self.maps[0].pop(key)
+            first.move_to_end(key, last=False)  # type: ignore[attr-defined]
+
+    def __delitem__(self, key: int) -> None:
+        for own in (self.maps[0], self.maps[2]):
+            own.pop(key, None)
 
 
 class LateHooks:

@@ -116,7 +116,7 @@ class LocalStages:
         grid.connect_replicas(devices)
         self.losses = loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
-        weights = share_out(root, self._specs(mode, devices, ties))
+        weights = share_out(root, self._specs(mode, devices, ties), mode.captured.costs.hooked)
         self._ties = TiedCopies(ties, grid, weights)
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None

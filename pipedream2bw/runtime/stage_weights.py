@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -375,8 +375,14 @@ class StageWeights:
             self.engine.set_master(i, torch.where(is_same, master, written.float()))
 
 
-def share_out(model: nn.Module, specs: Sequence[StageSpec]) -> list[StageWeights]:
-    """Takes the model over: the weights of the stages that this process runs."""
+def share_out(
+    model: nn.Module, specs: Sequence[StageSpec], hooked: Collection[str]
+) -> list[StageWeights]:
+    """Takes the model over: the weights of the stages that this process runs.
+
+    Args:
+        hooked: names of the modules on which a forward registers hooks.
+    """
     made: list[StageWeights] = []
     taken: dict[nn.Module, set[str]] = {}  # by root
     for pipeline in sorted({spec.pipeline for spec in specs}):
@@ -392,7 +398,7 @@ def share_out(model: nn.Module, specs: Sequence[StageSpec]) -> list[StageWeights
             of_pipeline.append(StageWeights(model, root, spec, frozenset(names)))
             names.update(of_pipeline[-1].in_root)
         for group in _without_common_parameters(of_pipeline):
-            _make_clones(model, root, group)
+            _make_clones(model, root, group, hooked)
         made += of_pipeline
     take_over(made, {spec.index: spec.group for spec in specs}.get)
     return made
@@ -436,12 +442,15 @@ def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[Stag
     return groups
 
 
-def _make_clones(model: nn.Module, root: nn.Module, stages: Sequence[StageWeights]) -> None:
+def _make_clones(
+    model: nn.Module, root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]
+) -> None:
+    modules = [root.get_submodule(name) for name in hooked]
     for slot in range(max(stage.engine.num_slots for stage in stages)):
         mapping: dict[nn.Parameter, nn.Parameter] = {}
         for stage in stages:
             mapping.update(stage.in_slot(slot % stage.engine.num_slots))
-        clone = structural_clone(root, mapping)
+        clone = structural_clone(root, mapping, hooked=modules)
         copy_training_flags(model, clone)
         for stage in stages:
             if slot < stage.engine.num_slots:

@@ -89,6 +89,58 @@ def test_hooks_that_are_methods_of_a_module_do_not_separate_the_hooks() -> None:
     assert torch.equal(clone(torch.randn(1, 3)), torch.ones(1, 3))
 
 
+class Noting(nn.Module):
+    """Registers a hook in its first forward, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "noted"):
+            self.noted = True
+            self.inner.register_forward_hook(lambda module, args, out: out + self.inner.bias)
+        return self.inner(x)
+
+
+def test_hooks_that_a_forward_registers_are_its_clones_own() -> None:
+    root, x = Noting(), torch.randn(2, 3)
+    first, second = (
+        structural_clone(root, other_weights(root), hooked=[root.inner]) for _ in range(2)
+    )
+    for clone in (first, second):
+        weight, bias = clone.inner.weight, clone.inner.bias
+        assert all(
+            torch.equal(clone(x), nn.functional.linear(x, weight, bias) + bias) for _ in "ab"
+        )
+    assert not root.inner._forward_hooks
+    assert len(first.inner._forward_hooks) == 1
+
+
+def test_a_clones_own_hooks_run_in_the_order_of_their_registration() -> None:
+    root = nn.Linear(3, 3)
+    clone = structural_clone(root, {}, hooked=[root])
+    calls: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda *_: calls.append(name)
+
+    handles = {
+        "first": clone.register_forward_hook(note("first"), prepend=True),
+        "last": clone.register_forward_hook(note("last"), always_call=True),
+        "original": root.register_forward_hook(note("original")),
+        "before": clone.register_forward_hook(note("before"), prepend=True),
+    }
+    order = ["before", "first", "original", "last"]
+    for removed in ("", *order):
+        if removed:
+            handles[removed].remove()
+            order.remove(removed)
+        calls.clear()
+        clone(torch.randn(1, 3))
+        assert calls == order
+
+
 def test_a_module_reached_twice_is_cloned_once() -> None:
     shared = nn.Linear(3, 3)
     root = nn.Sequential(shared, nn.Sequential(shared, nn.ReLU()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.references.oracle import Oracle
 from tests.runs.trajectory import sgd
-from tests.samples.models import WIDTH
+from tests.samples.models import TASKS, WIDTH
 
 BATCHES, M = 3, 4
 KINDS = ["pre", "forward", "backward pre", "backward"]
@@ -140,6 +142,55 @@ def test_hooks_that_export_would_leave_out_are_refused() -> None:
     count_calls(model, ["layers.1"])
     with pytest.raises(ValueError, match=r"layers\.1 has hooks, which an exported graph"):
         make(model)
+
+
+class Noting(Layer):
+    """Is called as a whole; its first forward registers a hook and notes that it has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "noted"):
+            self.noted = True
+            self.down.register_forward_hook(lambda module, args, out: 2 * out + self.up.bias)
+        return super().forward(x) if len(x) < 10**6 else x
+
+
+class Collecting(Layers):
+    """Adds up what hooks of its first forward have collected of its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.collected: list[torch.Tensor] = []
+        if not hasattr(self, "noted"):
+            self.noted = True
+            for layer in self.layers[:2]:
+                layer.register_forward_hook(lambda module, args, out: self.collected.append(out))
+        x = super().forward(x)
+        return x + self.collected[0] * self.collected[1]
+
+
+def with_noting() -> nn.Module:
+    model = Layers()
+    model.layers[1] = Noting()
+    return model
+
+
+@pytest.mark.parametrize("build", [with_noting, Collecting])
+def test_hooks_that_a_first_forward_registers_are_those_of_the_unsplit_model(build: Any) -> None:
+    task = TASKS["mlp"]
+    batches = task.batches([8] * 5)
+    model = build()
+    reference = copy.deepcopy(model)
+    losses, weights = [], {}
+    with make(model) as pipe:
+        assert "captured by fx" in repr(pipe)
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        for batch in batches:
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        weights = {name: value.clone() for name, value in pipe.state_dict().items()}
+    assert not any(module._forward_hooks for module in model.modules())
+    oracle = Oracle(reference, sgd(reference.parameters()), M, task.loss_fn, delay=1)
+    assert [float(loss) for loss in losses] == [oracle.train_step(batch) for batch in batches]
+    assert all(torch.equal(value, weights[n]) for n, value in reference.state_dict().items())
 
 
 def test_a_hook_that_changes_the_output_changes_it_for_every_microbatch() -> None:
