@@ -24,6 +24,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import importlib
 import importlib.util
 import io
@@ -51,7 +52,7 @@ import pipedream2bw as pd2
 from benchmarks.measuring.kept import Kept
 from benchmarks.measuring.report import arguments, compact, describe, machine
 from benchmarks.models import perception, text, vision
-from benchmarks.models.zoo import Model, mean_square
+from benchmarks.models.zoo import Example, Model, mean_square
 from pipedream2bw.capture.captured import place_of
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Batch, Oracle
@@ -65,6 +66,8 @@ CLOSE = 1e-6
 NOISE = 1e-3
 CLOSE_LOW = 3e-2  # with 16-bit numbers
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses, and the model's state."""
 SMOKE = ("transformers/qwen2", "transformers/t5")
 
 
@@ -74,7 +77,7 @@ class Outcome:
 
     model: str
     verdict: str
-    """"bitwise", "close", "WRONG", "refused", "not built", "CRASH" or "HANG"."""
+    """"bitwise", "close", "WRONG", "no truth", "refused", "not built", "CRASH" or "HANG"."""
     route: str = ""
     """How the model was captured."""
     seconds: float = 0.0
@@ -143,32 +146,34 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
         seed = pipe.random_seed
     if not state:  # another process compares
         return Outcome(name, "bitwise")
-    calls = [Batch(args, None, kwargs) for args, kwargs in batches]
-    dtype = DTYPES.get(options.precision)
-    difference = _difference(reference, dtype, calls, seed, num_microbatches, ours, state)
+    definition = functools.partial(
+        _by_definition, reference, options.precision, batches, seed, num_microbatches
+    )
+    compare = functools.partial(_difference, reference, options.precision, definition())
     close = CLOSE_LOW if options.precision else CLOSE
+    difference, reason = compare((ours, state)), ""
     verdict = "bitwise" if difference == 0.0 else "close" if difference <= close else "WRONG"
-    return Outcome(name, verdict, route, seconds, difference, stages)
+    if verdict == "WRONG" and (repeated := compare(definition())) > close:
+        verdict, reason = (
+            "no truth",
+            f"the unsplit model repeats its own training to {repeated:.0e}",
+        )
+    return Outcome(name, verdict, route, seconds, difference, stages, reason)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def _difference(
+def _by_definition(
     model: torch.nn.Module,
-    dtype: torch.dtype | None,
-    batches: list[Batch],
+    precision: str | None,
+    batches: list[Example],
     seed: int,
     num_microbatches: int,
-    losses: list[float],
-    state: dict[str, torch.Tensor],
-) -> float:
-    """The largest difference from the unsplit model, trained by the definition.
-
-    Of a loss, and of a tensor over its norm; with a dtype of all weights over how far they went.
-    """
-    initial = [parameter.detach().clone() for parameter in model.parameters()]
+) -> Trained:
+    """Trains a copy of the unsplit model."""
+    model = copy.deepcopy(model)
     settings = (_sgd(model.parameters()), num_microbatches, mean_square)
     options: dict[str, Any] = {
         "delay": 1,
@@ -177,21 +182,33 @@ def _difference(
         ),
     }
     oracle: Oracle | MixedOracle
-    if dtype is None:
+    if precision is None:
         oracle = Oracle(model, *settings, **options)
     else:
+        dtype = DTYPES[precision]
         oracle = MixedOracle(model, lowered(model, dtype), *settings, dtype=dtype, **options)
-    differences = _of_losses(losses, [oracle.train_step(batch) for batch in batches])
-    names = [name for name, _ in model.named_parameters()]
-    theirs = [parameter.detach() for parameter in model.parameters()]
-    if dtype is not None:
-        went = max(_norm(theirs, initial), 1e-30)
-        differences.append(_norm([state[name] for name in names], theirs) / went)
+    losses = [oracle.train_step(Batch(args, None, kwargs)) for args, kwargs in batches]
+    return losses, model.state_dict()
+
+
+def _difference(
+    initial: torch.nn.Module, precision: str | None, right: Trained, found: Trained
+) -> float:
+    """The largest difference of a loss, and of a tensor over its norm.
+
+    With a precision that of all weights over how far they went.
+    """
+    differences = _of_losses(found[0], right[0])
+    begin = [parameter.detach() for parameter in initial.parameters()]
+    names = [name for name, _ in initial.named_parameters()]
+    theirs, ours = ([state[name] for name in names] for state in (right[1], found[1]))
+    if precision is not None:
+        differences.append(_norm(ours, theirs) / max(_norm(theirs, begin), 1e-30))
         return _largest(differences)
     usual = _norm(theirs) / sum(parameter.numel() for parameter in theirs) ** 0.5
-    for key, value in model.state_dict().items():
+    for key, value in right[1].items():
         least = max(NOISE * usual * value.numel() ** 0.5, 1e-30)
-        differences.append(_norm([state[key]], [value]) / max(_norm([value]), least))
+        differences.append(_norm([found[1][key]], [value]) / max(_norm([value]), least))
     return _largest(differences)
 
 
