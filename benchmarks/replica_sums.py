@@ -6,14 +6,17 @@ of gradients. Optimizer state that replicas share out: blocks with 48 MiB, in fl
 
     python benchmarks/replica_sums.py [--rounds 9] [--smoke] [--json PATH]
 
-Both train in the same processes, in turns. Figures are the medians of the rounds' ratios.
-Processors' time is that of all ranks and threads: beside others' work, and on fewer cores than
-ranks, it says what a step costs where the time says how busy the machine was.
+Those that sleep train in the same processes, in turns. Those that compute start anew in every
+round, one pipeline at a time: what a second one leaves in the caches and in malloc's memory changes
+what the first one's sums and steps cost. Figures are the medians of the rounds' ratios. Processors'
+time is that of all ranks and threads: beside others' work, and on fewer cores than ranks, it says
+what a step costs where the time says how busy the machine was.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,12 +51,17 @@ class Measured(NamedTuple):
 
 
 def measure(
-    rank: int, world_size: int, workload: Workload, other: str, rounds: int, seconds: float
+    rank: int,
+    world_size: int,
+    workload: Workload,
+    kinds: Sequence[tuple[str, str]],
+    rounds: int,
+    seconds: float,
 ) -> Measured | None:
     """Runs on every rank, each a replica; the last one returns what was measured.
 
     Args:
-        other: what is compared with an all-reduce and whole steps.
+        kinds: schedules, each with its way of sums and steps.
     """
     trainers: dict[str, Trainer] = {
         f"{schedule}, {how}": Pipeline(
@@ -65,8 +73,7 @@ def measure(
             replica_sums=REDUCED if how == REDUCED else "ordered",
             shard_state=how == "shared",
         )
-        for schedule in SCHEDULES
-        for how in (other, REDUCED)
+        for schedule, how in kinds
     }
     steps: dict[str, int] = {}
     for label, trainer in trainers.items():
@@ -81,6 +88,27 @@ def measure(
         label: (row / steps[label]).tolist() for label, row in zip(blocks, cpu, strict=True)
     }
     return Measured(steady_times(blocks), per_step)
+
+
+def in_turns(
+    width: int, workload: Workload, other: str, rounds: int, seconds: float, *, alone: bool
+) -> Measured:
+    """Measures both schedules, each with an all-reduce and whole steps and with the other way.
+
+    Args:
+        alone: each starts anew in every round.
+    """
+    kinds = [(schedule, how) for schedule in SCHEDULES for how in (other, REDUCED)]
+    sets = [[kind] for kind in kinds] if alone else [kinds]
+    found = Measured({}, {})
+    for _ in range(rounds if alone else 1):
+        for together in sets:
+            times = 1 if alone else rounds
+            here = run_on_ranks(width, measure, workload, together, times, seconds)[-1]
+            for measured, more in zip(found, here, strict=True):
+                for label, values in more.items():
+                    measured.setdefault(label, []).extend(values)
+    return found
 
 
 def ratios_of(measured: dict[str, list[float]], mine: str, reduced: str) -> list[float]:
@@ -98,8 +126,9 @@ def main() -> None:
     times, figures = [], []
     for width, other in itertools.product((2,) if options.smoke else (2, 4), ("ordered", "shared")):
         workload, most = (sleeping, MOST_COST) if other == "ordered" else (blocks, MOST_SHARED)
-        measured = run_on_ranks(width, measure, workload, other, rounds, seconds)[-1]
-        assert measured is not None
+        alone = other == "shared"
+        lasting = 3 * seconds if alone else seconds  # the first step has to find its memory
+        measured = in_turns(width, workload, other, rounds, lasting, alone=alone)
         setting = f"{width} replicas"
         times += [
             Figure(setting, f"{label}: {what} a step", [1e3 * value for value in values])
