@@ -196,11 +196,11 @@ def _difference(
 ) -> float:
     """The largest difference of a loss, and of a tensor over its norm.
 
-    With a precision that of all weights over how far they went.
+    With a precision that of all trained weights over how far they went.
     """
     differences = _of_losses(found[0], right[0])
-    begin = [parameter.detach() for parameter in initial.parameters()]
-    names = [name for name, _ in initial.named_parameters()]
+    trained = {name: p.detach() for name, p in initial.named_parameters() if p.requires_grad}
+    begin, names = list(trained.values()), list(trained)
     theirs, ours = ([state[name] for name in names] for state in (right[1], found[1]))
     if precision is not None:
         differences.append(_norm(ours, theirs) / max(_norm(theirs, begin), 1e-30))
