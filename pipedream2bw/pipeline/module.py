@@ -131,12 +131,13 @@ class PipelineModule(SessionModule):
             same bits over any backend. ``"all_reduce"``: in the backend's, by as many bytes.
         precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
             ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
-            BatchNorm and InstanceNorm modules with statistics stay in float32. What is trained has
-            float32 masters, gradients and moments; each version is the master's rounding (arXiv
-            1710.03740). ``loss_fn`` gets outputs of the stages' dtype, and targets as they are.
-            ``parameters()``, ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and
-            take the masters. ``"fp32"``: everything is float32. None: the model's own dtypes,
-            stepped in them. A dtype in which the device multiplies no matrices is refused.
+            BatchNorm and InstanceNorm modules with statistics stay in float32. Frozen parameters
+            have no masters: they stay as rounded. What is trained has float32 masters, gradients
+            and moments; each version is the master's rounding (arXiv 1710.03740). ``loss_fn`` gets
+            outputs of the stages' dtype, and targets as they are. ``parameters()``,
+            ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters.
+            ``"fp32"``: everything is float32. None: the model's own dtypes, stepped in them. A
+            dtype in which the device multiplies no matrices is refused.
         split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
             not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
             way between two bfloat16 has the weight of larger magnitude, not the even one; all else
