@@ -109,15 +109,15 @@ def all_models() -> dict[str, Model]:
 
 def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     torch.manual_seed(0)
+    num_microbatches = max(NUM_MICROBATCHES, options.stages)
     try:
         module = model.build().train()
-        batches = [model.example(ROWS * NUM_MICROBATCHES) for _ in range(BATCHES)]
+        batches = [model.example(ROWS * num_microbatches) for _ in range(BATCHES)]
         reference = copy.deepcopy(module)
         copy.deepcopy(module)(*copy.deepcopy(batches[0][0]), **batches[0][1])
     except Exception as error:
         return Outcome(name, "not built", reason=_first_line(error))
     args, kwargs = batches[0]
-    num_microbatches = max(NUM_MICROBATCHES, options.stages)
     start = time.process_time()
     try:
         pipe = pd2.PipelineModule(
