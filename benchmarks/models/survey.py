@@ -26,6 +26,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -259,6 +260,7 @@ def _in_child(
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(0.9 * options.limit)  # then it hangs
     try:
         if meeting:
             dist.init_process_group(
