@@ -27,7 +27,8 @@ from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
 from .losses import loss_board
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
-from .stage_weights import StageSpec, StageWeights, share_out, take_over
+from .stage_weights import StageSpec, StageWeights
+from .taking_over import share_out, take_over
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 
