@@ -284,7 +284,7 @@ def _in_child(
 def in_processes(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     """Examines a model in processes of its own, within ``options.limit`` seconds.
 
-    Returns rank 0's outcome, or another's that went wrong.
+    Returns rank 0's outcome, or the first one that went wrong.
     """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -302,6 +302,8 @@ def in_processes(name: str, model: Model, options: argparse.Namespace) -> Outcom
             while len(found) < len(children):
                 try:
                     rank, found[rank] = results.get(timeout=1.0)
+                    if found[rank].is_bad:  # the others may wait for it
+                        return found[rank]
                 except queue.Empty:
                     if time.monotonic() > deadline:
                         return Outcome(name, "HANG", reason=f"not done after {options.limit} s")
@@ -312,7 +314,7 @@ def in_processes(name: str, model: Model, options: argparse.Namespace) -> Outcom
             for child in children:
                 child.kill()
                 child.join()
-    return next((each for each in found.values() if each.is_bad), found[0])
+    return found[0]
 
 
 def main() -> None:
