@@ -150,20 +150,22 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
         seed = pipe.random_seed
     if not state:  # another process compares
         return Outcome(name, "bitwise")
-    definition = functools.partial(
-        _by_definition, reference, options.precision, batches, seed, num_microbatches
+    define = functools.partial(
+        _by_definition,
+        precision=options.precision,
+        batches=batches,
+        seed=seed,
+        num_microbatches=num_microbatches,
     )
-    compare = functools.partial(_difference, reference, options.precision, definition())
+    compare = functools.partial(_difference, reference, options.precision, define(reference))
     close = CLOSE_LOW if options.precision else CLOSE
     difference, reason = compare((ours, state)), ""
     verdict = "bitwise" if difference == 0.0 else "close" if difference <= close else "WRONG"
     if verdict == "WRONG":
-        if (again := compare(definition())) > close:
-            verdict, reason = (
-                "no truth",
-                f"the unsplit model repeats its own training to {again:.0e}",
-            )
-        elif (nudged := compare(definition(nudge=LAST_BIT))) >= difference:
+        if (again := compare(define(reference))) > close:
+            verdict = "no truth"
+            reason = f"the unsplit model repeats its own training to {again:.0e}"
+        elif (nudged := compare(define(_nudged(reference)))) >= difference:
             verdict = "no truth"
             reason = f"other last bits of its weights change the unsplit model by {nudged:.0e}"
     return Outcome(name, verdict, route, seconds, difference, stages, reason)
@@ -175,22 +177,14 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def _by_definition(
     model: torch.nn.Module,
+    *,
     precision: str | None,
     batches: list[Example],
     seed: int,
     num_microbatches: int,
-    *,
-    nudge: float = 0.0,
 ) -> Trained:
-    """Trains a copy of the unsplit model.
-
-    Args:
-        nudge: by how much of itself each weight is larger or smaller, by chance.
-    """
+    """Trains a copy of the unsplit model."""
     model = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 1 + nudge * (2.0 * torch.randint_like(parameter, 2) - 1)
     settings = (_sgd(model.parameters()), num_microbatches, mean_square)
     options: dict[str, Any] = {
         "delay": 1,
@@ -206,6 +200,15 @@ def _by_definition(
         oracle = MixedOracle(model, lowered(model, dtype), *settings, dtype=dtype, **options)
     losses = [oracle.train_step(Batch(args, None, kwargs)) for args, kwargs in batches]
     return losses, model.state_dict()
+
+
+def _nudged(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose weights have other last bits, by chance."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + LAST_BIT * (2.0 * torch.randint_like(parameter, 2) - 1)
+    return model
 
 
 def _difference(
