@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import pipedream2bw as pd2
-from tests.references.oracle import Oracle
-from tests.runs.trajectory import sgd
+from tests.runs.trajectory import assert_same, by_oracle, go_on, sgd
 from tests.samples.models import TASKS, WIDTH
 
 BATCHES, M = 3, 4
@@ -178,19 +177,12 @@ def test_hooks_that_a_first_forward_registers_are_those_of_the_unsplit_model(bui
     task = TASKS["mlp"]
     batches = task.batches([8] * 5)
     model = build()
-    reference = copy.deepcopy(model)
-    losses, weights = [], {}
+    want = by_oracle(task, batches, M, model=copy.deepcopy(model))
     with make(model) as pipe:
         assert "captured by fx" in repr(pipe)
-        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
-        for batch in batches:
-            losses.append(pipe.train_step(*batch.args, target=batch.target))
-            opt.step()
-        weights = {name: value.clone() for name, value in pipe.state_dict().items()}
+        got = go_on(pipe, pd2.PipelineOptimizer(sgd(pipe.parameters())), batches)
     assert not any(module._forward_hooks for module in model.modules())
-    oracle = Oracle(reference, sgd(reference.parameters()), M, task.loss_fn, delay=1)
-    assert [float(loss) for loss in losses] == [oracle.train_step(batch) for batch in batches]
-    assert all(torch.equal(value, weights[n]) for n, value in reference.state_dict().items())
+    assert_same(got, want)
 
 
 def test_a_hook_that_changes_the_output_changes_it_for_every_microbatch() -> None:
