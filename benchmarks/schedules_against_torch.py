@@ -9,7 +9,8 @@
 
 All configurations of a setting live in one set of processes and take turns there. Every figure is
 the median of the rounds' ratios. Before anything is timed the losses are compared; for the sleeping
-stages it is measured how long F, I, W and B take in either library. README.md tells what is timed.
+stages it is measured how long F, I, W and B take in either library, and cores are kept awake.
+README.md tells what is timed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from measuring.cores import kept_awake
 from measuring.delays import delayed_messages
 from measuring.ranks import known_to_all, run_on_ranks
 from measuring.report import Figure, add_only, arguments, describe, machine, print_table, write_json
@@ -255,7 +257,11 @@ def main() -> None:
         setting = (SMOKE_SETTINGS if options.smoke else SETTINGS)[name]
         has_latency = setting.latency > 0
         measure = measure_latency if has_latency else measure_pairs
-        by_rank: list[Measured] = run_on_ranks(setting.num_ranks, measure, setting, rounds, seconds)
+        sleeping = setting.workload.kind == "sleep"
+        with kept_awake() if sleeping else contextlib.nullcontext():
+            by_rank: list[Measured] = run_on_ranks(
+                setting.num_ranks, measure, setting, rounds, seconds
+            )
         # A schedule's losses are on the rank of its last stage.
         steady = {label: times for each in by_rank for label, times in each.steady.items()}
         measured = dataclasses.replace(

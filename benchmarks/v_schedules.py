@@ -6,7 +6,8 @@ All ranks are threads of one process. F, I and W of a stage take 10 ms each, or 
 messages nothing more, or a twentieth of a rank's F + B. The step time is over the ideal m(F + B);
 activations are what a rank's microbatches held at once, by the events of a run and the bytes that
 their stages kept, over those of rank 0 of 2bw, which has two of the same stages in one. Sleeping
-stages need little of a processor, so that other work beside them hardly counts.
+stages need little of a processor, so that other work beside them hardly counts; cores are kept
+awake.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from measuring.cores import kept_awake
 from measuring.delays import delayed_messages
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from measuring.stages import Workload
@@ -168,7 +170,9 @@ def main() -> None:
     torch.set_num_threads(1)
     where = machine()
     print(describe(where), flush=True)
-    figures = figures_of_times(part, num_ranks, rounds) + figures_of_memory(part, num_ranks)
+    with kept_awake():
+        figures = figures_of_times(part, num_ranks, rounds)
+    figures += figures_of_memory(part, num_ranks)
     print_table(figures, judged=not options.smoke)
     write_json(options.json, where, figures, rounds=rounds, smoke=options.smoke)
 
