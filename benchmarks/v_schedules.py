@@ -2,7 +2,7 @@
 
     python benchmarks/v_schedules.py [--rounds 5] [--smoke] [--json PATH]
 
-All ranks are threads of one process. F, I and W of a stage take 10 ms each, or 10, 12 and 8, and
+All ranks are threads of one process. F, I and W of a stage take 20 ms each, or 20, 24 and 16, and
 messages nothing more, or a twentieth of a rank's F + B. The step time is over the ideal m(F + B);
 activations are what a rank's microbatches held at once, by the events of a run and the bytes that
 their stages kept, over those of rank 0 of 2bw, which has two of the same stages in one. Sleeping
@@ -166,7 +166,7 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=5).parse_args()
     num_ranks = 2 if options.smoke else NUM_RANKS
     rounds = 1 if options.smoke else options.rounds
-    part = 1e-3 if options.smoke else 10e-3
+    part = 1e-3 if options.smoke else 20e-3
     torch.set_num_threads(1)
     where = machine()
     print(describe(where), flush=True)
