@@ -64,10 +64,10 @@ SLEEP = Workload(
     backward_seconds=10e-3,
     weight_seconds=5e-3,
 )
-# Long enough that what eight processes on two cores cost each other, some half a millisecond a
+# Long enough that what eight processes on two cores cost each other, up to a millisecond a
 # microbatch, is not what is measured.
 LONG_SLEEP = dataclasses.replace(
-    SLEEP, forward_seconds=10e-3, backward_seconds=20e-3, weight_seconds=10e-3
+    SLEEP, forward_seconds=20e-3, backward_seconds=40e-3, weight_seconds=20e-3
 )
 SMOKE_SLEEP = dataclasses.replace(
     SLEEP, forward_seconds=1e-3, backward_seconds=2e-3, weight_seconds=1e-3
