@@ -8,7 +8,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <set>
 
@@ -72,7 +74,8 @@ std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
   {
     const std::lock_guard lock(mutex_);
     expected_.emplace_back(run, loss);
-    due_ = run - options_.runs_behind;
+    const std::size_t behind = options_.runs_behind;
+    num_due_ = std::max(num_due_, expected_.size() - std::min(expected_.size(), behind));
   }
   changed_.notify_all();
   return loss;
@@ -140,6 +143,7 @@ void LossBoard::bring_losses() {
     }
     const std::lock_guard lock(mutex_);
     expected_.pop_front();
+    --num_due_;
     changed_.notify_all();
   }
 }
@@ -247,7 +251,7 @@ void LossBoard::fail(std::int64_t run, const std::string& what) {
 void LossBoard::drain() {
   {
     const std::lock_guard lock(mutex_);
-    due_ = expected_.empty() ? due_ : expected_.back().first;
+    num_due_ = expected_.size();
   }
   changed_.notify_all();
 }

@@ -88,7 +88,7 @@ class LossBoard {
   };
   std::optional<Next> wait_for_next();
   // Whether the next expected loss needs no further run. Called under the lock.
-  bool is_due() const { return !expected_.empty() && expected_.front().first <= due_; }
+  bool is_due() const { return num_due_ > 0; }
   // Gives the next expected loss. Called under the lock.
   void deliver(const at::Tensor& numbers);
 
@@ -118,7 +118,9 @@ class LossBoard {
   std::condition_variable changed_;
   // By run: losses that are not yet here, or not yet everywhere if they are sent from here.
   std::deque<std::pair<std::int64_t, std::shared_ptr<AwaitedNumbers>>> expected_;
-  std::int64_t due_ = -1;                    // the last run whose loss needs no further run
+  // How many of these, from the first on, need no further run. Not a run's number: runs that were
+  // discarded are repeated.
+  std::size_t num_due_ = 0;
   std::vector<std::deque<Part>> published_;  // by part: not yet added
   std::vector<Work> under_way_;              // transfers over the group that the thread waits for
   bool closed_ = false;

@@ -94,6 +94,24 @@ TEST(LossBoardOfLateForwards, WhatNeedsAnotherRunIsNotWaitedFor) {
   EXPECT_EQ(second->get().at(0), 4);
 }
 
+TEST(LossBoardOfLateForwards, ARunThatIsRepeatedLeavesThoseBeforeItDue) {
+  const auto fault = std::make_shared<Fault>();
+  LossBoard board({.ranks = {0, 0}, .runs_behind = 1}, fault, nullptr, nullptr);
+  board.expect(7);
+  board.expect(8);
+  board.drain();  // both are discarded, and nothing has arrived yet
+  const auto again = board.expect(7);
+  EXPECT_FALSE(board.finish_for(milliseconds(1)));
+  board.publish(7, RunLoss{.is_discarded = true});
+  board.publish(8, RunLoss{.is_discarded = true});
+  EXPECT_TRUE(board.finish_for(milliseconds(10000)));
+  EXPECT_FALSE(again->are_there());
+  board.drain();
+  board.publish(7, RunLoss{{}, {number(4)}});
+  ASSERT_TRUE(again->wait_for(milliseconds(10000)));
+  EXPECT_EQ(again->get().at(0), 4);
+}
+
 TEST(LossBoardOfTwoPipelines, ALossIsThereWhenBothPartsAre) {
   const auto fault = std::make_shared<Fault>();
   LossBoard board({.ranks = {0, 0, 0, 0}, .num_parts = 2}, fault, nullptr, nullptr);
