@@ -62,7 +62,7 @@ def read_bytecode(
     reason = why_not_exported(root)
     if reason is not None:
         raise HookedError(reason)
-    clone = structural_clone(root, {}, copies_of_buffers(root), shares_hooks=False)
+    clone = structural_clone(root, {}, copies_of_buffers(root), on_trial=True)
     examples = [example_of(leaf, replicated) for leaf in signature.tensors]
     for leaf, example in zip(signature.tensors, examples, strict=True):
         for dimension in range(example.dim()):

@@ -119,7 +119,7 @@ class _Search:
         for how in sorted(ways, key=lambda way: way != prefer):
             # With dictionaries of buffers of its own: a forward may assign to them.
             buffers = {buffer: buffer for buffer in root.buffers()}
-            scratch = structural_clone(root, {}, buffers, shares_hooks=False)
+            scratch = structural_clone(root, {}, buffers, on_trial=True)
             leaves: dict[str, str] = {}
             rule: ShapeRule | None = None
             try:
@@ -155,29 +155,36 @@ class _Search:
             # Costs, which take a run on fake tensors, are found where no other way serves.
             second_best.append(build)
             self.reasons.append(f"{how}: {reason}")
-        served = [each for build in second_best if self._serves(each := build())]
+        served = []
+        for make_one in second_best:
+            captured = make_one()
+            if (reason := self._why_unfit(captured)) is None:
+                served.append(captured)
+            else:
+                self.reasons.append(f"{captured.how}: {reason}")
         if not served:
+            reasons = "; ".join(dict.fromkeys(self.reasons))
             raise ValueError(
                 f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
                 f"mode) could not be captured for {self.num_stages} "
                 f"stage{'' if self.num_stages == 1 else 's'}: "
-                f"{'; '.join(self.reasons)}. Pass a list of modules (one for each stage), or "
-                "change what the reasons name"
+                f"{reasons}. Pass a list of modules (one for each stage), or change what the "
+                "reasons name"
             )
         # Names that neither graph knows are refused where the stages' boundaries are chosen.
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
-    def _serves(self, captured: Captured) -> bool:
-        return captured.costs.difference is None and self.demand(captured) is None
-
-    def _why_not(self, captured: Captured) -> str | None:
+    def _why_unfit(self, captured: Captured) -> str | None:
         if captured.costs.difference is not None:
             return f"the graph is another program than the model: {captured.costs.difference}"
-        unknown = _unknown(captured, self.names)
-        if unknown:
-            return f"split names {unknown[0]!r}, where its graph has no layer"
         return self.demand(captured)
+
+    def _why_not(self, captured: Captured) -> str | None:
+        reason, unknown = self._why_unfit(captured), _unknown(captured, self.names)
+        if reason is None and unknown:
+            return f"split names {unknown[0]!r}, where its graph has no layer"
+        return reason
 
 
 def _checked(root: nn.Module, captured: Captured) -> Captured:
@@ -188,7 +195,7 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     error = captured.costs.error
     if error is None:
         return captured
-    clone = structural_clone(root, {}, copies_of_buffers(root), shares_hooks=False)
+    clone = structural_clone(root, {}, copies_of_buffers(root), on_trial=True)
     examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
     args, kwargs = captured.signature.rebuild(examples)
     try:

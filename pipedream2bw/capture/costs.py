@@ -35,7 +35,7 @@ from ..model.trees import bytes_in, tensors_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_calls import OperatorCalls, Recorded
+from .operator_calls import OperatorCalls, Recorded, compare_by_running
 from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
@@ -123,7 +123,7 @@ def dry_run(
     that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
     operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; fewer operators run
     then, because autograd makes no views. ``call`` has the model called, too, to find the
-    ``difference``.
+    ``difference``; where fake tensors are not enough for that, copies of the model compute.
     """
     with torch_reports_silenced():
         dry = _DryRun(root, attribute_of, examples, figures=figures, count_saved=count_saved)
@@ -131,7 +131,13 @@ def dry_run(
             return dry.run(graph)
         calls = OperatorCalls()
         costs = dry.run(graph, calls)
-        costs.difference = dry.difference(calls, call)
+        models = None if costs.unknown else dry.calls_of_model(call)
+        if models is not None:
+            costs.difference = calls.difference(models)
+        else:
+            runs = compare_by_running(root, graph, attribute_of, examples, call)
+            costs.difference, hooked = runs
+            costs.hooked |= hooked
         return costs
 
 
@@ -179,9 +185,7 @@ class _DryRun:
         parameters = {old: self._fake_parameter(old) for old in root.parameters()}
         buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
         # A forward may register hooks, and set attributes that say so.
-        self._clone = functools.partial(
-            structural_clone, root, parameters, buffers, shares_hooks=False
-        )
+        self._clone = functools.partial(structural_clone, root, parameters, buffers, on_trial=True)
         self._fake_root = self._clone()
         self._buffer_names = {id(buffers[old]): name for name, old in root.named_buffers()}
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
@@ -200,7 +204,7 @@ class _DryRun:
         examples = iter(self._examples)
         layers: list[fx.Node] = []
         if calls is not None:
-            self._name_tensors(calls, self._fake_root)
+            calls.begin(self._fake_root, self._examples)
             self._recording = Recorded(calls)
         with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
             for node in graph.nodes:
@@ -216,24 +220,17 @@ class _DryRun:
         self._result.hooked = hooked_by_forward(self._root, self._fake_root)
         return self._result
 
-    def difference(self, calls: OperatorCalls, call: CallSignature) -> str | None:
-        """Where a run's calls differ from those of the model; None also if that cannot be known."""
-        result = self._result
-        if result.unknown and result.error is None:
-            return None
-        model, models = self._clone(), OperatorCalls()
-        self._name_tensors(models, model)
+    def calls_of_model(self, call: CallSignature) -> OperatorCalls | None:
+        """None if the model's forward depends on values, or refuses its arguments."""
+        model, calls = self._clone(), OperatorCalls()
+        calls.begin(model, self._examples)
         args, kwargs = call.rebuild(self._examples)
         try:
-            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), Recorded(models):
-                models.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
-        except Exception:  # it depends on values, or refuses its arguments, as is found out later
+            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), Recorded(calls):
+                calls.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
+        except Exception:
             return None
-        return f"{result.unknown[0]}: {result.error}" if result.error else calls.difference(models)
-
-    def _name_tensors(self, calls: OperatorCalls, root: nn.Module) -> None:
-        calls.name({**dict(root.named_parameters()), **dict(root.named_buffers())})
-        calls.name({f"input {i}": example for i, example in enumerate(self._examples)})
+        return calls
 
     def _fake_parameter(self, old: nn.Parameter) -> Any:
         if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not

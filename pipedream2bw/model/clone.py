@@ -7,6 +7,7 @@ advance in one place and a hook registered later is seen by every clone.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import types
@@ -20,13 +21,16 @@ from .hooks import HooksOfClone
 from .refusals import refuse_uncloneable
 from .replacing import replaced
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+_CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict)
+
 
 def structural_clone(
     root: nn.Module,
     parameters: Mapping[nn.Parameter, nn.Parameter],
     buffers: Mapping[torch.Tensor, torch.Tensor] | None = None,
     *,
-    shares_hooks: bool = True,
+    on_trial: bool = False,
     hooked: Collection[nn.Module] = (),
 ) -> nn.Module:
     """Clones the module tree of ``root`` and puts ``parameters[p]`` where it holds parameter ``p``.
@@ -37,8 +41,9 @@ def structural_clone(
     modules or methods of the tree: those are mapped. A module reached twice is cloned once.
 
     Args:
-        shares_hooks: False: dictionaries of hooks are copied, so that a forward that registers some
-            (the first one of some models does) leaves those of the original as they are.
+        on_trial: for a forward that is only tried. Hooks that it registers (the first one of some
+            models does), and what it puts into lists, dictionaries and sets of its modules, are
+            the clone's alone.
         hooked: modules of ``root`` on which a forward registers hooks: on clones of these it does
             so for each one by itself.
 
@@ -46,7 +51,7 @@ def structural_clone(
         TypeError: a module keeps its parameters where Python cannot replace them (TorchScript, a
             module wrapped by ``torch.compile``).
     """
-    cloner = _Cloner(parameters, buffers, shares_hooks=shares_hooks, hooked=set(map(id, hooked)))
+    cloner = _Cloner(parameters, buffers, on_trial=on_trial, hooked=set(map(id, hooked)))
     return cloner.module(root)
 
 
@@ -71,16 +76,17 @@ class _Cloner:
         parameters: Mapping[nn.Parameter, nn.Parameter],
         buffers: Mapping[torch.Tensor, torch.Tensor] | None,
         *,
-        shares_hooks: bool,
+        on_trial: bool,
         hooked: set[int],
     ) -> None:
         self._hooked = hooked
-        self._shares_hooks = shares_hooks
+        self._on_trial = on_trial
         self._tensors: dict[Any, torch.Tensor] = {**parameters, **(buffers or {})}
         self._mapped = {"_parameters", "_modules"} | (
             {"_buffers"} if buffers is not None else set()
         )
         self._modules: dict[int, nn.Module] = {}  # by id of the original
+        self._containers: dict[int, Any] = {}  # the same
 
     def module(self, original: nn.Module) -> nn.Module:
         known = self._modules.get(id(original))
@@ -96,16 +102,30 @@ class _Cloner:
                 state[name].update((key, self._counterpart(item)) for key, item in value.items())
             elif name == "_compiled_call_impl":
                 state[name] = None  # a closure over the original module
-            elif "_hooks" in name and isinstance(value, dict):
+            elif name in _HOOKS:
                 state[name] = self._hooks(original, value)
             elif name in ("_buffers", "_non_persistent_buffers_set"):
                 state[name] = value
             else:
-                state[name] = replaced(value, self._counterpart)
+                state[name] = replaced(self._own(value), self._counterpart)
         return clone
 
+    def _own(self, value: Any) -> Any:
+        """A container that a forward on trial may change; modules that shared it share this one."""
+        if not self._on_trial or type(value) not in _CONTAINERS:
+            return value
+        known = self._containers.get(id(value))
+        if known is not None:
+            return known
+        own = self._containers[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            own.update((key, self._own(item)) for key, item in value.items())
+        elif isinstance(value, list):
+            own[:] = map(self._own, value)
+        return own
+
     def _hooks(self, original: nn.Module, hooks: dict[int, Any]) -> Any:
-        if not self._shares_hooks:
+        if self._on_trial:
             return copy.copy(hooks)
         return HooksOfClone(hooks) if id(original) in self._hooked else hooks
 

@@ -58,7 +58,8 @@ class HooksOfClone(collections.ChainMap[int, Any]):
     """The hooks of an original, and with them those that a forward of its clone registers.
 
     The clone's own are as such a forward means them: they may know the clone, and its attributes
-    may say that they are there.
+    may say that they are there. What is removed is removed from the original, too, as where clones
+    have its dictionary.
     """
 
     def __init__(self, original: MutableMapping[int, Any]) -> None:
@@ -72,8 +73,12 @@ class HooksOfClone(collections.ChainMap[int, Any]):
             first.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
     def __delitem__(self, key: int) -> None:
-        for own in (self.maps[0], self.maps[2]):
-            own.pop(key, None)
+        for hooks in self.maps:
+            hooks.pop(key, None)
+
+    def clear(self) -> None:
+        for hooks in self.maps:
+            hooks.clear()
 
 
 class LateHooks:

@@ -226,7 +226,7 @@ class _Count:
             for old in root.parameters()
         }
         buffers = {old: self._like(old) for old in root.buffers()}
-        return structural_clone(root, parameters, buffers, shares_hooks=False)
+        return structural_clone(root, parameters, buffers, on_trial=True)
 
     def _like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with self._mode:

@@ -40,10 +40,22 @@ class Whole(nn.Module):
         return Pair(self.linear(x), x if x.shape[0] > 0 else None)
 
 
+class Depends(nn.Module):
+    """Called as a whole, and no fake tensor can tell what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x.neg()
+
+
 class Model(nn.Module):
     def __init__(self, call: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
         self.first, self.last, self.whole = nn.Linear(8, 8), nn.Linear(8, 8), Whole()
+        self.depends = Depends()
         self.call = call
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -93,6 +105,35 @@ def test_a_model_of_which_all_graphs_are_other_programs_is_refused(
         cut(Model(asks_for_the_type), 1, X)
 
 
+def asks_behind_values(model: Any, x: torch.Tensor) -> Any:
+    return asks_for_the_type(model, model.depends(x))
+
+
+def asks_for_values(model: Any, x: torch.Tensor) -> Any:
+    return model.last(x - x.min() if torch.is_tensor(x) and x.min() < 0 else x)
+
+
+@pytest.mark.parametrize("call", [asks_behind_values, asks_for_values])
+def test_where_the_way_depends_on_values_the_model_computes_for_the_comparison(
+    call: Callable[[Any, torch.Tensor], Any],
+) -> None:
+    model = Model(call)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="fx: the graph is another program than the model"):
+        cut(model, 1, X)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_layers_whose_way_depends_on_values_are_the_models_own() -> None:
+    def depends(model: Any, x: torch.Tensor) -> Any:
+        return model.last(model.depends(x))
+
+    check_split_equals_whole(Model(depends), 2, X, how="fx")
+
+
 def test_what_does_not_depend_on_the_model_may_be_computed_before() -> None:
     def with_constants(model: Any, x: torch.Tensor) -> Any:
         mask = torch.ones(8, 8).tril_() * torch.arange(8)
@@ -104,7 +145,7 @@ def test_what_does_not_depend_on_the_model_may_be_computed_before() -> None:
 def calls_of(run: Callable[..., Any], *tensors: torch.Tensor) -> OperatorCalls:
     """Those of a function on plain tensors, as fake ones are run."""
     calls = OperatorCalls()
-    calls.name({str(i): tensor for i, tensor in enumerate(tensors)})
+    calls.begin(nn.Module(), tensors)
     with Recorded(calls):
         calls.end([run(*tensors)])
     return calls

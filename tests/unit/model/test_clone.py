@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import pipedream2bw as pd2
 from pipedream2bw.model.clone import copy_training_flags, structural_clone
 
 
@@ -139,6 +140,63 @@ def test_a_clones_own_hooks_run_in_the_order_of_their_registration() -> None:
         calls.clear()
         clone(torch.randn(1, 3))
         assert calls == order
+
+
+def test_an_originals_hook_that_a_clone_removes_is_gone_from_all() -> None:
+    root = nn.Linear(3, 3)
+    clones = [structural_clone(root, {}, hooked=[root]) for _ in "ab"]
+    handles = [root.register_forward_hook(lambda *_: None) for _ in "abc"]
+    clones[1].register_forward_hook(lambda *_: None)
+    del clones[0]._forward_hooks[handles[0].id]
+    assert [len(module._forward_hooks) for module in (root, *clones)] == [2, 2, 3]
+    clones[1]._forward_hooks.clear()
+    assert [len(module._forward_hooks) for module in (root, *clones)] == [0, 0, 0]
+
+
+class Keeping(nn.Module):
+    """Keeps what it has computed; ``attn_hooks`` is the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.masks: dict[str, dict[int, torch.Tensor]] = {"causal": {}}
+        self.lengths: list[int] = []
+        self.seen: set[int] = set()
+        self.attn_hooks: dict[str, int] = {}
+        self.inner.lengths = self.lengths
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        if n not in self.masks["causal"]:
+            self.masks["causal"][n] = x.new_ones(n, n).tril()
+            self.attn_hooks["calls"] = 1
+            self.lengths.append(n)
+            self.seen.add(n)
+        return self.inner(x @ self.masks["causal"][n])
+
+
+def test_what_a_forward_on_trial_keeps_is_not_the_originals() -> None:
+    root = Keeping()
+    clone = structural_clone(root, {}, on_trial=True)
+    clone(torch.randn(2, 3))
+    assert clone.lengths == [3]
+    assert clone.inner.lengths is clone.lengths
+    assert not root.masks["causal"]
+    assert not root.lengths
+    assert not root.seen
+    assert type(clone.attn_hooks) is dict
+    assert not root.attn_hooks
+
+
+def test_a_captured_model_keeps_nothing_of_its_capture() -> None:
+    root, x = Keeping(), torch.randn(4, 3)
+    pipe = pd2.PipelineModule(
+        root, nn.functional.mse_loss, num_stages=1, num_microbatches=2, example_args=(x,)
+    )
+    with pipe:
+        model = pipe.unsplit()
+    assert all(type(mask) is torch.Tensor for mask in model.masks["causal"].values())
+    assert model(x).shape == x.shape
 
 
 def test_a_module_reached_twice_is_cloned_once() -> None:

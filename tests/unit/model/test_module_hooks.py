@@ -172,7 +172,20 @@ def with_noting() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", [with_noting, Collecting])
+class Depending(Layer):
+    """Is called as a whole, and no fake tensor can tell what it does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() < 1e30 else x
+
+
+def with_noting_behind_values() -> nn.Module:
+    model = with_noting()
+    model.get_submodule("layers")[0] = Depending()
+    return model
+
+
+@pytest.mark.parametrize("build", [with_noting, with_noting_behind_values, Collecting])
 def test_hooks_that_a_first_forward_registers_are_those_of_the_unsplit_model(build: Any) -> None:
     task = TASKS["mlp"]
     batches = task.batches([8] * 5)
