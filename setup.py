@@ -36,9 +36,9 @@ CSRC = ROOT / "csrc"
 BUILD_CHECK = runpy.run_path(str(ROOT / "pipedream2bw" / "_build_check.py"), run_name="build_check")
 MINIMUM_TORCH = BUILD_CHECK["OLDEST_TORCH"]
 MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expression
-# Of the folders whose files include libtorch's headers: a compiler takes ten seconds to read them.
-READ_TOGETHER = ("engine", "bindings", "testing/device")
-FILES_OF_A_UNIT = 8
+# How many files a compiler reads together, by folder whose files include libtorch's headers: these
+# take it ten seconds.
+FILES_OF_A_UNIT = {"bindings": 8, "engine": 16, "testing/device": 8}
 CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 
@@ -149,11 +149,12 @@ def is_on(name: str, environment: Mapping[str, str]) -> bool:
 def units(folder: str) -> list[Path]:
     """Files under build/ that include all C++ files of csrc/folder, several each."""
     sources = sorted((CSRC / folder).rglob("*.cpp"))
+    length = FILES_OF_A_UNIT[folder]
     made = []
-    for number, first in enumerate(range(0, len(sources), FILES_OF_A_UNIT)):
+    for number, first in enumerate(range(0, len(sources), length)):
         lines = (
             f'#include "{source.relative_to(CSRC).as_posix()}"\n'
-            for source in sources[first : first + FILES_OF_A_UNIT]
+            for source in sources[first : first + length]
         )
         unit = ROOT / "build" / "units" / f"{folder.replace('/', '_')}_{number}.cpp"
         text = "".join(lines)
@@ -169,7 +170,7 @@ def sources_of_package(with_cuda: bool) -> list[Path]:
     sources = []
     for folder in sorted(folders):
         in_folder = sorted((CSRC / folder).rglob("*.cpp"))
-        sources += units(folder) if folder in READ_TOGETHER else in_folder
+        sources += units(folder) if folder in FILES_OF_A_UNIT else in_folder
         sources += sorted((CSRC / folder).rglob("*.cu")) if with_cuda else []
     return sources
 
