@@ -370,20 +370,28 @@ def test_a_stage_that_exits_without_a_word_ends_all_others() -> None:
     assert_lost(results, "vanished", 0, 7)
 
 
-def leaves_while_an_optimizer_is_made(rank: int, world: int) -> str:
-    """What the other rank gets; it can close the pipeline then."""
+def leaves_while_an_optimizer_is_made(rank: int, world: int, width: int) -> str:
+    """What the other rank gets; it can close the pipeline then. Replicas share their state."""
     x = torch.zeros(2, 4)
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    pipe = pd2.PipelineModule(layers, mse_loss, num_microbatches=2, example_args=(x[:1],))
-    if rank == 1:
+    layers = [nn.Linear(4, 4) for _ in range(world // width)]
+    options: dict[str, Any] = {"num_microbatches": 2, "example_args": (x[:1],), "width": width}
+    pipe = pd2.PipelineModule(layers, mse_loss, **options, timeout=5.0)
+    if rank == 1 and width == 1:
         optimizer.let_updates_wait = lambda *_, **__: os._exit(7)
-    with pytest.raises(pd2.errors.PeerLost) as raised:
-        pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    elif rank == 1:
+        pipe.session.grid.join_savers = lambda: os._exit(7)
+    with pytest.raises((pd2.errors.PeerLost, pd2.errors.PeerTimeout)) as raised:
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pd2.PipelineOptimizer(sgd, shard_state=width > 1)
     pipe.close()
     return str(raised.value)
 
 
-def test_a_rank_that_ends_while_an_optimizer_is_made_ends_the_pipeline() -> None:
-    results = run_ranks(leaves_while_an_optimizer_is_made, 2, timeout=60, expect_failure=True)
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_rank_that_ends_while_an_optimizer_is_made_ends_the_pipeline(width: int) -> None:
+    results = run_ranks(
+        leaves_while_an_optimizer_is_made, 2, args=(width,), timeout=60, expect_failure=True
+    )
     assert results[1].exit_code == 7
-    assert "rank 1" in results[0].value
+    lost = "rank 1" if width == 1 else "a rank was lost while making a group"
+    assert lost in results[0].value
