@@ -257,8 +257,8 @@ def main() -> None:
         setting = (SMOKE_SETTINGS if options.smoke else SETTINGS)[name]
         has_latency = setting.latency > 0
         measure = measure_latency if has_latency else measure_pairs
-        sleeping = setting.workload.kind == "sleep"
-        with kept_awake() if sleeping else contextlib.nullcontext():
+        wakes = setting.workload.kind == "sleep" and not options.smoke
+        with kept_awake() if wakes else contextlib.nullcontext():
             by_rank: list[Measured] = run_on_ranks(
                 setting.num_ranks, measure, setting, rounds, seconds
             )

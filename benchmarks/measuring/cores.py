@@ -11,6 +11,7 @@ from collections.abc import Iterator
 _SPIN = """
 import os
 os.nice(19)
+os.sched_setaffinity(0, [{core}])
 while os.getppid() == {parent}:
     for _ in range(10**6):
         pass
@@ -25,11 +26,9 @@ def kept_awake() -> Iterator[None]:
     to wake a sleeping thread: 1% of a step of stages that sleep 10 ms, which no core that trains
     ever pays.
     """
-    command = [sys.executable, "-c", _SPIN.format(parent=os.getpid())]
-    processes = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
-    try:
+    with contextlib.ExitStack() as processes:
+        for core in os.sched_getaffinity(0):
+            script = _SPIN.format(core=core, parent=os.getpid())
+            process = processes.enter_context(subprocess.Popen([sys.executable, "-c", script]))
+            processes.callback(process.kill)
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

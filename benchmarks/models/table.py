@@ -35,6 +35,9 @@ def table(surveys: list[dict[str, Any]]) -> str:
     """In Markdown, with the reasons below."""
     first = surveys[0]
     by_name = [{found["model"]: found for found in survey["models"]} for survey in surveys]
+    unknown = {name for names in by_name for name in names} - set(by_name[0])
+    if unknown:
+        raise ValueError(f"the first survey has no {', '.join(sorted(unknown))}, others have")
     columns = ["model", "captured by", "s", *map(heading, surveys), "stages begin at"]
     lines = [
         "| " + " | ".join(columns) + " |",
