@@ -102,8 +102,8 @@ TEST(LossBoardOfLateForwards, ARunThatIsRepeatedLeavesThoseBeforeItDue) {
   board.drain();  // both are discarded, and nothing has arrived yet
   const auto again = board.expect(7);
   EXPECT_FALSE(board.finish_for(milliseconds(1)));
-  board.publish(7, RunLoss{.is_discarded = true});
-  board.publish(8, RunLoss{.is_discarded = true});
+  board.publish(7, RunLoss{.losses = {}, .is_discarded = true});
+  board.publish(8, RunLoss{.losses = {}, .is_discarded = true});
   EXPECT_TRUE(board.finish_for(milliseconds(10000)));
   EXPECT_FALSE(again->are_there());
   board.drain();
