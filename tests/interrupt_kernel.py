@@ -37,6 +37,7 @@ from tests.references.oracle import Batch, Oracle
 from tests.runs.trajectory import copy_of
 
 faulthandler.register(signal.SIGUSR1, file=open({stacks!r}, "w"), all_threads=True)
+said = open({said!r}, "a", buffering=1)
 torch.set_num_threads(1)
 warned = []
 warnings.showwarning = lambda message, *rest: warned.append(str(message))
@@ -72,7 +73,7 @@ def train_one():
 TRAIN = """
 pipe.train()
 train_one()
-print("trains", flush=True)
+print("trains", file=said)
 while True:
     loss = train_one()
     if number % 3 == 0:
@@ -88,7 +89,10 @@ while True:
         pipe.state_dict(), opt.state_dict()
 """
 
-COUNT = "print(json.dumps([len(os.listdir('/proc/self/task')), len(counted), len(warned)]))"
+COUNT = """
+counts = [len(os.listdir("/proc/self/task")), len(counted), len(warned)]
+print(json.dumps(counts), file=said)
+"""
 
 END = """
 torch.set_grad_enabled(True)  # an interrupt in no_grad's own lines leaves it off
@@ -106,19 +110,26 @@ assert sorted(counted) == list(range(len(counted))), sorted(counted)
 for step in sorted(counted):
     oracle.train_step(batch(counted[step]))
 got, want = pipe.state_dict(), model.state_dict()
-print(json.dumps([name for name in want if not torch.equal(got[name], want[name])]))
+differing = [name for name in want if not torch.equal(got[name], want[name])]
+print(json.dumps(differing), file=said)
 pipe.close()
 """
 
 
 class Kernel:
-    """A real kernel, whose cells run in a process of its own."""
+    """A real kernel, whose cells run in a process of its own.
 
-    def __init__(self, stacks: Path) -> None:
+    They say in a file what they find: an interrupt may come where ``print`` has noted that it will
+    send its text, and has not, and nothing that is printed later arrives.
+    """
+
+    def __init__(self, folder: Path) -> None:
         from jupyter_client.kernelspec import KernelSpec
         from jupyter_client.manager import KernelManager
 
-        self.stacks = stacks
+        self.stacks, said = folder / "stacks", folder / "said"
+        said.touch()
+        self.said = said.open()
         root = Path(__file__).resolve().parents[1]
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -133,50 +144,50 @@ class Kernel:
         self.client.wait_for_ready(timeout=CELL_SECONDS)
 
     def run(self, code: str, interrupt_after: float | None = None) -> tuple[str, str, str]:
-        """Gives what a cell printed, and the kind and text of its error; "ok" without one.
+        """Gives what a cell said, and the kind and text of its error; "ok" without one.
 
         Args:
-            interrupt_after: seconds after it has first printed something.
+            interrupt_after: seconds after it has said something.
         """
         sent = self.client.execute(code)
         end = time.monotonic() + CELL_SECONDS
-        printed = ""
+        said = ""
         due: float | None = None
         while True:
             now = time.monotonic()
             if now > end:
                 self.show_stacks()
-                raise TimeoutError(f"the cell hangs; see {self.stacks}")
+                raise TimeoutError(f"the cell hangs; it has said {said!r}")
+            said += self.said.read()
+            if said and interrupt_after is not None:
+                due, interrupt_after = now + interrupt_after, None
             if due is not None and now >= due:
                 self.manager.interrupt_kernel()
                 due = None
             try:
-                wait = min(0.5, end - now, 0.5 if due is None else max(due - now, 0))
+                wait = min(0.02, end - now) if due is None else max(due - now, 0)
                 message = self.client.get_iopub_msg(timeout=wait)
             except queue.Empty:
                 continue
             if message["parent_header"].get("msg_id") != sent:
                 continue
             content: dict[str, Any] = message["content"]
-            if message["msg_type"] == "stream" and content["name"] == "stdout":
-                if not printed and interrupt_after is not None:
-                    due = time.monotonic() + interrupt_after
-                printed += content["text"]
-            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            if message["msg_type"] == "status" and content["execution_state"] == "idle":
                 break
         reply = self.client.get_shell_msg(timeout=CELL_SECONDS)
         while reply["parent_header"].get("msg_id") != sent:
             reply = self.client.get_shell_msg(timeout=CELL_SECONDS)
         content = reply["content"]
         text = "\n".join(content.get("traceback", []))
-        return printed, content.get("ename", content["status"]), text
+        said += self.said.read()
+        return said, content.get("ename", content["status"]), text
 
     def value(self, code: str) -> Any:
-        """What a cell prints as JSON."""
-        printed, kind, text = self.run(code)
+        """What a cell says as JSON."""
+        said, kind, text = self.run(code)
         if kind != "ok":
             raise RuntimeError(text)
-        return json.loads(printed) if printed else None
+        return json.loads(said) if said else None
 
     def show_stacks(self) -> None:
         os.kill(self.manager.provisioner.process.pid, signal.SIGUSR1)
@@ -184,6 +195,7 @@ class Kernel:
         print(self.stacks.read_text(), flush=True)
 
     def end(self) -> None:
+        self.said.close()
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
 
@@ -192,7 +204,11 @@ def interrupt(
     kernel: Kernel, schedule: str, count: int, chance: random.Random, pause: float
 ) -> str:
     """What is wrong after so many interrupts, "" if nothing is."""
-    kernel.value(BEGIN.format(stacks=str(kernel.stacks), schedule=schedule, pause=pause))
+    kernel.value(
+        BEGIN.format(
+            stacks=str(kernel.stacks), said=kernel.said.name, schedule=schedule, pause=pause
+        )
+    )
     first: list[int] | None = None
     for number in range(count):
         _, kind, text = kernel.run(TRAIN, interrupt_after=chance.uniform(0, 0.15))
@@ -217,7 +233,7 @@ def run(schedule: str, count: int, chance: random.Random, *, pause: float = 0.0)
         pause: seconds from a train_step to its ``opt.step()``, in which an interrupt costs it.
     """
     with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
-        kernel = Kernel(Path(folder) / "stacks")
+        kernel = Kernel(Path(folder))
         try:
             return interrupt(kernel, schedule, count, chance, pause)
         finally:
