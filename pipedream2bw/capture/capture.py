@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.clone import copies_of_buffers, structural_clone
+from ..model.clone import copies_of_buffers, copies_of_plain_tensors, structural_clone
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
@@ -190,12 +190,13 @@ class _Search:
 def _checked(root: nn.Module, captured: Captured) -> Captured:
     """Runs the model if a layer failed on fake tensors, to see whether the arguments are wrong.
 
-    The model runs on copies of its buffers.
+    The model runs on copies of all that it may write to.
     """
     error = captured.costs.error
     if error is None:
         return captured
-    clone = structural_clone(root, {}, copies_of_buffers(root), on_trial=True)
+    state = {**copies_of_plain_tensors(root), **copies_of_buffers(root)}
+    clone = structural_clone(root, {}, state, on_trial=True)
     examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
     args, kwargs = captured.signature.rebuild(examples)
     try:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _C
-from ..model.clone import structural_clone
+from ..model.clone import copies_of_plain_tensors, structural_clone
 from ..model.hooks import hooked_by_forward
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
@@ -184,8 +184,9 @@ class _DryRun:
         self._attribute_of = attribute_of
         parameters = {old: self._fake_parameter(old) for old in root.parameters()}
         buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
-        # A forward may register hooks, and set attributes that say so.
-        self._clone = functools.partial(structural_clone, root, parameters, buffers, on_trial=True)
+        # A forward may register hooks, set attributes that say so, and write to tensors there.
+        state = {**copies_of_plain_tensors(root), **buffers}
+        self._clone = functools.partial(structural_clone, root, parameters, state, on_trial=True)
         self._fake_root = self._clone()
         self._buffer_names = {id(buffers[old]): name for name, old in root.named_buffers()}
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
@@ -195,8 +196,8 @@ class _DryRun:
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
         self._result = LayerCosts()
-        state = (*self._fake_root.parameters(), *self._fake_root.buffers())
-        self._saved = SavedBytes(map(storage_of, (*state, *self._examples)))
+        held = (*self._fake_root.parameters(), *self._fake_root.buffers(), *self._examples)
+        self._saved = SavedBytes(map(storage_of, held))
         self._counting = self._saved if count_saved else contextlib.nullcontext()
         self._recording: Recorded | contextlib.nullcontext[None] = contextlib.nullcontext()
 

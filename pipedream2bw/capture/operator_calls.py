@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..model.clone import copies_of_buffers, structural_clone
+from ..model.clone import copies_of_buffers, copies_of_plain_tensors, structural_clone
 from ..model.hooks import hooked_by_forward
 from ..model.storages import storage_of
 from ..model.surroundings import random_state_kept
@@ -134,7 +134,8 @@ def compare_by_running(
 
     def calls_of(run: Callable[[nn.Module, list[torch.Tensor]], Any]) -> OperatorCalls:
         weights = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in root.parameters()}
-        clone = structural_clone(root, weights, copies_of_buffers(root), on_trial=True)
+        state = {**copies_of_plain_tensors(root), **copies_of_buffers(root)}
+        clone = structural_clone(root, weights, state, on_trial=True)
         tensors = [example.detach().clone() for example in examples]
         calls = OperatorCalls()
         calls.begin(clone, tensors)

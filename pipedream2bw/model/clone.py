@@ -19,7 +19,7 @@ from torch import nn
 
 from .hooks import HooksOfClone
 from .refusals import refuse_uncloneable
-from .replacing import replaced
+from .replacing import replaced, tensors_in
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict)
@@ -58,6 +58,17 @@ def structural_clone(
 def copies_of_buffers(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """Copies the buffers of ``root``, for a clone that must not write to these."""
     return {buffer: buffer.detach().clone() for buffer in root.buffers()}
+
+
+def copies_of_plain_tensors(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Copies the tensors in attributes of ``root`` that are neither parameters nor buffers."""
+    registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    return {
+        tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for module in root.modules()
+        for _, tensor in tensors_in(module)
+        if id(tensor) not in registered
+    }
 
 
 def copy_training_flags(source: nn.Module, clone: nn.Module) -> None:
