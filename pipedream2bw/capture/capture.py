@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.clone import copies_of_buffers, copies_of_plain_tensors, structural_clone
+from ..model.clone import structural_clone, trial_copy
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
@@ -195,8 +195,7 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     error = captured.costs.error
     if error is None:
         return captured
-    state = {**copies_of_plain_tensors(root), **copies_of_buffers(root)}
-    clone = structural_clone(root, {}, state, on_trial=True)
+    clone = trial_copy(root)
     examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
     args, kwargs = captured.signature.rebuild(examples)
     try:

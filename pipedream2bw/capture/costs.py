@@ -135,8 +135,8 @@ def dry_run(
         if models is not None:
             costs.difference = calls.difference(models)
         else:
-            runs = compare_by_running(root, graph, attribute_of, examples, call)
-            costs.difference, hooked = runs
+            difference, hooked = compare_by_running(root, graph, attribute_of, examples, call)
+            costs.difference = difference
             costs.hooked |= hooked
         return costs
 

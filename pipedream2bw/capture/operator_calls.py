@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..model.clone import copies_of_buffers, copies_of_plain_tensors, structural_clone
+from ..model.clone import trial_copy
 from ..model.hooks import hooked_by_forward
 from ..model.storages import storage_of
 from ..model.surroundings import random_state_kept
@@ -133,9 +133,7 @@ def compare_by_running(
     """
 
     def calls_of(run: Callable[[nn.Module, list[torch.Tensor]], Any]) -> OperatorCalls:
-        weights = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in root.parameters()}
-        state = {**copies_of_plain_tensors(root), **copies_of_buffers(root)}
-        clone = structural_clone(root, weights, state, on_trial=True)
+        clone = trial_copy(root)
         tensors = [example.detach().clone() for example in examples]
         calls = OperatorCalls()
         calls.begin(clone, tensors)

@@ -60,6 +60,13 @@ def copies_of_buffers(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     return {buffer: buffer.detach().clone() for buffer in root.buffers()}
 
 
+def trial_copy(root: nn.Module) -> nn.Module:
+    """A clone for a forward that is only tried, with copies of all tensors that it may write to."""
+    weights = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in root.parameters()}
+    state = {**copies_of_plain_tensors(root), **copies_of_buffers(root)}
+    return structural_clone(root, weights, state, on_trial=True)
+
+
 def copies_of_plain_tensors(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """Copies the tensors in attributes of ``root`` that are neither parameters nor buffers."""
     registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}

@@ -19,7 +19,7 @@ from ..capture.device_figures import DeviceFigures, Work
 from ..capture.operator_traffic import Moved, TrafficCounter
 from ..checks import check_whole_number
 from ..model.added_loss import LossWeight, weighing
-from ..model.clone import structural_clone
+from ..model.clone import copies_of_plain_tensors, structural_clone
 from ..model.metrics import check_loss
 from ..model.storages import storage_of
 from ..model.surroundings import plain_modes, torch_reports_silenced
@@ -226,7 +226,8 @@ class _Count:
             for old in root.parameters()
         }
         buffers = {old: self._like(old) for old in root.buffers()}
-        return structural_clone(root, parameters, buffers, on_trial=True)
+        state = {**copies_of_plain_tensors(root), **buffers}
+        return structural_clone(root, parameters, state, on_trial=True)
 
     def _like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         with self._mode:

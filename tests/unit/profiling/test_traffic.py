@@ -247,6 +247,26 @@ def test_the_report_changes_nothing() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+class Counting(nn.Linear):
+    """Counts its forwards in a tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.kept = {"calls": torch.zeros(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["calls"] += 1
+        return super().forward(x)
+
+
+def test_the_report_leaves_tensors_in_plain_attributes_as_they_are() -> None:
+    counting = Counting()
+    model = nn.Sequential(counting, nn.Linear(3, 3))
+    with opened(model, torch.randn(8, 5), num_stages=2) as pipe:
+        pipe.traffic_report(torch.randn(8, 3), figures=V100)
+    assert counting.kept["calls"] == 0
+
+
 class ReadsAValue(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x[:, 0] > 0].sum(0, keepdim=True).expand_as(x) + x
