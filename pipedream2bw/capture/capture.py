@@ -176,9 +176,7 @@ class _Search:
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
     def _why_unfit(self, captured: Captured) -> str | None:
-        if captured.costs.difference is not None:
-            return f"the graph is another program than the model: {captured.costs.difference}"
-        return self.demand(captured)
+        return captured.costs.unfit or self.demand(captured)
 
     def _why_not(self, captured: Captured) -> str | None:
         reason, unknown = self._why_unfit(captured), _unknown(captured, self.names)
@@ -188,10 +186,13 @@ class _Search:
 
 
 def _checked(root: nn.Module, captured: Captured) -> Captured:
-    """Runs the model if a layer failed on fake tensors, to see whether the arguments are wrong.
+    """Refuses a model that no graph can stand for.
 
-    The model runs on copies of all that it may write to.
+    Where a layer failed on fake tensors the model runs, on copies of all that it may write to, to
+    see whether its arguments are wrong.
     """
+    if captured.costs.unfit is not None:
+        raise ValueError(f"the model ({type(root).__name__}): {captured.costs.unfit}")
     error = captured.costs.error
     if error is None:
         return captured

@@ -186,8 +186,8 @@ def build_captured(
     }
     examples = [leaf.example for leaf in signature.tensors]
     tensors = [*root.parameters(), *examples]
-    call = signature if how == "fx" else None  # the other ways run the model's own code
-    costs = dry_run(root, graph, names.attribute_of, examples, call=call)
+    compares = how == "fx"  # the other ways run the model's own code
+    costs = dry_run(root, graph, names.attribute_of, examples, call=signature, compares=compares)
     layers = [
         Layer(
             layer_name(node),

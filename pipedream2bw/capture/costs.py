@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,10 @@ from ..model.surroundings import torch_reports_silenced
 from ..model.trees import bytes_in, tensors_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
+from .carried_state import run_forward
+from .compare_by_running import compare_by_running, why_unfit
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_calls import OperatorCalls, Recorded, compare_by_running
+from .operator_calls import OperatorCalls, Recorded
 from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
@@ -83,8 +85,8 @@ class LayerCosts:
         unknown: names of the layers that could not be run on fake tensors.
         error: the first failure that may mean that the model refuses its arguments.
         hooked: names of the modules on which the graph's layers registered hooks.
-        difference: where the graph's operators differ from those that the model calls; None where
-            they do not, and where that was not asked for or cannot be known.
+        unfit: why the graph cannot stand for the model; None where it can, and where that was not
+            asked for or cannot be known.
     """
 
     forward: list[float] = dataclasses.field(default_factory=list)
@@ -104,7 +106,7 @@ class LayerCosts:
     unknown: list[str] = dataclasses.field(default_factory=list)
     error: Exception | None = None
     hooked: set[str] = dataclasses.field(default_factory=set)
-    difference: str | None = None
+    unfit: str | None = None
 
 
 def dry_run(
@@ -116,27 +118,35 @@ def dry_run(
     *,
     count_saved: bool = False,
     call: CallSignature | None = None,
+    compares: bool = False,
 ) -> LayerCosts:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
     Nothing is computed, and the model, its buffers and the random state stay as they are. A layer
     that fake tensors cannot run gets a cost in proportion to its parameters. ``figures`` turn
     operations and bytes into seconds. ``count_saved`` fills ``saved_bytes``; fewer operators run
-    then, because autograd makes no views. ``call`` has the model called, too, to find the
-    ``difference``; where fake tensors are not enough for that, copies of the model compute.
+    then, because autograd makes no views. ``call`` has the model called, too, to see whether its
+    forwards depend on earlier ones, and with ``compares`` whether they call the operators that the
+    graph calls; where fake tensors are not enough for that, copies of the model compute.
     """
     with torch_reports_silenced():
         dry = _DryRun(root, attribute_of, examples, figures=figures, count_saved=count_saved)
         if call is None:
             return dry.run(graph)
         calls = OperatorCalls()
-        costs = dry.run(graph, calls)
-        models = None if costs.unknown else dry.calls_of_model(call)
-        if models is not None:
-            costs.difference = calls.difference(models)
-        else:
-            difference, hooked = compare_by_running(root, graph, attribute_of, examples, call)
-            costs.difference = difference
+        costs = dry.run(graph, calls if compares else None)
+        named = [
+            attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")
+        ]
+        whole = [attribute.target for attribute in named if attribute.kind == "module"]
+        forward = None if costs.unknown else dry.run_model(call, whole)
+        if forward is not None:
+            models, carried = forward
+            costs.unfit = why_unfit(calls.difference(models) if compares else None, carried)
+        elif compares:
+            costs.unfit, hooked = compare_by_running(
+                root, graph, attribute_of, examples, call, whole
+            )
             costs.hooked |= hooked
         return costs
 
@@ -221,17 +231,15 @@ class _DryRun:
         self._result.hooked = hooked_by_forward(self._root, self._fake_root)
         return self._result
 
-    def calls_of_model(self, call: CallSignature) -> OperatorCalls | None:
+    def run_model(
+        self, call: CallSignature, whole: Collection[str]
+    ) -> tuple[OperatorCalls, str | None] | None:
         """None if the model's forward depends on values, or refuses its arguments."""
-        model, calls = self._clone(), OperatorCalls()
-        calls.begin(model, self._examples)
-        args, kwargs = call.rebuild(self._examples)
         try:
-            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True), Recorded(calls):
-                calls.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
+            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
+                return run_forward(self._clone(), self._examples, call, whole)
         except Exception:
             return None
-        return calls
 
     def _fake_parameter(self, old: nn.Parameter) -> Any:
         if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not

@@ -2,8 +2,7 @@
 
 Symbolic tracing takes the way through the model's Python code that stand-ins for tensors take.
 Where that looks at a value's type, or keeps something in an attribute of a value, the graph is
-another program. So both are run on fake tensors, and what they call is compared; or on real ones,
-where these cannot tell.
+another program. So both are run, and what they call is compared.
 """
 
 from __future__ import annotations
@@ -11,22 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..model.clone import trial_copy
-from ..model.hooks import hooked_by_forward
 from ..model.storages import storage_of
-from ..model.surroundings import random_state_kept
 from ..model.trees import tensors_in
-from .arguments import CallSignature
-from .attribute import Attribute
-from .tracing import reason_of
 
 
 @dataclasses.dataclass
@@ -51,9 +44,18 @@ class OperatorCalls:
     def begin(self, root: nn.Module, examples: Iterable[torch.Tensor]) -> None:
         """Names the tensors that there are before the run: those of the model and its arguments."""
         named = [*root.named_parameters(), *root.named_buffers()]
-        for name, tensor in [*named, *((f"input {i}", each) for i, each in enumerate(examples))]:
-            self._written.setdefault(storage_of(tensor), name)
-            self._alive.append(tensor)  # a storage's number is only unique while it lives
+        self.name([*named, *((f"input {i}", each) for i, each in enumerate(examples))])
+
+    def name(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Gives tensors their names; of several that share a storage the first one's stays."""
+        self._written |= {storage_of(tensor): name for name, tensor in reversed(named)}
+        self._alive += [
+            tensor for _, tensor in named
+        ]  # a storage's number is unique while it lives
+
+    def next(self) -> OperatorCalls:
+        """Those of a further run, which may take what this one has left."""
+        return OperatorCalls(_written=dict(self._written), _alive=list(self._alive))
 
     def add(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Adds a call that has returned ``result``."""
@@ -116,64 +118,3 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._calls.add(func, args, kwargs or {}, result)
         return result
-
-
-def compare_by_running(
-    root: nn.Module,
-    graph: fx.Graph,
-    attribute_of: Callable[[fx.Node], Attribute],
-    examples: Sequence[torch.Tensor],
-    call: CallSignature,
-) -> tuple[str | None, set[str]]:
-    """Runs a graph and its model on copies, where fake tensors would need values.
-
-    Returns:
-        How what the graph calls differs from what the model calls, None if it does not or if the
-        model refuses its arguments; and the names of the modules on which either registers hooks.
-    """
-
-    def calls_of(run: Callable[[nn.Module, list[torch.Tensor]], Any]) -> OperatorCalls:
-        clone = trial_copy(root)
-        tensors = [example.detach().clone() for example in examples]
-        calls = OperatorCalls()
-        calls.begin(clone, tensors)
-        with random_state_kept(), Recorded(calls):
-            calls.end(pytree.tree_leaves(run(clone, tensors)))
-        hooked.update(hooked_by_forward(root, clone))
-        return calls
-
-    def run_model(clone: nn.Module, tensors: list[torch.Tensor]) -> Any:
-        args, kwargs = call.rebuild(tensors)
-        return clone.forward(*args, **kwargs)
-
-    def run_graph(clone: nn.Module, tensors: list[torch.Tensor]) -> Any:
-        return _GraphRun(clone, graph, attribute_of).run(*tensors)
-
-    hooked: set[str] = set()
-    try:
-        models = calls_of(run_model)
-    except Exception:  # found out where the model is called for that
-        return None, hooked
-    try:
-        return calls_of(run_graph).difference(models), hooked
-    except Exception as error:
-        return f"it fails: {reason_of(error)}", hooked
-
-
-class _GraphRun(fx.Interpreter):
-    """Runs a graph whose attributes are those of a clone of the model."""
-
-    def __init__(
-        self, root: nn.Module, graph: fx.Graph, attribute_of: Callable[[fx.Node], Attribute]
-    ) -> None:
-        super().__init__(root, graph=graph)
-        self._root, self._attribute_of = root, attribute_of
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op not in ("call_module", "get_attr"):
-            return super().run_node(n)
-        found = self._attribute_of(n).found_in(self._root)
-        if n.op == "get_attr":
-            return found
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return found(*args, **kwargs)

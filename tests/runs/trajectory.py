@@ -93,8 +93,8 @@ def _dry_run_once(
     state = [*root.named_parameters(), *root.named_buffers(), *enumerate(examples)]
     described = [(n, t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for n, t in state]
     modes = [module.training for module in root.modules()]
-    compares = options.get("call") is not None
-    key = (task, str(graph), repr(described), tuple(modes), compares)
+    asked = (options.get("call") is not None, options.get("compares"))
+    key = (task, str(graph), repr(described), tuple(modes), asked)
     if key not in _costs:
         _costs[key] = dry_run(root, graph, attribute_of, examples, **options)
     return _costs[key]

@@ -1,0 +1,113 @@
+"""Whether a model computes with what an earlier forward left in its plain attributes.
+
+A graph has such a value as it was when the graph was made, and a module that stages call as a whole
+is there once for each weight version. So such models are refused. A cache that the first forward
+fills, a counter with which nothing is computed, and what is kept for somebody else to read, are
+none of these: the second and the third forward call the same operators on the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .arguments import CallSignature
+from .operator_calls import OperatorCalls, Recorded
+
+
+@dataclasses.dataclass
+class PlainAttributes:
+    """What the modules of a model hold in attributes that are neither weights nor buffers.
+
+    Attributes:
+        model: the model, as it is now.
+        whole: names of modules that stages call as a whole. What these put into a list, a
+            dictionary or a tensor, all copies of the module share: the attribute alone counts.
+        tensors: those found, each under a name that it loses when it is written to.
+        shown: by attribute, what tells its value from others.
+    """
+
+    model: nn.Module
+    whole: Collection[str]
+    tensors: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list, repr=False)
+    shown: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _alive: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, module in self.model.named_modules():
+            depth = 0 if any(f"{name}.".startswith(f"{each}.") for each in self.whole) else 3
+            for attribute, value in vars(module).items():
+                if attribute not in _REGISTERED and "_hooks" not in attribute:
+                    path = f"{name}.{attribute}" if name else attribute
+                    self.shown[path] = self._shown(value, depth)
+
+    def changed(self) -> list[str]:
+        """Names the attributes that are no longer what they were."""
+        now = PlainAttributes(self.model, self.whole).shown
+        return [name for name, shown in now.items() if shown != self.shown.get(name, _Absent)]
+
+    def _shown(self, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if depth and isinstance(value, (list, tuple)):
+            return [self._shown(item, depth - 1) for item in value]
+        if depth and isinstance(value, dict):
+            return {id(key): self._shown(item, depth - 1) for key, item in value.items()}
+        self._alive.append(value)  # so that nothing else gets its id
+        if not isinstance(value, torch.Tensor):
+            return id(value)
+        writes = 0 if value.is_inference() else value._version
+        self.tensors.append((f"tensor {id(value)}, {writes}", value))
+        return id(value), writes if depth else 0
+
+
+_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
+
+
+class _Absent:
+    pass
+
+
+def run_forward(
+    model: nn.Module, examples: Sequence[torch.Tensor], call: CallSignature, whole: Collection[str]
+) -> tuple[OperatorCalls, str | None]:
+    """Runs the forward of a clone on trial.
+
+    Args:
+        model: the clone.
+        examples: the tensors of ``call``.
+        call: the example call.
+        whole: as in :class:`PlainAttributes`.
+
+    Returns:
+        What the forward calls, and by which attributes it depends on earlier ones, None by none.
+        That takes two further runs if the first has changed an attribute.
+    """
+
+    def run(calls: OperatorCalls) -> OperatorCalls:
+        calls.begin(model, examples)
+        args, kwargs = call.rebuild(list(examples))
+        with Recorded(calls):
+            calls.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
+        return calls
+
+    def run_after(earlier: OperatorCalls, attributes: PlainAttributes) -> OperatorCalls:
+        calls = earlier.next()
+        calls.name(attributes.tensors)
+        return run(calls)
+
+    before = PlainAttributes(model, whole)
+    first = run(OperatorCalls())
+    if not before.changed():
+        return first, None
+    second = run_after(first, PlainAttributes(model, whole))
+    between = PlainAttributes(model, whole)
+    third = run_after(second, between)
+    names = between.changed()
+    differs = names and third.difference(second) is not None
+    return first, ", ".join(names) if differs else None
