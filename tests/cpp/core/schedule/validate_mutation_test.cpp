@@ -4,6 +4,7 @@
 #include "core/schedule/validate.h"
 #include "made_schedules.h"
 #include "raises.h"
+#include "sanitized.h"
 #include "schedule_execution.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +46,8 @@ Schedule two_stages_a_rank() {
 
 std::vector<Schedule> small_schedules() {
   std::vector<Schedule> schedules = {two_stages_a_rank()};
-  for (const Schedule& each : testing::made_schedules(2, 3)) schedules.push_back(each);
+  const int most = testing::kSanitized ? 2 : 3;
+  for (const Schedule& each : testing::made_schedules(2, most)) schedules.push_back(each);
   for (const char* name : {"2bw", "2bw_split", "1f1b"}) {
     schedules.push_back(make_schedule(name, 3, 3));
   }
