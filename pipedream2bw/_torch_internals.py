@@ -65,12 +65,14 @@ LATER = {
     "arguments of a graph are weights",
     "torch._inductor.cpp_builder.get_cpp_compiler": "compile=: whether there is a compiler",
     "torch._inductor.exc.InvalidCxxCompiler": "compile=: whether there is a compiler",
+    "torch._subclasses.fake_impls.conv": "captures by Dynamo: numbers of rows of convolutions",
     "torch.ops.higher_order.autograd_function_apply": "captures by Dynamo: custom backwards",
 }
 """Names in modules that take seconds to import, or that few use; where they are missing, that use
 fails."""
 
 OF_OBJECTS = {
+    "guard.sloc.framework_loc": "captures by Dynamo: numbers of rows of convolutions",
     "module._backward_hooks": "hooks of modules: which are there, and shared by clones",
     "module._backward_pre_hooks": "hooks of modules",
     "module._buffers": "buffers, which modules may replace",

@@ -24,7 +24,9 @@ class ShapeRule:
         if symbolic:
             environment = symbolic[0].node.shape_env
             conditions = [
-                guard.expr.xreplace(environment.replacements) for guard in environment.guards
+                guard.expr.xreplace(environment.replacements)
+                for guard in environment.guards
+                if not _chooses_a_library(guard)
             ]
             # Numbers of rows come in all sizes. That they are not by chance as large as something
             # else is what torch.export takes for granted, and nothing that the program needs.
@@ -72,6 +74,20 @@ class ShapeRule:
                 shapes = [list(shape) for _, shape in given.values()]
                 return f"shapes {shapes} of the arguments: valid only if {condition}"
         return None
+
+
+def _chooses_a_library(guard: Any) -> bool:
+    """Whether a fake convolution asked by which library a real one of its size is computed.
+
+    It wants to know the strides of the result, for which the program does not care.
+    """
+    from torch._subclasses import fake_impls  # where there are guards it is imported
+
+    asked, convolution = guard.sloc.framework_loc, fake_impls.conv.__code__
+    return (getattr(asked, "filename", ""), getattr(asked, "name", "")) == (
+        convolution.co_filename,
+        convolution.co_name,
+    )
 
 
 def _expression(size: Any) -> Any:

@@ -46,12 +46,27 @@ def test_the_name_is_in_torch(name: str) -> None:
     found(name)
 
 
+def guard_of_rows() -> Any:
+    """What torch notes where code looks at an open size."""
+    example = torch.zeros(3, 1)
+    torch._dynamo.mark_dynamic(example, 0)
+    found = []
+
+    def note(module: Any, inputs: list[Any]) -> Any:
+        found.extend(inputs[0].node.shape_env.guards)
+        return module.forward
+
+    torch.compile(lambda x: x + 1 if x.shape[0] > 2 else x, backend=note)(example)
+    return found[0]
+
+
 @pytest.fixture(scope="module")
 def objects() -> dict[str, Any]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     optimizer.step()
     return {
+        "guard": guard_of_rows(),
         "module": nn.Linear(1, 1),
         "operator": torch.ops.aten.add.Tensor,
         "optimizer": optimizer,
@@ -62,8 +77,10 @@ def objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OF_OBJECTS)
 def test_the_object_has_the_attribute(name: str, objects: dict[str, Any]) -> None:
-    kind, attribute = name.split(".")
-    assert hasattr(objects[kind], attribute)
+    kind, *attributes = name.split(".")
+    value = objects[kind]
+    for attribute in attributes:
+        value = getattr(value, attribute)
 
 
 @pytest.mark.parametrize("name", IN_HEADERS)

@@ -157,6 +157,41 @@ def test_an_autograd_function_without_gradients_is_exported() -> None:
     assert captured.how == "export"
 
 
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.unsqueeze(1))
+        for _ in range(x.shape[2] // 2):  # which torch.fx cannot count
+            x = Reversed.apply(x)
+        return self.last(x).squeeze(1)
+
+
+@pytest.mark.parametrize(("captured", "trained"), [(32, 2), (2, 32)])
+def test_a_microbatch_may_have_rows_for_which_another_library_convolves(
+    captured: int, trained: int
+) -> None:
+    model = Convolves()
+    alone = copy.deepcopy(model)
+    x = torch.randn(2 * trained, WIDTH)
+    with pd2.PipelineModule(
+        model,
+        F.mse_loss,
+        num_stages=2,
+        num_microbatches=2,
+        schedule="1f1b",
+        example_args=(torch.randn(captured, WIDTH),),
+        timeout=60.0,
+    ) as pipe:
+        assert "captured by dynamo" in repr(pipe)
+        loss = pipe.train_step(x, target=torch.zeros_like(x))
+        parts = x.split(trained)
+        expected = sum(F.mse_loss(alone(part), torch.zeros_like(part)) for part in parts) / 2
+        assert float(loss) == float(expected)
+
+
 class AssignsBuffer(CustomBackward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.shift = self.shift + 1
