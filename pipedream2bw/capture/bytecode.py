@@ -277,4 +277,4 @@ def _qualified(name: str) -> str:
     """The name of a module as the model knows it: of ``L['self']._modules['blocks'][0]`` it is
     ``blocks.0``."""
     plain = re.sub(r"\['?([^'\]]+)'?\]", r".\1", name)
-    return ".".join(part for part in plain.split(".")[2:] if part != "_modules")
+    return ".".join(part for part in plain.split(".")[2:] if part not in ("_modules", "__dict__"))

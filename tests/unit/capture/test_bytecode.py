@@ -12,6 +12,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from pipedream2bw.capture.capture import capture
+from pipedream2bw.capture.captured import first_layers
 
 WIDTH = 4
 
@@ -141,11 +142,19 @@ def test_the_capture_says_why_it_is_not_an_export(kind: type[nn.Module], reason:
     assert "_backwards_kept" not in repr(getattr(apply, "__func__", apply))
 
 
-def test_stages_may_begin_at_modules() -> None:
-    model = CustomBackward()
+class OwnLookup(CustomBackward):
+    """Looks attributes up by itself, as diffusers' models do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [CustomBackward, OwnLookup])
+def test_stages_may_begin_at_modules(kind: type[nn.Module]) -> None:
     x = torch.randn(4, WIDTH)
-    captured = capture(model, num_stages=2, split=["last"], example_args=(x,))
+    captured = capture(kind(), num_stages=2, split=["last"], example_args=(x,))
     assert captured.how == "dynamo"
+    assert "last" in first_layers(captured)
 
 
 def test_an_autograd_function_without_gradients_is_exported() -> None:
