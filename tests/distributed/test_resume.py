@@ -52,12 +52,10 @@ def ended_early(setting: Setting, life: Life, folder: Path) -> list[RankResult]:
     "name",
     [
         "2bw muon, error feedback",
-        "chimera",
         "replicas of 4 and 2 microbatches",
-        "shares of one parameter",
         "V's, shares of the state",
         # A loss scale in threads: test_save_and_load.py.
-        *exhaustive("loss scale", "shares of the state"),
+        *exhaustive("chimera", "loss scale", "shares of one parameter", "shares of the state"),
     ],
 )
 def test_a_killed_run_goes_on_with_the_bits_of_an_undisturbed_one(

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import exhaustive
+
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = sorted((ROOT / "csrc" / "kernels" / "cuda").glob("*.cu"))
-ARCHITECTURES = (80, 90, 120)  # of those that setup.py builds for: compiling takes seconds each
+# Of those that setup.py builds for: compiling takes half a minute each.
+ARCHITECTURES = (90, *exhaustive(80, 120))
 
 # With bfloat16 gradients.
 NARROW = ("kBfloat16, narrow", "SplitWeights, narrow")
