@@ -9,7 +9,8 @@ difference is that of all weights over how far they went: a product's last bit i
 bits there. A model is refused if the package says why it cannot take it. There is "no truth" where
 the unsplit model's training is another one when it is repeated, or differs by a third as much when
 its weights begin with other last bits. Each runs in a process of its own, which has a time limit,
-or in as many as there are stages.
+or in as many as there are stages. With --compile models are in eval mode: compiled stages draw
+random numbers of their own.
 
     python benchmarks/models/survey.py [--only NAMES] [--stages N] [--processes] [--precision bf16]
                                        [--compile] [--limit SECONDS] [--outcomes PATH]
@@ -116,7 +117,7 @@ def examine(name: str, model: Model, options: argparse.Namespace) -> Outcome:
     torch.manual_seed(0)
     num_microbatches = max(NUM_MICROBATCHES, options.stages)
     try:
-        module = model.build().train()
+        module = model.build().train(not options.compile)  # which draws other random numbers
         batches = [model.example(ROWS * num_microbatches) for _ in range(BATCHES)]
         reference = copy.deepcopy(module)
         copy.deepcopy(module)(*copy.deepcopy(batches[0][0]), **batches[0][1])
@@ -327,7 +328,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--processes", action="store_true", help="one for each stage")
     parser.add_argument("--precision", choices=DTYPES, help="as PipelineModule takes it")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the stages, in eval mode")
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="of a model; %(default)s"
     )
