@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.models.table import table
 
 ROOT = Path(__file__).resolve().parents[3]
-SURVEYS = ("threads", "four", "bf16")
+SURVEYS = ("threads", "four", "eight", "processes", "bf16", "compiled")
 
 
 def survey(*found: dict[str, Any], **options: Any) -> dict[str, Any]:
