@@ -8,6 +8,7 @@ none of these: the second and the third forward call the same operators on the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -74,7 +75,12 @@ class _Absent:
 
 
 def run_forward(
-    model: nn.Module, examples: Sequence[torch.Tensor], call: CallSignature, whole: Collection[str]
+    model: nn.Module,
+    examples: Sequence[torch.Tensor],
+    call: CallSignature,
+    whole: Collection[str],
+    *,
+    records: bool = True,
 ) -> tuple[OperatorCalls, str | None]:
     """Runs the forward of a clone on trial.
 
@@ -83,16 +89,17 @@ def run_forward(
         examples: the tensors of ``call``.
         call: the example call.
         whole: as in :class:`PlainAttributes`.
+        records: whether what the first forward calls is asked for, which takes a while.
 
     Returns:
         What the forward calls, and by which attributes it depends on earlier ones, None by none.
         That takes two further runs if the first has changed an attribute.
     """
 
-    def run(calls: OperatorCalls) -> OperatorCalls:
+    def run(calls: OperatorCalls, *, records: bool = True) -> OperatorCalls:
         calls.begin(model, examples)
         args, kwargs = call.rebuild(list(examples))
-        with Recorded(calls):
+        with Recorded(calls) if records else contextlib.nullcontext():
             calls.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
         return calls
 
@@ -102,7 +109,7 @@ def run_forward(
         return run(calls)
 
     before = PlainAttributes(model, whole)
-    first = run(OperatorCalls())
+    first = run(OperatorCalls(), records=records)
     if not before.changed():
         return first, None
     second = run_after(first, PlainAttributes(model, whole))

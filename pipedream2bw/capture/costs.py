@@ -139,7 +139,7 @@ def dry_run(
             attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")
         ]
         whole = [attribute.target for attribute in named if attribute.kind == "module"]
-        forward = None if costs.unknown else dry.run_model(call, whole)
+        forward = None if costs.unknown else dry.run_model(call, whole, records=compares)
         if forward is not None:
             models, carried = forward
             costs.unfit = why_unfit(calls.difference(models) if compares else None, carried)
@@ -232,12 +232,12 @@ class _DryRun:
         return self._result
 
     def run_model(
-        self, call: CallSignature, whole: Collection[str]
+        self, call: CallSignature, whole: Collection[str], *, records: bool
     ) -> tuple[OperatorCalls, str | None] | None:
         """None if the model's forward depends on values, or refuses its arguments."""
         try:
             with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
-                return run_forward(self._clone(), self._examples, call, whole)
+                return run_forward(self._clone(), self._examples, call, whole, records=records)
         except Exception:
             return None
 
