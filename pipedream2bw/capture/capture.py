@@ -21,6 +21,7 @@ from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
 from .captured import Captured, build_captured, first_layers, layer_parameter_bytes
+from .carried_state import note_changes
 from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
 from .exporting import export
 from .shape_rule import ShapeRule
@@ -122,11 +123,14 @@ class _Search:
             scratch = structural_clone(root, {}, buffers, on_trial=True)
             leaves: dict[str, str] = {}
             rule: ShapeRule | None = None
+            has_changed: Callable[[], bool] = _unknown_changes
             try:
                 if how == "fx":
                     module = scratch
                     graph, leaves = trace(scratch, signature)
                 else:
+                    if how == "export":
+                        has_changed = note_changes(scratch)
                     make = export if how == "export" else read_bytecode
                     graph, module, rule = make(
                         scratch, signature, self.replicated, dynamic_shapes=self.dynamic_shapes
@@ -137,7 +141,15 @@ class _Search:
             as_a_whole = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
             notes = [*self.reasons, *as_a_whole]
             build = functools.partial(
-                build_captured, root, how, graph, signature, notes, module, rule
+                build_captured,
+                root,
+                how,
+                graph,
+                signature,
+                notes,
+                module,
+                rule,
+                changes_attributes=has_changed(),
             )
             sizes = layer_parameter_bytes(root, graph, module)
             if len(sizes) < self.num_stages:
@@ -251,6 +263,10 @@ def _why_not_sequential(
 def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
     known = first_layers(captured)
     return [name for name in names if name not in known]
+
+
+def _unknown_changes() -> bool:
+    return True
 
 
 def _found(captured: Captured) -> Captured:

@@ -159,6 +159,8 @@ def build_captured(
     notes: Sequence[str],
     traced: nn.Module | None = None,
     shape_rule: ShapeRule | None = None,
+    *,
+    changes_attributes: bool = True,
 ) -> Captured:
     """Finds out what the layers of ``graph`` use and cost.
 
@@ -170,6 +172,7 @@ def build_captured(
         signature: the tensors of the example call.
         traced: the module that has the graph's other names; ``root`` if there are none.
         shape_rule: as in :class:`Captured`.
+        changes_attributes: whether a forward of the model may change attributes of its modules.
     """
     names = _Names(root, _constants(root, graph, traced or root))
     gather_lookups(graph, names.module_of, lambda node: names.used_by(node)[0])
@@ -187,7 +190,8 @@ def build_captured(
     examples = [leaf.example for leaf in signature.tensors]
     tensors = [*root.parameters(), *examples]
     compares = how == "fx"  # the other ways run the model's own code
-    costs = dry_run(root, graph, names.attribute_of, examples, call=signature, compares=compares)
+    call = signature if compares or changes_attributes else None
+    costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
     layers = [
         Layer(
             layer_name(node),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,24 @@ _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
 class _Absent:
     pass
+
+
+def note_changes(model: nn.Module) -> Callable[[], bool]:
+    """Makes a clone notice, from now on, whether its forward changes an attribute.
+
+    For torch.export, which runs the forward anyway, and puts attributes back.
+    """
+    forward, found = model.forward, []
+
+    @functools.wraps(forward)
+    def noticing(*args: Any, **kwargs: Any) -> Any:
+        before = PlainAttributes(model, ())
+        result = forward(*args, **kwargs)
+        found.append(bool(before.changed()))
+        return result
+
+    model.forward = noticing
+    return lambda: any(found)
 
 
 def run_forward(
