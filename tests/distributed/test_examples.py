@@ -175,7 +175,7 @@ def test_scripts_name_options_that_the_example_has(script: str) -> None:
     subprocess.run([shell, "-n", str(EXAMPLES / script)], check=True)
     called = text.partition("train_gpt.py --stages")[2].partition("'")[0]
     options = set(re.findall(r"--[a-z-]+", "--stages" + called))
-    source = (EXAMPLES / "train_gpt.py").read_text(encoding="utf-8")
+    source = (EXAMPLES / "gpt_options.py").read_text(encoding="utf-8")
     assert options
     assert options <= set(re.findall(r'add\("(--[a-z-]+)"', source))
 
