@@ -123,7 +123,7 @@ class _Search:
             scratch = structural_clone(root, {}, buffers, on_trial=True)
             leaves: dict[str, str] = {}
             rule: ShapeRule | None = None
-            has_changed: Callable[[], bool] = _unknown_changes
+            has_changed: Callable[[], bool] | None = None
             try:
                 if how == "fx":
                     module = scratch
@@ -149,7 +149,7 @@ class _Search:
                 notes,
                 module,
                 rule,
-                changes_attributes=has_changed(),
+                changes_attributes=has_changed is None or has_changed(),
             )
             sizes = layer_parameter_bytes(root, graph, module)
             if len(sizes) < self.num_stages:
@@ -263,10 +263,6 @@ def _why_not_sequential(
 def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
     known = first_layers(captured)
     return [name for name in names if name not in known]
-
-
-def _unknown_changes() -> bool:
-    return True
 
 
 def _found(captured: Captured) -> Captured:

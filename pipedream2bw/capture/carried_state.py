@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..model.replacing import attributes_of
 from .arguments import CallSignature
 from .operator_calls import OperatorCalls, Recorded
 
@@ -43,15 +44,16 @@ class PlainAttributes:
     def __post_init__(self) -> None:
         for name, module in self.model.named_modules():
             depth = 0 if any(f"{name}.".startswith(f"{each}.") for each in self.whole) else 3
-            for attribute, value in vars(module).items():
-                if attribute not in _REGISTERED and "_hooks" not in attribute:
+            for attribute, value in attributes_of(module):
+                if attribute not in ("_parameters", "_buffers"):
                     path = f"{name}.{attribute}" if name else attribute
                     self.shown[path] = self._shown(value, depth)
 
     def changed(self) -> list[str]:
         """Names the attributes that are no longer what they were."""
         now = PlainAttributes(self.model, self.whole).shown
-        return [name for name, shown in now.items() if shown != self.shown.get(name, _Absent)]
+        before = self.shown
+        return [name for name in now if name not in before or now[name] != before[name]]
 
     def _shown(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -66,13 +68,6 @@ class PlainAttributes:
         writes = 0 if value.is_inference() else value._version
         self.tensors.append((f"tensor {id(value)}, {writes}", value))
         return id(value), writes if depth else 0
-
-
-_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
-
-
-class _Absent:
-    pass
 
 
 def note_changes(model: nn.Module) -> Callable[[], bool]:

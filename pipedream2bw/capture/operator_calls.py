@@ -49,12 +49,11 @@ class OperatorCalls:
     def name(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Gives tensors their names; of several that share a storage the first one's stays."""
         self._written |= {storage_of(tensor): name for name, tensor in reversed(named)}
-        self._alive += [
-            tensor for _, tensor in named
-        ]  # a storage's number is unique while it lives
+        # A storage's number is only unique while it lives.
+        self._alive += [tensor for _, tensor in named]
 
     def next(self) -> OperatorCalls:
-        """Those of a further run, which may take what this one has left."""
+        """Makes the record of a further run, which may take what this run has left."""
         return OperatorCalls(_written=dict(self._written), _alive=list(self._alive))
 
     def add(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:

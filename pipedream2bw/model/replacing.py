@@ -56,7 +56,7 @@ def replace_tensors(
         return new_of(item) if isinstance(item, torch.Tensor) else item
 
     for module in modules:
-        for name, value in _attributes(module):
+        for name, value in attributes_of(module):
             vars(module)[name] = replaced(value, replace, in_place=True)
 
 
@@ -66,7 +66,7 @@ def tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     These are the tensors that :func:`replace_tensors` replaces.
     """
     found: list[tuple[str, torch.Tensor]] = []
-    for name, value in _attributes(module):
+    for name, value in attributes_of(module):
 
         def see(item: Any, name: str = name) -> Any:
             if isinstance(item, torch.Tensor):
@@ -77,7 +77,8 @@ def tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Lists what a module holds by itself, but for its hooks: names of attributes, and values."""
     return [
         (name, value)
         for name, value in vars(module).items()
