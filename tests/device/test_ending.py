@@ -136,12 +136,15 @@ def fail_in_turn(
     device = join(rank, drains=0.05)
     checked.set_timeout(60.0)
     seen = []
+    together = dist.new_group(backend="gloo")
     with mock.patch.object(channels, "make_device_ring", return_value=None):
         for schedule in schedules:
             for number, how in enumerate(ends):
                 victim = number % world
                 told = one_fails(rank, device, schedule, how, victim)
                 seen.append({"case": f"{schedule}, {how}", "victim": victim, **told})
+                # Ranks end seconds apart, and the next pipeline waits TIMEOUT for all to join.
+                dist.barrier(together)
     dist.destroy_process_group()
     return seen
 
