@@ -20,7 +20,8 @@
 #   make wheel       a wheel for the torch in $(VENV), and the source distribution, in dist/
 #   make wheel-test  installs that wheel into a fresh environment with torch alone and uses it,
 #                    then builds the source distribution there
-#   make matrix      builds and tests with the torch that TORCH=2.9.1 names (docs/torch_internals.md)
+#   make matrix      builds and tests with the torch that TORCH=2.9.1 names, or TORCH=newest
+#                    (docs/torch_internals.md)
 #   make study       how 2BW, the remedies for its delay and each precision converge
 #   make clean       removes what was built; distclean the virtual environment too
 

@@ -1,6 +1,6 @@
 """Builds and tests the package with other releases of torch: ``make matrix TORCH=2.9.1``.
 
-    python tests/torch_matrix.py 2.9.1 2.15.0 --python python3.12 --keep
+    python tests/torch_matrix.py 2.9.1 newest --python python3.12 --keep
 
 Each release is installed into a fresh environment below build/matrix, as the package index has it
 (for CUDA, of which nothing is needed here); there a copy of this source tree is built and its core
@@ -21,6 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+NEWEST = "newest"
 NEEDED = ("setuptools>=77", "wheel", "ninja", "numpy")
 FOR_TESTS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors")
 # What depends most on torch: its names, captures, compilers, autograd, process groups, its
@@ -62,7 +63,8 @@ class Run:
         self.log.write_text("")
         if not (self.bin / "python").exists():
             subprocess.run([self.python, "-m", "venv", self.folder / "venv"], check=True)
-        installs = self.pip("--no-cache-dir", f"torch=={self.torch}", *NEEDED, *FOR_TESTS)
+        release = "torch" if self.torch == NEWEST else f"torch=={self.torch}"
+        installs = self.pip("--no-cache-dir", release, *NEEDED, *FOR_TESTS)
         self.copy_sources()
         start = time.monotonic()
         builds = installs and self.pip("--no-build-isolation", "-e", ".")
@@ -163,7 +165,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("torch", nargs="+", help="releases, such as 2.9.1")
+    parser.add_argument("torch", nargs="+", help=f"releases, such as 2.9.1, or {NEWEST!r}")
     parser.add_argument("--python", default=sys.executable, help="of which environments are made")
     parser.add_argument("--keep", action="store_true", help="do not remove the environments")
     given = parser.parse_args()
