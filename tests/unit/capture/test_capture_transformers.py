@@ -147,6 +147,16 @@ MODELS = {
 SIMPLER = ("gpt2-mask", "llama")
 
 
+def test_an_export_does_not_note_where_operators_are_called() -> None:
+    config = pytest.importorskip("torch.fx.config")
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        pytest.skip("this torch has no such setting")
+    captured = capture(gpt2(), num_stages=2, example_args=(tokens(2),))
+    assert captured.how == "export"
+    assert not any("modeling_gpt2" in (node.stack_trace or "") for node in captured.graph.nodes)
+    assert config.do_not_emit_stack_traces is False
+
+
 @pytest.mark.parametrize(
     # Others have masks, and other models of theirs are trained.
     "name",
