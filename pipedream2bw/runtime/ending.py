@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import traceback
 import weakref
 from collections.abc import Iterator
 from typing import NoReturn
 
 from ..errors import PeerLost, RemoteTraceback, StageError, reworded
+from .interrupts import last_uncaught
 from .local_stages import LocalStages
 
 
@@ -132,7 +132,7 @@ class Ending:
         """Work that others wait for is finished first."""
         if self._ended_by is not None:
             return
-        error = getattr(sys, "last_value", None)
+        error = last_uncaught()
         reason = "the program ended"
         if error is not None:
             reason += f" with {type(error).__name__}: {error}"

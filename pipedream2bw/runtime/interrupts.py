@@ -33,10 +33,9 @@ def interrupts_later() -> Iterator[None]:
             before(*came[0])
 
 
-def last_interrupt() -> KeyboardInterrupt | None:
-    """The last exception that nobody caught, if it is an interrupt.
+def last_uncaught() -> BaseException | None:
+    """The last exception that nobody caught, such as an interrupt.
 
     IPython and Python's own prompt keep it, as programs go on there.
     """
-    error = getattr(sys, "last_value", None)
-    return error if isinstance(error, KeyboardInterrupt) else None
+    return getattr(sys, "last_value", None)

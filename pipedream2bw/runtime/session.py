@@ -22,7 +22,7 @@ from .discarding import Discarding
 from .ending import Ending
 from .given import Call, Given, Microbatches
 from .intake import Intake
-from .interrupts import interrupts_later, last_interrupt
+from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
@@ -87,7 +87,7 @@ class Session:
         self.num_train_steps = 0
         self.optimizer: Callable[[], object] = lambda: None
         self.discarding = Discarding(stages, accumulation)
-        self._interrupt_before = last_interrupt()  # when the last train_step was submitted
+        self._uncaught_before = last_uncaught()  # when the last train_step was submitted
         self.wishes = Wishes()
         self._num_evaluations = 0
         self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
@@ -122,7 +122,7 @@ class Session:
             is_train: whether the modules are in train mode.
         """
         self.ending.check_open()
-        self._discard_interrupted()
+        self._discard_left()
         with self.ending.failing_closes():
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
@@ -134,7 +134,7 @@ class Session:
             self._mode_of_last_step = is_train
             with self._interruptible_later():
                 slot = self._submit(given, mode, microbatches)
-                self._interrupt_before = last_interrupt()
+                self._uncaught_before = last_uncaught()
             return slot
 
     def _submit(self, given: Given, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
@@ -303,17 +303,18 @@ class Session:
                 raise
         return tuple(range(first, last))
 
-    def _discard_interrupted(self) -> None:
-        """Discards a batch if its step is missing because of an interrupt since.
+    def _discard_left(self) -> None:
+        """Discards a batch if its step is missing and an interrupt, or an error, came since.
 
         Nobody has caught it, and the program has gone on: so it is a notebook or Python's prompt.
         """
-        interrupt, is_between = last_interrupt(), self.accumulation.is_between_batches
-        if interrupt in (None, self._interrupt_before) or self.grid.in_processes or is_between:
+        error, is_between = last_uncaught(), self.accumulation.is_between_batches
+        if error in (None, self._uncaught_before) or self.grid.in_processes or is_between:
             return
         discarded = ", ".join(map(str, self.discard_batch()))
         warnings.warn(
-            f"train_steps {discarded}, interrupted before their opt.step(), were discarded",
+            f"train_steps {discarded}, left by {type(error).__name__} before their opt.step(), "
+            "were discarded",
             stacklevel=4,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -210,6 +211,26 @@ def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:
     assert_same_state(pipe.state_dict(), want.state_dict())
     pipe.close()
     want.close()
+
+
+def test_a_batch_that_was_left_is_discarded_whatever_failed_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupt ends a cell between train_step and step; then another cell fails, too."""
+    x, y = batches(1, ROWS)[0].args[0], batches(1, ROWS)[0].target
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pd2.PipelineModule(layers, mse_loss, num_microbatches=2, example_args=(x[:2],)) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.train_step(x, target=y)
+        monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+        monkeypatch.setattr(sys, "last_value", NameError("typed wrong"))
+        with pytest.warns(UserWarning, match=r"train_steps 0, left by NameError before their"):
+            loss = pipe.train_step(x, target=y)
+        opt.step()
+        assert float(loss) > 0
+        pipe.train_step(x, target=y)
+        with pytest.raises(ValueError, match=r"opt\.step\(\): 1 calls for 2 train_steps"):
+            pipe.train_step(x, target=y)  # nothing came since
 
 
 class InterruptedAfterTheFirst(list[Any]):
