@@ -118,12 +118,14 @@ class _Look:
         return None, found
 
     def _wait_until_visible(self) -> None:
-        begin = time.monotonic()
-        while self._rank != 0 and not self._folder.holds(name_of(self._step), MANIFEST):
+        begin, name = time.monotonic(), name_of(self._step)
+        # The folder of a checkpoint appears with its manifest in it, but for object stores.
+        sign = (name,) if self._folder.is_local else (name, MANIFEST)
+        while self._rank != 0 and not self._folder.holds(*sign):
             if time.monotonic() - begin > _VISIBLE_SECONDS:
                 raise ValueError(
-                    f"{self._folder.path}: rank 0 sees {name_of(self._step)}, rank {self._rank} "
-                    "does not: it must be one folder for all processes"
+                    f"{self._folder.path}: rank 0 sees {name}, rank {self._rank} does not: it "
+                    "must be one folder for all processes"
                 )
             time.sleep(0.5)
 

@@ -84,10 +84,17 @@ class Folder:
 
     @_errors_of_the_system()
     def steps(self) -> list[int]:
-        """The checkpoints that have a manifest, newest first."""
+        """The checkpoints, newest first.
+
+        One of this machine that has files and no manifest is among them: it has lost it, and is
+        damaged. In an object store such a one may not have ended, or is being removed.
+        """
         found = (_STEP.fullmatch(name) for name in self._names())
         steps = [int(match[1]) for match in found if match]
-        return sorted((step for step in steps if self.is_whole(step)), reverse=True)
+        there = (
+            s for s in steps if self.is_whole(s) or (self.is_local and self._names(name_of(s)))
+        )
+        return sorted(there, reverse=True)
 
     def is_whole(self, step: int) -> bool:
         """Whether a checkpoint has a manifest."""

@@ -111,7 +111,7 @@ class Frequency:
 
     def state_dict(self) -> dict[str, int | None]:
         """What was learnt."""
-        return {"batches": self.batches}
+        return {"batches": self.batches if self.is_auto else None}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Goes on with what was learnt."""

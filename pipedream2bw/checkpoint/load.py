@@ -61,11 +61,13 @@ def load(
 
     Args:
         path: the folder that was given to ``save``.
-        opt: the pipeline's optimizer; None: weights alone, of which others may be frozen than were.
+        opt: the pipeline's optimizer; None: weights alone, of which others may be frozen than were;
+            the checkpoint's schedulers, data and kind of random numbers need not be the pipeline's.
         step: which checkpoint; the newest if None.
         data, schedulers, extra: as they were saved; objects get their state back, before anything
             of the pipeline changes. If one refuses it, on any rank, all get back what they had.
-        generators: whether Python's, NumPy's and torch's default random numbers go on, too.
+        generators: whether Python's, NumPy's and torch's default random numbers go on, too, where
+            as many ranks and replicas saved them.
 
     Returns:
         The values of ``extra`` that are no objects with a state, by name.
@@ -132,7 +134,8 @@ class _Prepared:
             source.check_file(file_name, sums=False)
         if opt is not None and manifest.optimizer is None:
             raise ValueError("opt: given, the checkpoint has none: it was saved without")
-        if (manifest.random_seed is None) != (session.random_seed is None):
+        is_alone = opt is None
+        if not is_alone and (manifest.random_seed is None) != (session.random_seed is None):
             kinds = [
                 "torch" if seed is None else "keyed"
                 for seed in (session.random_seed, manifest.random_seed)
@@ -163,12 +166,13 @@ class _Prepared:
         self._shared = _shared_of(shared) if opt is not None else None
         if opt is not None and self._shared is not None:
             opt.check_cut(self._shared)
-        if len(schedulers) != len(beside.schedulers):
+        asks_for_all = not is_alone or bool(beside.schedulers)
+        if asks_for_all and len(schedulers) != len(beside.schedulers):
             raise ValueError(
                 f"schedulers: {len(beside.schedulers)}, the checkpoint has {len(schedulers)}"
             )
-        self._schedulers, self._data = schedulers, data
-        if (data is None) != (beside.data is None):
+        self._schedulers, self._data = schedulers if asks_for_all else (), data
+        if (data is None) != (beside.data is None) and not (is_alone and beside.data is None):
             raise ValueError(
                 f"data: {'None' if beside.data is None else 'given'}, the checkpoint was saved "
                 f"{'without' if data is None else 'with'} it"
@@ -338,7 +342,11 @@ class _Prepared:
             given.give("generators", self._generators, set_generators, generator_states)
 
     def _sets(self, generators: bool) -> bool:
-        return generators and self._session.control.size == len(self._source.manifest.ranks)
+        """Whether each rank has generators of its own in the checkpoint."""
+        parts, grid = self._source.manifest.ranks, self._session.grid
+        replicas = {part.replica for part in parts}
+        sizes = (self._session.control.size, grid.width)
+        return generators and sizes == (len(parts), len(replicas))
 
     def load(self, *, generators: bool) -> dict[str, Any]:
         """Changes the pipeline and its optimizer; gives the values of extra."""

@@ -264,7 +264,7 @@ class Victim:
                     with self.changed(name, data):
                         self.check(name, f"{what} bytes", resume=True, quiet=quiet)
             with self.changed(name, None):
-                self.check(name, "missing", resume=name != MANIFEST, quiet=quiet)
+                self.check(name, "missing", resume=True, quiet=quiet)
                 (self.place / name).mkdir()
                 self.check(name, "a folder", resume=True, quiet=quiet)
                 (self.place / name).rmdir()

@@ -107,7 +107,6 @@ def test_any_damaged_file_is_named_and_the_next_older_checkpoint_taken(
         for _ in range(3):
             caplog.clear()
             damage(tmp_path / "run" / "step-00000004" / name, how, draw)
-            gone = how == "gone" and name == MANIFEST
             before = resumed.state()
             with pytest.raises(DamagedCheckpoint, match=f"step-00000004/{name}"):
                 pd2.load(tmp_path / "run", resumed.pipe, resumed.opt, step=4)
@@ -115,14 +114,25 @@ def test_any_damaged_file_is_named_and_the_next_older_checkpoint_taken(
             assert resumed.ckpt.resume() == 2
             assert same(resumed.state(), states[2])
             aside = tmp_path / "run" / "step-00000004.corrupt"
-            if not gone:
-                assert name in caplog.text
-                assert "step-00000004.corrupt" in caplog.text
-                aside.rename(tmp_path / "run" / "step-00000004")
+            assert name in caplog.text
+            assert "step-00000004.corrupt" in caplog.text
+            aside.rename(tmp_path / "run" / "step-00000004")
             for each, data in whole.items():
                 (tmp_path / "run" / "step-00000004" / each).write_bytes(data)
     assert resumed.ckpt.resume() == 4
     assert same(resumed.state(), states[4])
+
+
+def test_a_run_whose_manifests_are_all_lost_does_not_begin_anew(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(every=1)
+    run.train(2)
+    run.ckpt.close()
+    for manifest in (tmp_path / "run").glob(f"step-*/{MANIFEST}"):
+        manifest.unlink()
+    with pytest.raises(DamagedCheckpoint, match="none of 2 checkpoints is whole"):
+        start(seed=9).ckpt.resume()
 
 
 def test_a_foreign_manifest_is_refused_and_stays(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -312,6 +322,16 @@ def test_auto_follows_a_disk_that_becomes_slower_and_faster() -> None:
         found.append(frequency.batches)
     assert found[1] >= 2 * found[0]
     assert found[2] <= found[1] / 2
+
+
+def test_how_often_was_given_is_not_taken_for_what_was_learnt() -> None:
+    frequency = Frequency("auto", 0.05)
+    frequency.load_state_dict(Frequency(5000, 0.05).state_dict())
+    assert frequency.batches is None
+    learnt = Frequency("auto", 0.05)
+    learnt.load_state_dict({"batches": 12})
+    frequency.load_state_dict(learnt.state_dict())
+    assert frequency.batches == 12
 
 
 def test_batches_of_uneven_length_do_not_make_saves_rare() -> None:

@@ -210,3 +210,21 @@ def test_generators_that_do_not_fit_are_refused_by_name(
         pd2.load(tmp_path, run.pipe, run.opt)
     run.train(0, 1)
     pd2.load(tmp_path, run.pipe, run.opt, generators=False)
+
+
+def test_weights_alone_need_nothing_that_was_saved_beside_them(
+    start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start_trained(make=adamw)
+    run.train(0, 2)
+    beside = {"data": Keeper("theirs"), "schedulers": [Keeper("theirs")], "extra": {"a": 1}}
+    pd2.save(tmp_path, run.pipe, run.opt, **beside).wait()
+    other = start_trained(seed=5, random="torch")
+    with pytest.raises(ValueError, match="schedulers: 2, the checkpoint has 1"):
+        pd2.load(tmp_path, other.pipe, schedulers=[Keeper("mine"), Keeper("mine")])
+    pd2.load(tmp_path, other.pipe)
+    theirs = run.pipe.state_dict()
+    assert all(torch.equal(theirs[name], value) for name, value in other.pipe.state_dict().items())
+    data = Keeper("mine")
+    pd2.load(tmp_path, other.pipe, data=data)
+    assert data.state == "theirs"
