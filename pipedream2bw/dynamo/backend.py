@@ -34,10 +34,11 @@ def pipedream2bw(
     returns when all its microbatches are done.
 
     Tensors with as many rows in dimension 0 as the first argument are split there; others, and
-    weights, are given whole to every microbatch. The first call with arguments of some shapes
-    computes the whole, too, on copies of the buffers, and compares: a graph whose rows depend on
-    each other, or that writes to its buffers, is refused. A graph of fewer layers than stages runs
-    as it is, and one that cannot be cut, with a warning that says why.
+    weights, are given whole to every microbatch. The first call with arguments of some shapes,
+    whose rows are not all equal, computes the whole, too, on copies of the buffers, and compares: a
+    graph whose rows depend on each other, or that writes to its buffers, is refused. A graph of
+    fewer layers than stages runs as it is, and one that cannot be cut, with a warning that says
+    why.
 
     A graph for one number of rows may have that number in its code: ``torch.compile(dynamic=True)``
     leaves it open.
@@ -49,7 +50,8 @@ def pipedream2bw(
             Outputs are where they are without stages.
 
     Raises:
-        ValueError, TypeError: an option is unknown or wrong, named.
+        ValueError, TypeError: an option is unknown or wrong, named; from ``torch.compile`` as its
+            ``BackendCompilerFailed``, with these words.
     """
     given = dict(options or {})
     for name in given:
@@ -107,7 +109,8 @@ class _Compiled:
         if form in self._compared:
             return joined(self._stages.run(parts), self._output_devices)
         found = self._compared_outputs(self._stages, args, len(parts))
-        self._compared.add(form)
+        if self._inputs.have_unlike_rows(args):  # else it says nothing of how rows depend
+            self._compared.add(form)
         return found
 
     def _compared_outputs(

@@ -64,6 +64,10 @@ class Inputs:
                 part[position] = part[self._first].shape[0]
         return parts
 
+    def have_unlike_rows(self, args: Sequence[Any]) -> bool:
+        """Whether an argument's rows differ: of equal ones a mean over all is that over some."""
+        return any((args[i] != args[i][:1]).any() for i in self._split)
+
     def form(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Shapes and dtypes of all but the state, and values of numbers."""
         return tuple(

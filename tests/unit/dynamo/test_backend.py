@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import subprocess
 import sys
@@ -214,10 +215,40 @@ def test_what_microbatches_would_change_is_refused(model: nn.Module, reason: str
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_call_with_equal_rows_says_nothing_of_how_rows_depend() -> None:
+    run = compiled(Mixes())
+    with torch.no_grad():
+        assert run(torch.zeros(8, 5)).shape == (8, 5)
+        with pytest.raises(ValueError, match="rows depend on each other"):
+            run(torch.randn(8, 5))
+
+
+class MixesWithInfinities(Mixes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).masked_fill(x > 1, -math.inf)
+
+
+class MixesImaginaryParts(Rows):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(super().forward(x), x - x.mean(0, keepdim=True))
+
+
+class TurnsToNan(Rows):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean().log() * 0
+
+
+@pytest.mark.parametrize("kind", [MixesWithInfinities, MixesImaginaryParts, TurnsToNan])
+def test_outputs_that_are_not_finite_or_complex_are_compared(kind: type[nn.Module]) -> None:
+    x = torch.cat([torch.rand(2, 5) - 0.9, torch.rand(6, 5) + 0.5])
+    with torch.no_grad(), pytest.raises(ValueError, match="rows depend on each other"):
+        compiled(kind())(x)
+
+
 def test_a_small_graph_runs_as_it_is_and_one_that_cannot_be_cut_says_why() -> None:
     x = torch.randn(8, 5)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         assert torch.equal(compiled(nn.Tanh(), num_stages=4)(x), x.tanh())
 
     class Switches(Rows):
