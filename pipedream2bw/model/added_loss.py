@@ -94,7 +94,8 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if isinstance(item, fx.Proxy):
             traced: Any = item.tracer.create_proxy("call_function", add_loss, given, {})
             return traced  # type: ignore[no-any-return]
-    if torch.compiler.is_exporting():
+    # To Dynamo of torch before 2.12 all that it traces is exported.
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         return _exported()(x, value)  # type: ignore[no-any-return]
     for name, tensor in (("x", x), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
