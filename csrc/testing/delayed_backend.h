@@ -151,6 +151,10 @@ class DelayedBackend : public c10d::Backend {
                     const c10d::AllgatherOptions& options) override {
     return later([=, this]() mutable { return backend_->allgather(outputs, inputs, options); });
   }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    return later([=, this]() mutable { return backend_->_allgather_base(output, input, options); });
+  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_sizes,
                         Sizes& input_sizes, const c10d::AllToAllOptions& options) override {
     return later([=, this]() mutable {

@@ -155,7 +155,7 @@ void set_clock_rate(double rate) { clock_rate = rate; }
 
 void register_hooks() {
   static const Guard guard;
-  c10::impl::registerDeviceGuard(c10::DeviceType::PrivateUse1, &guard);
+  const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::PrivateUse1, &guard);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
 }
 
