@@ -208,7 +208,8 @@ def loss_and_gradients(
     for rows, chosen, scales, of_rows in zip(*parts, strict=True):
         logits = functional.linear(rows, weight, bias).to(dtype)
         torch.log_softmax(logits, dim=1, out=logits)
-        loss -= (logits.gather(1, chosen) * scales).sum()
+        # Of a row that does not count class 0 is taken, which may be infinitely unlikely.
+        loss -= (logits.gather(1, chosen) * scales).where(scales > 0, 0.0).sum()
         if not any(differentiated):
             continue
         # From here on their gradient: scale * (softmax - 1 at the target).

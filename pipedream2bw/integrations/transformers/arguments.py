@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 import pipedream2bw as pd2
@@ -60,7 +61,28 @@ class Arrangement:
     width: int
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def obeyed(
+    args: TrainingArguments,
+    pipeline: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    *,
+    recomputes: bool,
+) -> tuple[Arrangement, dict[str, Any], dict[str, Any]]:
+    """What the arguments and the caller's options say.
+
+    Returns:
+        How processes are arranged; the options of PipelineModule; those of PipelineOptimizer.
+
+    Raises:
+        ValueError: an argument that a pipeline cannot obey, or options that do not go together.
+    """
+    _check_arguments(args, recomputes=recomputes)
+    arrangement = _arrangement_of(args, pipeline)
+    options = _pipeline_options(args, pipeline, arrangement, recomputes=recomputes)
+    return arrangement, options, _optimizer_options(args, options, optimizer)
+
+
+def _check_arguments(args: TrainingArguments, *, recomputes: bool) -> None:
     """Raises ValueError that names the first argument that a pipeline cannot obey."""
     for name, reason in _REFUSED.items():
         if value := getattr(args, name, None):
@@ -72,10 +94,21 @@ def check_arguments(args: TrainingArguments) -> None:
             "give another torch optimizer by optimizer_cls_and_kwargs="
         )
     keys = set(args.activation_checkpointing_kwargs or {}) - {"use_reentrant"}
-    if args.activation_checkpointing and keys:
+    if recomputes and keys:
         raise ValueError(
             f"activation_checkpointing_kwargs: {sorted(keys)}, a pipeline recomputes whole stages: "
             "give names of modules, pipeline={'recompute': [...]}"
+        )
+    if args.torch_compile and recomputes:
+        raise ValueError(
+            "torch_compile: True, activation_checkpointing: True: a compiled stage keeps what its "
+            "backward needs: choose one"
+        )
+    kept = args.accelerator_config.gradient_accumulation_kwargs or {}
+    if kept.get("num_steps", args.gradient_accumulation_steps) != args.gradient_accumulation_steps:
+        raise ValueError(
+            f"accelerator_config: num_steps: {kept['num_steps']}, gradient_accumulation_steps: "
+            f"{args.gradient_accumulation_steps}: the latter is the number of microbatches"
         )
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
@@ -94,7 +127,13 @@ def check_arguments(args: TrainingArguments) -> None:
         )
 
 
-def arrangement_of(args: TrainingArguments, pipeline: Mapping[str, Any]) -> Arrangement:
+def check_model(model: Any) -> None:
+    """Raises ValueError if the model's outputs have no names."""
+    if not getattr(getattr(model, "config", None), "return_dict", True):
+        raise ValueError("return_dict: False, it must be True: outputs are read by their names")
+
+
+def _arrangement_of(args: TrainingArguments, pipeline: Mapping[str, Any]) -> Arrangement:
     """Returns how the processes are arranged; raises ValueError if they cannot be."""
     for name, reason in _OURS.items():
         if name in pipeline:
@@ -138,8 +177,12 @@ def _check_number(args: TrainingArguments, num_stages: int, pipeline: Mapping[st
         ) from None
 
 
-def pipeline_options(
-    args: TrainingArguments, pipeline: Mapping[str, Any], arrangement: Arrangement
+def _pipeline_options(
+    args: TrainingArguments,
+    pipeline: Mapping[str, Any],
+    arrangement: Arrangement,
+    *,
+    recomputes: bool,
 ) -> dict[str, Any]:
     """The options of PipelineModule: what the caller gave, else what the arguments say."""
     options: dict[str, Any] = {
@@ -150,7 +193,7 @@ def pipeline_options(
     }
     if args.ddp_bucket_cap_mb is not None:
         options["bucket_cap_mb"] = float(args.ddp_bucket_cap_mb)
-    if args.activation_checkpointing:
+    if recomputes:
         options["recompute"] = True
     if args.torch_compile:
         given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
@@ -160,14 +203,14 @@ def pipeline_options(
     return {**options, **pipeline}
 
 
-def optimizer_options(
+def _optimizer_options(
     args: TrainingArguments, pipeline: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of PipelineOptimizer, as :func:`pipeline_options`."""
+    """The options of PipelineOptimizer, as :func:`_pipeline_options`."""
     has_norm = args.max_grad_norm is not None and args.max_grad_norm > 0
     options: dict[str, Any] = {"max_grad_norm": args.max_grad_norm if has_norm else float("inf")}
     if "clip_grad_value" in optimizer:  # which clips in place of the norm
         options = {}
-    if pipeline.get("precision") == "fp16":
+    if pipeline.get("precision") == "fp16" or pipeline.get("autocast") == torch.float16:
         options["loss_scale"] = pd2.LossScale()
     return {**options, **optimizer}

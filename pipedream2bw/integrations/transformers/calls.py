@@ -111,6 +111,11 @@ class Calls:
             if name == NUMBER:
                 call[name] = torch.ones_like(like)
             elif name in self._trainer.label_names:
+                if getattr(self._trainer.model.config, "is_encoder_decoder", False):
+                    raise ValueError(
+                        f"{name}: missing, the model makes its decoder's input of them: give them, "
+                        "or decoder_input_ids from the first call on"
+                    )
                 lengths = dict(zip(self.example[main].shape, inputs[main].shape, strict=True))
                 shape = [lengths.get(size, size) for size in like.shape[1:]]
                 call[name] = like.new_zeros((find_batch_size(inputs), *shape))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,24 +58,41 @@ class Sharing:
 
     Args:
         has_results: whether this is the rank whose values the others get.
+        timeout: seconds that a rank waits for another one.
     """
 
-    def __init__(self, arrangement: Arrangement, *, has_results: bool) -> None:
+    def __init__(self, arrangement: Arrangement, *, has_results: bool, timeout: float) -> None:
         self._group: dist.ProcessGroup | None = None
         self._source = 0
         if arrangement.ranks_per_replica > 1:
             size = arrangement.ranks_per_replica
-            self._group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+            patience = datetime.timedelta(seconds=timeout)
+            self._group, _ = dist.new_subgroups(size, timeout=patience)  # type: ignore[no-untyped-call]
             have: list[Any] = [None] * size
             dist.all_gather_object(have, has_results, group=self._group)
             self._source = dist.get_global_rank(self._group, have.index(True))
 
-    def __call__(self, values: Any, device: torch.device) -> Any:
-        """Returns the values of the rank that has them, nested as they may be."""
+    def __call__(self, make: Callable[[], Any], device: torch.device) -> Any:
+        """Returns what ``make`` gives on the rank that has results, nested as it may be.
+
+        Raises:
+            RuntimeError: it raised there; that rank raises what it raised.
+        """
         if self._group is None:
-            return values
-        shared = [send_to_device(values, "cpu")]
+            return make()
+        shared: list[Any] = [None, None]
+        error: Exception | None = None
+        if dist.get_rank() == self._source:
+            try:
+                shared[0] = send_to_device(make(), "cpu")
+            except Exception as raised:
+                error = raised
+                shared[1] = f"rank {self._source}: {type(error).__name__}: {error}"
         dist.broadcast_object_list(shared, src=self._source, group=self._group)
+        if error is not None:
+            raise error
+        if shared[1] is not None:
+            raise RuntimeError(shared[1])
         return send_to_device(shared[0], device)
 
 
@@ -90,6 +108,13 @@ def raise_together(check: Callable[[], object]) -> None:
         dist.all_gather_object(found, mine)
     for text in filter(None, found):
         raise ValueError(text)
+
+
+def step_only(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Leaves an optimizer these parameters, of those that it was made with."""
+    mine = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in mine]
 
 
 def first_batch(loader: Any) -> Any:

@@ -13,11 +13,11 @@ from transformers.trainer_utils import seed_worker
 
 import pipedream2bw as pd2
 
-from .arguments import arrangement_of, check_arguments, optimizer_options, pipeline_options
+from .arguments import check_model, obeyed
 from .calls import NUMBER, Calls, LossesToCome
 from .computed import EvaluatedBatches, prepare_for_capture
 from .folders import newest_whole, remove_other_runs, state_in
-from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept
+from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept, step_only
 
 
 class PipelineTrainer(Trainer):
@@ -67,19 +67,24 @@ class PipelineTrainer(Trainer):
         **others: Any,
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        check_arguments(args)
-        self._arrangement = arrangement_of(args, pipeline)
-        self._options = pipeline_options(args, pipeline, self._arrangement)
-        self._optimizer_options = optimizer_options(args, self._options, pipeline_optimizer or {})
+        self._given = dict(pipeline), dict(pipeline_optimizer or {})
+        self._recomputes = args.activation_checkpointing
+        self._obey(args)
         self.pipe: Any = None
         self._piped: nn.Module | None = None  # the model that it is of
         self._is_optimizer_training = False
         self._microbatches: list[pd2.Microbatch] = []  # of the batch that the loop is in
         self._losses = LossesToCome()
         self._norm: Any = None  # of the gradients of the step before
-        self._evaluated: list[tuple[Any, Any]] = []  # batches that the loop has yet to get
+        self._evaluated: list[Any] = []  # batches, computed, that the loop has yet to get
         self._number_given: list[Any] = []  # of items, while a batch's results are computed
         super().__init__(model, args, **others)
+        check_model(self.model)
+
+    def _obey(self, args: TrainingArguments) -> None:
+        """Takes the options that the arguments say; a search of hyperparameters changes them."""
+        options = obeyed(args, *self._given, recomputes=self._recomputes)
+        self._arrangement, self._options, self._optimizer_options = options
 
     # ------------------------------------------------------------------ the pipeline
 
@@ -92,9 +97,9 @@ class PipelineTrainer(Trainer):
 
     def _open(self, loader: Any, *, training: bool) -> Any:
         """Makes the pipeline of the model, if there is none, for calls as the first batch's."""
-        if self.pipe is not None and self._piped is self.model:
-            return self.pipe
         if self.pipe is not None:
+            if self._piped is self.model:
+                return self.pipe
             self.pipe.close()
         options = {**self._options}
         replicated = (*options.pop("replicated", ()), NUMBER)
@@ -113,7 +118,8 @@ class PipelineTrainer(Trainer):
                 **options,
             )
         self._piped = self.model
-        self._share = Sharing(self._arrangement, has_results=self.pipe.gives_output)
+        has_results, timeout = self.pipe.gives_output, float(self.args.ddp_timeout)
+        self._share = Sharing(self._arrangement, has_results=has_results, timeout=timeout)
         return self.pipe
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
@@ -135,13 +141,13 @@ class PipelineTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         self._microbatches = []
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples, number = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return samples, number if number is None else number.clamp(min=1)  # of none the sum is 0
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if self._number_given:
             return self._number_given[0]
-        number = super()._get_num_items_in_batch(batch_samples, device)
-        return number if number is None else number.clamp(min=1)  # of none the sum is 0
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return int(super().floating_point_ops(inputs)) // self._arrangement.ranks_per_replica
@@ -151,18 +157,20 @@ class PipelineTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_whole(self.args.output_dir) or True
-        recomputes = self.args.activation_checkpointing  # which the pipeline does
+        self._recomputes = self.args.activation_checkpointing  # which the pipeline does
         self.args.activation_checkpointing = False
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.args.activation_checkpointing = recomputes
+            self.args.activation_checkpointing = self._recomputes
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
+        self._obey(self.args)
         pipe = self._open(train_dataloader, training=True)
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.create_optimizer()
+        self._pipe_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = pipe
         self._load_optimizer_and_scheduler(resume)
@@ -173,23 +181,18 @@ class PipelineTrainer(Trainer):
         return pipe, train_dataloader
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if isinstance(self.optimizer, pd2.PipelineOptimizer):
-            return self.optimizer
-        if self.optimizer is None:
-            super().create_optimizer(self.pipe)
-        else:  # the caller's, over the whole model: other ranks step the rest
-            mine = {id(parameter) for parameter in self.pipe.parameters()}
-            for group in self.optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in mine]
-        self.optimizer = pd2.PipelineOptimizer(self.optimizer, **self._optimizer_options)
-        return self.optimizer
+        return super().create_optimizer(self.pipe) if self.optimizer is None else self.optimizer
+
+    def _pipe_optimizer(self) -> None:
+        if not isinstance(self.optimizer, pd2.PipelineOptimizer):
+            step_only(self.pipe.parameters(), self.optimizer)
+            self.optimizer = pd2.PipelineOptimizer(self.optimizer, **self._optimizer_options)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return list(super().get_decay_parameter_names(self.model))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        steps = self.current_gradient_accumulation_steps
-        inputs = self._prepare_inputs(inputs)
+        inputs, steps = self._prepare_inputs(inputs), self.current_gradient_accumulation_steps
         self._microbatches.append(self._calls.microbatch(inputs, num_items_in_batch, steps))
         if self.accelerator.sync_gradients:
             model.train()
@@ -203,9 +206,8 @@ class PipelineTrainer(Trainer):
         return torch.zeros((), device=self.args.device)  # the loop's sum gets it when it is there
 
     def _read_losses(self) -> None:
-        filters = self.args.logging_nan_inf_filter
-        logged_last = self._globalstep_last_logged
-        self._losses.add_to(self._tr_loss, logged_last=logged_last, filters=filters)
+        since, filters = self._globalstep_last_logged, self.args.logging_nan_inf_filter
+        self._losses.add_to(self._tr_loss, logged_last=since, filters=filters)
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Leaves it to the optimizer, which clips."""
@@ -225,8 +227,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         if self.control.should_log:
             self._read_losses()
-            has_delay = any(self.pipe.session.schedule.delay)
-            norm = self._norm if has_delay else self._newest_norm()
+            norm = self._norm if any(self.pipe.session.schedule.delay) else self._newest_norm()
             grad_norm = None if norm is None else float(norm)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
@@ -247,7 +248,7 @@ class PipelineTrainer(Trainer):
             return super().evaluation_loop(batches, *args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics = preprocess
-            self._evaluated = []
+            self._evaluated, self._number_given = [], []
 
     def _evaluate_batches(self, batches: Sequence[Any]) -> None:
         inputs = [self._prepare_inputs(batch) for batch in batches]
@@ -256,16 +257,16 @@ class PipelineTrainer(Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         computed, number = self._evaluated.pop(0)
-        results: Any = None
-        if computed is not None:
+        step = functools.partial(super().prediction_step, computed, inputs, *args, **kwargs)
+
+        def results() -> Any:
             self._number_given = [number]
-            try:
-                results = super().prediction_step(computed, inputs, *args, **kwargs)
-            finally:
-                self._number_given = []
-            loss, logits, labels = results
+            loss, logits, labels = step()
+            self._number_given = []
             if self._preprocess is not None and logits is not None:
-                results = loss, self._preprocess(logits, labels), labels
+                logits = self._preprocess(logits, labels)
+            return loss, logits, labels
+
         return self._share(results, self.args.device)
 
     # ------------------------------------------------------------------ checkpoints
