@@ -141,3 +141,34 @@ def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(
         refuse, 2, args=[str(tmp_path)], rendezvous="environment", imported=IMPORTED, timeout=90
     )
+
+
+def fails_where_logits_are(rank: int, world: int, folder: str) -> str:
+    torch.set_num_threads(1)
+    trainer = piped(TASKS["vit"], folder, {"num_stages": 2}, max_steps=1)
+
+    def fail(logits: Any, labels: Any) -> Any:
+        raise KeyError("on purpose")
+
+    trainer.preprocess_logits_for_metrics = fail
+    trainer.compute_metrics = lambda prediction: {}
+    try:
+        trainer.evaluate()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_fails_on_the_last_rank_is_raised_on_all(tmp_path: Path) -> None:
+    results = run_ranks(
+        fails_where_logits_are,
+        2,
+        args=[str(tmp_path)],
+        rendezvous="environment",
+        imported=IMPORTED,
+        timeout=60,
+    )
+    assert [result.value for result in results] == [
+        "RuntimeError: rank 1: KeyError: 'on purpose'",
+        "KeyError: 'on purpose'",
+    ]

@@ -22,7 +22,7 @@ from tests.runs.trainers import log_of, piped, stock
 from tests.samples.trainer_tasks import TASKS
 
 TWO = {"num_stages": 2, "schedule": "1f1b"}
-VIT, LLAMA = TASKS["vit"], TASKS["llama"]
+VIT, LLAMA, T5 = TASKS["vit"], TASKS["llama"], TASKS["t5"]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,14 @@ VIT, LLAMA = TASKS["vit"], TASKS["llama"]
                 "gradient_checkpointing_kwargs": {"every_n_layers": 2},
             },
             r"activation_checkpointing_kwargs: \['every_n_layers'\], a pipeline recomputes whole",
+        ),
+        (
+            {"activation_checkpointing": True, "torch_compile": True},
+            "torch_compile: True, activation_checkpointing: True: .*choose one",
+        ),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "num_steps: 2, gradient_accumulation_steps: 4",
         ),
         (
             {"accelerator_config": {"dispatch_batches": True}},
@@ -128,6 +136,21 @@ def test_a_batch_of_no_items_contributes_nothing(tmp_path: Path) -> None:
     assert log_of(trainer)[0]["loss"] == 0
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_model_whose_outputs_have_no_names_is_refused(tmp_path: Path) -> None:
+    model = LLAMA.model()
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict: False, it must be True"):
+        PipelineTrainer(model, pipeline=TWO, **LLAMA.arguments(tmp_path))
+
+
+def test_predictions_of_an_encoder_decoder_need_labels(tmp_path: Path) -> None:
+    trainer = piped(T5, tmp_path, TWO, max_steps=1)
+    trainer.train()
+    rows = [{k: v for k, v in row.items() if k != "labels"} for row in T5.data(2)]
+    with pytest.raises(ValueError, match="labels: missing, the model makes its decoder's input"):
+        trainer.predict(rows)
 
 
 def test_a_loss_that_calls_the_model_twice_is_refused(tmp_path: Path) -> None:

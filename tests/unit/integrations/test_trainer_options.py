@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
 
+from transformers import Trainer
+
 import pipedream2bw as pd2
+from pipedream2bw.integrations.transformers import PipelineTrainer
 from tests.runs.trainers import assert_same_log, assert_same_state, log_of, piped, state_of, stock
 from tests.samples.trainer_tasks import TASKS
 
 TWO = {"num_stages": 2, "schedule": "1f1b"}
-VIT, GPT2 = TASKS["vit"], TASKS["gpt2"]
+VIT, GPT2, LLAMA = TASKS["vit"], TASKS["gpt2"], TASKS["llama"]
 
 
 def options_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -119,3 +123,60 @@ def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path) -> None:
     after = state_of(ours)
     assert any((after[name] != before[name]).any() for name in after)
     assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_an_evaluation_leaves_out_batches_of_no_items_as_the_stock_trainer_does(
+    tmp_path: Path,
+) -> None:
+    ours = piped(LLAMA, tmp_path / "ours", TWO, per_device_eval_batch_size=2)
+    theirs = stock(LLAMA, tmp_path / "theirs", per_device_eval_batch_size=2)
+    rows = LLAMA.data(6)
+    for row in rows[:2]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    found = [trainer.evaluate(rows)["eval_loss"] for trainer in (ours, theirs)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6, nan_ok=True)
+
+
+def test_arguments_that_a_search_changes_are_obeyed(tmp_path: Path) -> None:
+    """It sets them after the construction, and has the model made anew."""
+    logs = []
+    for make in (functools.partial(piped, pipeline=TWO), stock):
+        trainer = make(VIT, tmp_path, max_steps=3, learning_rate=0.1)
+        trainer.args.max_grad_norm = 1e-3
+        trainer.train()
+        logs.append(log_of(trainer))
+    assert_same_log(*logs)
+
+
+class MakesItsOptimizer:
+    """A user's create_optimizer, for both kinds of trainers: over the whole model."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        return self.optimizer
+
+
+class OwnTrainer(MakesItsOptimizer, Trainer):
+    pass
+
+
+class OwnPipelineTrainer(MakesItsOptimizer, PipelineTrainer):
+    pass
+
+
+def test_the_optimizer_of_a_subclass_is_taken(tmp_path: Path) -> None:
+    given = VIT.arguments(tmp_path, max_steps=3)
+    ours, theirs = (
+        OwnPipelineTrainer(VIT.model(), pipeline=TWO, **given),
+        OwnTrainer(VIT.model(), **given),
+    )
+    for trainer in (ours, theirs):
+        trainer.train()
+    assert_same_log(log_of(ours), log_of(theirs))
+    assert_same_state(state_of(ours), state_of(theirs))
+
+
+def test_autocast_to_float16_has_a_loss_scale(tmp_path: Path) -> None:
+    ours = piped(VIT, tmp_path, {**TWO, "autocast": torch.float16}, max_steps=1, fp16=True)
+    ours.train()
+    assert ours.optimizer.loss_scale is not None

@@ -213,3 +213,12 @@ def test_wrong_types_are_refused():
         pd2.linear_cross_entropy(hidden, weight, target.float())
     with pytest.raises(TypeError, match=r"hidden: torch.int64"):
         pd2.linear_cross_entropy(hidden.long(), weight, target)
+
+
+def test_ignored_rows_do_not_ask_for_a_class():
+    hidden, weight, target, bias = problem(4, torch.float32)
+    bias = bias.detach().index_fill(0, torch.tensor([0]), -torch.inf)
+    target[:2] = torch.tensor([-100, 3])
+    loss = pd2.linear_cross_entropy(hidden, weight, target, bias=bias)
+    want = torch.nn.functional.cross_entropy(hidden @ weight.T + bias, target)
+    assert float(loss) == pytest.approx(float(want), rel=1e-6)
