@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,12 +41,15 @@ def refuse_random_numbers(before: tuple[Any, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Sets the generators back to their present states at the end."""
-    states = random_states()
+    """Sets the generators, NumPy's too, back to their present states at the end."""
+    states, numpy = random_states(), sys.modules.get("numpy")
+    numpys = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
         restore_random_states(states)
+        if numpy is not None:
+            numpy.random.set_state(numpys)
 
 
 @contextlib.contextmanager

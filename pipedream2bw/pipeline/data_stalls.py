@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -114,7 +115,9 @@ def data_stalls(
     metrics are called.
 
     Every rank calls it, each with the loader that feeds it; each gets what it measured. What is
-    loaded beside the pipeline's work costs nothing until it takes longer than that.
+    loaded beside the pipeline's work costs nothing until it takes longer than that. What beginning
+    an iteration takes beyond a usual batch, such as the start of workers, is left out: an epoch has
+    it once.
 
     Args:
         loader: what training iterates over. It is iterated anew for each run, and again when it
@@ -128,6 +131,7 @@ def data_stalls(
         ValueError: a batch waits for its ``opt.step()``; ``accumulate`` is more than 1; ``batches``
             below 1; the loader gives nothing.
         TypeError: the loader cannot be iterated anew, or gives something else.
+        Exception: what the loader raises; on the other ranks a ValueError with its words.
     """
     check_whole_number("batches", batches)
     if isinstance(loader, Iterator) or not hasattr(type(loader), "__iter__"):
@@ -154,16 +158,11 @@ def _measure(
     def run(items: Iterable[Any]) -> tuple[float, dict[int, float]]:
         return _run(items, pipe, batches, as_call)
 
-    first = next(_endless(loader))
+    together = pipe.session.together  # what fails on one rank is raised on all
+    first = together(lambda: next(iter(_Items(loader)))[0])
     _run([first] * _WARMUP, pipe, _WARMUP, as_call)
     as_is, waiting = run(loader)
-    kept: list[Any] = []
-    start = time.monotonic()
-    for item in _endless(loader):
-        kept.append(item)
-        if len(kept) == batches:
-            break
-    loading = (time.monotonic() - start) / batches
+    kept, loading = together(lambda: _loaded(loader, batches))
     cached, _ = run(kept)
     synthetic, _ = run([first])
     return DataStalls(
@@ -183,26 +182,74 @@ def _run(
     as_call: Callable[[Any], Microbatch],
 ) -> tuple[float, dict[int, float]]:
     """Seconds of a batch, and the shares in which the first and the last stage wait for data."""
-    waits: list[tuple[float, float]] = []
+    waits = _Waits()
     pipe.flush()
     with pipe.timeline() as timeline:
-        items = _endless(loader)
+        items = iter(_Items(loader))
         begin = time.monotonic()
         for _ in range(batches):
-            start = time.monotonic()
-            item = next(items)
-            waits.append((start, time.monotonic()))
-            call = as_call(item)
+            try:
+                call = _checked(as_call(waits.take(items)))
+            except Exception as error:
+                text = f"data_stalls(): {type(error).__name__}: {error}"
+                with contextlib.suppress(ValueError):  # so that the other ranks do not wait
+                    pipe.train_step(microbatches=(_refused(text) for _ in range(1)))
+                raise
             pipe.train_step(*call.args, target=call.target, **call.kwargs)
         pipe.flush()
         seconds = time.monotonic() - begin
     depth = pipe.session.grid.depth
+
+    def idle_in(spans: Sequence[tuple[float, float]], stages: Iterable[int]) -> float:
+        busy = [row for row in timeline.rows if row.stage % depth in stages]
+        return _idle_in(spans, busy)
+
+    usual, beginnings = waits.parts()
+    seconds -= idle_in(beginnings, range(depth))
     mine = [stage for stage in dict.fromkeys((0, depth - 1)) if stage in pipe.stages]
-    return seconds / batches, {
-        stage: _idle_in(waits, [row for row in timeline.rows if row.stage % depth == stage])
-        / seconds
-        for stage in mine
-    }
+    return seconds / batches, {stage: idle_in(usual, [stage]) / seconds for stage in mine}
+
+
+def _loaded(loader: Iterable[Any], batches: int) -> tuple[list[Any], float]:
+    """Batches, and the seconds that one takes."""
+    waits, items = _Waits(), iter(_Items(loader))
+    kept = [waits.take(items) for _ in range(batches)]
+    return kept, sum(end - start for start, end in waits.parts()[0]) / batches
+
+
+def _checked(call: Any) -> Microbatch:
+    if not isinstance(call, Microbatch):
+        raise TypeError(f"as_call: gives {type(call).__name__}, it must give a pd2.Microbatch")
+    return call
+
+
+def _refused(text: str) -> Microbatch:
+    raise ValueError(text)
+
+
+class _Waits:
+    """When the items of a loader were waited for."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float, bool]] = []
+
+    def take(self, items: Iterator[tuple[Any, bool]]) -> Any:
+        """The next item."""
+        start = time.monotonic()
+        item, begins = next(items)
+        self._spans.append((start, time.monotonic(), begins))
+        return item
+
+    def parts(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """The waits, each of a usual item; and what the first of an iteration took beyond that."""
+        others = [end - start for start, end, begins in self._spans if not begins]
+        longest = sum(others) / len(others) if others else math.inf
+        usual, beyond = [], []
+        for start, end, begins in self._spans:
+            until = min(end, start + longest) if begins else end
+            usual.append((start, until))
+            beyond.append((until, end))
+        return usual, beyond
 
 
 def _idle_in(waits: Sequence[tuple[float, float]], events: Sequence[Event]) -> float:
@@ -220,11 +267,17 @@ def _idle_in(waits: Sequence[tuple[float, float]], events: Sequence[Event]) -> f
     return idle
 
 
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        is_empty = True
-        for item in loader:
-            is_empty = False
-            yield item
-        if is_empty:
-            raise ValueError("loader: gives no batch, it must give at least one")
+class _Items:
+    """A loader's items without an end, each with whether an iteration begins with it."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        while True:
+            begins = True
+            for item in self._loader:
+                yield item, begins
+                begins = False
+            if begins:
+                raise ValueError("loader: gives no batch, it must give at least one")

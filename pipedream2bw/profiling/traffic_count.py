@@ -80,7 +80,8 @@ def _checked_rows(session: Session, given: int | None) -> int:
     whole = session.modes.first.whole
     tensors = [captured.signature.tensors[i].example for i in captured.input_positions]
     rows = [int(t.shape[0]) for t, is_whole in zip(tensors, whole, strict=True) if not is_whole]
-    return max(1, rows[0] // session.schedule.num_microbatches) if rows else 1
+    count = session.schedule.num_microbatches * session.grid.num_pipelines
+    return max(1, rows[0] // count) if rows else 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,21 @@ from torch import nn
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
 from tests.unit.pipeline.test_data_stalls import ROWS, WIDTH, Loader
+
+
+class Fails(Loader):
+    """Gives some batches, of all its iterations together, and fails then."""
+
+    def __init__(self, fails: bool, count: int) -> None:
+        super().__init__()
+        self.fails, self.left = fails, count
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for item in super().__iter__():
+            if self.fails and self.left == 0:
+                raise OSError("no such file")
+            self.left -= 1
+            yield item
 
 
 def measured(rank: int, world_size: int) -> tuple[pd2.DataStalls, float]:
@@ -24,6 +41,14 @@ def measured(rank: int, world_size: int) -> tuple[pd2.DataStalls, float]:
         timeout=60.0,
     ) as pipe:
         stalls = pd2.data_stalls(Loader(0.020 * rank), pipe, batches=10)
+        failures = []
+        for loader in (Fails(rank == 1, 0), Fails(rank == 1, 2), Fails(rank == 1, 6)):
+            try:
+                pd2.data_stalls(loader, pipe, batches=4)
+            except (OSError, ValueError) as error:
+                failures.append(str(error))
+        assert len(failures) == 3, failures
+        assert all("no such file" in text for text in failures), failures
         loss = pipe.train_step(x, target=x)
         return stalls, float(loss)
 

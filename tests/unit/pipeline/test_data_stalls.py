@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +123,8 @@ def test_bad_input_is_refused_by_name() -> None:
             pd2.data_stalls([], pipe)
         with pytest.raises(TypeError, match="loader: gives Tensor, data_stalls takes"):
             pd2.data_stalls([torch.zeros(ROWS, WIDTH)], pipe)
+        with pytest.raises(TypeError, match="as_call: gives tuple, it must give"):
+            pd2.data_stalls(Loader(), pipe, as_call=lambda item: item)
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         x = torch.randn(ROWS, WIDTH)
         pipe.train_step(x, target=x)
@@ -144,3 +147,31 @@ def test_a_loader_that_fails_leaves_the_pipeline_as_it_was() -> None:
             pd2.data_stalls(Fails(), pipe, 3)
         after = pipe.full_state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_start_of_an_iteration_is_no_stall() -> None:
+    """As of a DataLoader whose workers start anew; this one begins three times in a run."""
+
+    class StartsLate(Loader):
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            time.sleep(0.2)
+            yield from super().__iter__()
+
+    with opened() as pipe:
+        stalls = pd2.data_stalls(StartsLate(0.010, count=5), pipe, 15)
+    assert 0.009 < stalls.loading < 0.02
+    assert stalls.stall < 0.02  # 0.04 of each batch are starts
+
+
+def test_numpys_random_numbers_go_on_as_if_nothing_had_been_measured() -> None:
+    class Draws(Loader):
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            np.random.rand()
+            yield from super().__iter__()
+
+    with opened() as pipe:
+        np.random.seed(0)
+        pd2.data_stalls(Draws(), pipe, 2)
+        drawn = np.random.rand()
+    np.random.seed(0)
+    assert drawn == np.random.rand()
