@@ -21,6 +21,15 @@ MEMORY_COLOURS = {
 }
 """By what memory holds, in the order in which bars show it."""
 
+TRAFFIC_COLOURS = {
+    "weights": "#31a354",
+    "activations": "#dcc6e8",
+    "gradients": "#a1d99b",
+    "optimizer": "#8c6d31",
+    "messages": "#2b8cbe",
+}
+"""By what actions move."""
+
 BLACK = "#111111"
 LIMIT = "#c51b1b"
 

@@ -81,7 +81,7 @@ class SessionModule(nn.Module):
         *,
         microbatch_rows: int | None = None,
         figures: DeviceFigures | None = None,
-        events: Sequence[Event] = (),
+        events: Sequence[Event] | Timeline = (),
     ) -> TrafficReport:
         """Bytes that the actions of this process's stages move, by kind, and what limits them.
 
@@ -94,25 +94,27 @@ class SessionModule(nn.Module):
         Updates count as the engine's fused ones: weights, gradients and state are read once,
         weights and state written once; state that does not exist before the first step does not
         count, nor does clipping, nor state of other optimizers. Messages have their size once on
-        each side, and may pass without a copy in one process; with replicas the gradients' sum
-        has 2 (w - 1) / w of these going out, and as many coming in.
+        each side, and may pass without a copy in one process; with w copies of a stage, replicas or
+        pipelines, the gradients' sum has 2 (w - 1) / w of these going out, and as many coming in.
 
         Data movement by operator is the view of "Data Movement Is All You Need" (arXiv 2007.00072).
 
         Args:
             target: of the loss, with any number of rows; its tensors must have them in dimension 0.
             microbatch_rows: rows of the microbatch; the example's, divided by
-                ``num_microbatches``, if not given.
+                the batch's microbatches, if not given.
             figures: the device's peaks, of :data:`KNOWN_DEVICES` or made by hand; its efficiencies
                 are not used. Measured here if not given, by a product of matrices and a copy.
-            events: rows of a :meth:`timeline`, for the share of the roofline that is reached.
+            events: a :meth:`timeline`, or rows of one, for the share of the roofline that is
+                reached.
 
         Raises:
             ValueError: rows below 1; the model has an operator that needs values.
             TypeError: ``figures`` is something else.
         """
+        rows = events.rows if isinstance(events, Timeline) else events
         return traffic_of(
-            self.session, target, microbatch_rows=microbatch_rows, figures=figures, events=events
+            self.session, target, microbatch_rows=microbatch_rows, figures=figures, events=rows
         )
 
     def timeline(self) -> contextlib.AbstractContextManager[Timeline]:

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
+from .. import svg
 from ..capture.device_figures import DeviceFigures
+from ..colours import TRAFFIC_COLOURS
 from ..table import table
 
 _KINDS = ("weights", "activations", "gradients", "optimizer", "messages")
@@ -151,6 +153,16 @@ class TrafficReport:
             f"{peak / self.figures.bytes_per_second:.3g} FLOP/byte"
         )
         return table(title, columns, rows)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for index, stage in self.stages.items():
+            batch = stage.of_batch
+            text = f"{batch.intensity:.1f} FLOP/byte, {batch.memory_bound:.0%} memory-bound"
+            parts = {kind: getattr(batch, kind) for kind in _KINDS}
+            rows.append(svg.Bar(name=f"stage {index}", parts=parts, text=text))
+        title = f"Bytes moved by a batch, on {self.figures.name}"
+        return svg.html(title, svg.bars(rows, TRAFFIC_COLOURS))
 
 
 def _row(stage: str, kind: str, action: ActionTraffic, is_measured: bool) -> list[str]:

@@ -306,9 +306,11 @@ def _update(stage: LocalStage, session: Session) -> tuple[Moved, int]:
     """What the update moves, and the bytes of its messages.
 
     The engine's passes read weights (or masters), gradients and state once, and write weights,
-    masters and state once.
+    masters and state once; with shared state a replica does so for its share.
     """
-    engine, width = stage.weights.engine.bytes(), session.grid.width
+    engine, is_shared = stage.weights.engine.bytes(), stage.weights.engine.is_shared
+    copies = session.grid.width * session.grid.num_pipelines
+    shares = copies if is_shared else 1
     precision = session.stages.options.precision
     new = half = gradients = 0
     for parameter, dtype in _trained(stage, session):
@@ -317,13 +319,15 @@ def _update(stage: LocalStage, session: Session) -> tuple[Moved, int]:
         gradients += parameter.numel() * gradient_bytes(session, dtype)
     read = new - half if engine.masters and not precision.split_master else new
     moved = Moved()
-    moved.bytes_of["weights"] = read + new + 2 * engine.masters
-    moved.bytes_of["gradients"] = gradients
+    moved.bytes_of["weights"] = (read + new) // shares + 2 * engine.masters
+    moved.bytes_of["gradients"] = gradients // shares
     moved.bytes_of["optimizer"] = 2 * (engine.optimizer_state + stage.weights.correction_bytes())
     if new:
         moved.work.append(Work(0, torch.float32, moved.bytes_of.total()))
-    # What any sum over the replicas sends and receives: Patarasuk and Yuan, JPDC 69(2), 2009.
-    return moved, 2 * (2 * (width - 1) * gradients // width)
+    # What any sum over the copies sends and receives: Patarasuk and Yuan, JPDC 69(2), 2009. With
+    # shared state its second half are the new weights.
+    exchanged = gradients + (new if is_shared else gradients)
+    return moved, 2 * ((copies - 1) * exchanged // copies)
 
 
 def _action(moved: Moved, messages: int, peak: _Peak, *seconds: float | None) -> ActionTraffic:

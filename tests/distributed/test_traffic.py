@@ -14,7 +14,7 @@ from tests.runs.launch import run_ranks
 WIDTH = 6
 
 
-def reported(width: int) -> dict[int, dict[str, Any]]:
+def reported(width: int, *, shares: bool = False) -> dict[int, dict[str, Any]]:
     torch.manual_seed(0)
     x = torch.randn(8, WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -28,19 +28,25 @@ def reported(width: int) -> dict[int, dict[str, Any]]:
         example_args=(x,),
         timeout=60.0,
     ) as pipe:
+        if shares:
+            pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), shard_state=True)
         report = pipe.traffic_report(x, microbatch_rows=2, figures=pd2.KNOWN_DEVICES["v100"])
         return {index: dataclasses.asdict(stage) for index, stage in report.stages.items()}
 
 
-def rank_reported(rank: int, world_size: int) -> dict[int, dict[str, Any]]:
-    return reported(2)
+def rank_reported(rank: int, world_size: int) -> list[dict[int, dict[str, Any]]]:
+    return [reported(2), reported(2, shares=True)]
 
 
 def test_each_process_reports_its_stages_and_replicas_exchange_their_gradients() -> None:
     alone = reported(1)
     results = run_ranks(rank_reported, 4, timeout=120)  # two replicas of two stages
     for rank, result in enumerate(results):
-        ((stage, found),) = result.value.items()
+        ((stage, found),) = result.value[0].items()
+        update = result.value[1][stage]["update"]  # of a share: half of it
+        assert update["weights"] == found["update"]["weights"] / 2
+        assert update["gradients"] == found["update"]["gradients"] / 2
+        assert update["messages"] == found["update"]["messages"]
         assert stage == rank % 2
         parameters = WIDTH * WIDTH + WIDTH
         # Of two each sends half of the gradients, then half of the sums, and receives as much.

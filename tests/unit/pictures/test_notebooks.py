@@ -11,7 +11,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from pipedream2bw import svg
-from pipedream2bw.colours import MEMORY_COLOURS
+from pipedream2bw.colours import MEMORY_COLOURS, TRAFFIC_COLOURS
 from tests.samples.plans import frozen_stage, plan_of, stage_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,6 +51,23 @@ def pipeline(**options: object) -> pd2.PipelineModule:
 def event(start: float, **fields: object) -> pd2.Event:
     given = {"stage": 0, "replica": 0, "kind": "F", "batch": 0, "microbatch": 0, "version": 0}
     return pd2.Event(**{**given, "start": start, "end": start + 1.0, **fields})  # type: ignore[arg-type]
+
+
+def test_a_traffic_report_has_bars_as_long_as_a_batch_moves_bytes() -> None:
+    with pipeline() as pipe:
+        with pipe.timeline() as timeline:
+            pipe.train_step(torch.ones(8, 8), target=torch.ones(8, 8))
+        pipe.discard_batch()
+        report = pipe.traffic_report(torch.ones(8, 8), events=timeline)
+    batches = {index: stage.of_batch for index, stage in report.stages.items()}
+    assert all(stage.forward.median_seconds for stage in report.stages.values())
+    longest = max(
+        sum(getattr(batch, kind) for kind in TRAFFIC_COLOURS) for batch in batches.values()
+    )
+    shown = widths(parsed(report))[TRAFFIC_COLOURS["activations"]]
+    want = [500 * batch.activations / longest for batch in batches.values()]
+    assert shown == pytest.approx(want, abs=0.06)
+    assert f"{batches[1].intensity:.1f} FLOP/byte" in text_of(parsed(report))
 
 
 def test_a_memory_report_has_bars_as_long_as_its_bytes() -> None:

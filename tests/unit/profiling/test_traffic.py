@@ -289,3 +289,12 @@ def test_bad_input_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(5, 5), ReadsAValue())
     with refused(ValueError, match="cannot be run on tensors without", model=model) as pipe:
         pipe.traffic_report(torch.randn(8, 5))
+
+
+def test_two_pipelines_have_microbatches_of_their_own_and_sum_their_copies() -> None:
+    x = torch.randn(8, 5)
+    with opened(mlp(), x, num_stages=2, num_microbatches=4, schedule="chimera") as pipe:
+        report = pipe.traffic_report(torch.randn(8, 3), figures=V100)
+        weights = sum(p.numel() for p in pipe.session.stages[0].weights.trainable.values())
+    assert report.microbatch_rows == 2
+    assert report.stages[0].update.messages == 2 * FLOAT * weights
