@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ from ..pictures.plan import draw_plan
 from ..planning.cluster import Cluster, DeviceType
 from ..planning.plan import Plan
 from ..planning.planner import check_arguments, plan
+from ..profiling import profiler
 from ..profiling.profile import Profile
-from ..profiling.profiler import profile
 from .options import Options
 from .output import check_written
 from .plan_report import print_plan
@@ -152,7 +154,10 @@ def _print(made: Plan, given: argparse.Namespace) -> None:
 
 def _profile(given: argparse.Namespace) -> Profile:
     if given.profile is None:
-        return profile(**build_model(given.model), **PROFILING.given(given))
+        profiler.check_arguments(**PROFILING.given(given))
+        built = build_model(given.model)
+        with contextlib.redirect_stdout(sys.stderr):  # a forward may print
+            return profiler.profile(**built, **PROFILING.given(given))
     PROFILING.refuse(given, f"--profile: {given.profile}: a profile is measured already")
     return Profile.load(given.profile)
 

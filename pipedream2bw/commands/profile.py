@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 from ..capture.device_figures import KNOWN_DEVICES
 from ..planning.units import format_bytes, format_seconds
 from ..profiling.profile import Profile
-from ..profiling.profiler import profile
+from ..profiling.profiler import check_arguments, profile
 from ..table import table
 from .options import Options
 from .output import check_written
@@ -67,16 +68,21 @@ def build_model(name: str) -> dict[str, Any]:
 
     Raises:
         ValueError, TypeError, ImportError: there is no such function, or it returns something else.
+        RuntimeError: from what the function raised.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ValueError(f"--model: {name!r}, it must be MODULE:FUNCTION")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    function = getattr(importlib.import_module(module_name), function_name, None)
-    if not callable(function):
-        raise ValueError(f"--model: {name!r}: {module_name} has no function {function_name!r}")
-    built = function()
+    with contextlib.redirect_stdout(sys.stderr):  # what the command prints may be JSON
+        function = getattr(importlib.import_module(module_name), function_name, None)
+        if not callable(function):
+            raise ValueError(f"--model: {name!r}: {module_name} has no function {function_name!r}")
+        try:
+            built = function()
+        except Exception as error:
+            raise RuntimeError(f"--model: {name!r} raised {type(error).__name__}") from error
     if not isinstance(built, Mapping):
         raise TypeError(
             f"--model: {name!r} returned {type(built).__name__}, it must return a dict with "
@@ -97,6 +103,7 @@ def _run(given: argparse.Namespace) -> None:
     started = time.monotonic()
     check_written("-o", given.output)
     options = PROFILING.given(given) | _MEASURING.given(given)
+    check_arguments(**options)
     found = profile(**build_model(given.model), **options)
     if int(os.environ.get("RANK", "0")) == 0:
         found.save(given.output)

@@ -23,7 +23,7 @@ from .arguments import (
     own_memories,
 )
 from .calibration import Calibration
-from .cluster import Cluster, DeviceType, as_cluster
+from .cluster import MOST_DEVICES, Cluster, DeviceType, as_cluster
 from .held_bytes import PerTrainedByte
 from .plan import Alternative, Plan
 from .stage_plan import StagePlan
@@ -176,13 +176,26 @@ def plan(
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Raises what :func:`plan` would for arguments that do not depend on the profile.
+    """Raises what :func:`plan` would for its arguments, as far as they do not need the profile.
 
     A profile may take minutes to measure.
     """
     bound = inspect.signature(plan).bind(None, **arguments)
     bound.apply_defaults()
-    Wanted.of(bound.arguments)
+    given = bound.arguments
+    wanted = Wanted.of(given)
+    cluster = as_cluster(given["devices"], None)
+    if given["objective"] == "cost":
+        _check_prices(cluster)
+    check_grid(
+        wanted.schedules,
+        wanted.chunks,
+        width=given["width"],
+        num_stages=given["num_stages"],
+        num_devices=cluster.num_devices,
+        num_pieces=MOST_DEVICES,
+        largest_batch=wanted.largest_batch,
+    )
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class Wanted:
         largest = given["batch"] if given["largest_batch"] is None else given["largest_batch"]
         for name, rows in (("batch", given["batch"]), ("largest_batch", largest)):
             check_whole_number(name, rows, at_most=MOST_MICROBATCHES)
+        if largest < given["batch"]:
+            raise ValueError(
+                f"largest_batch: {largest}, batch: {given['batch']}: it must be at least the batch"
+            )
         names = checked_names("schedules", given["schedules"], _C.planned_schedules())
         chunks = chunks_to_try(given["stages_per_rank"], largest)
         ways = checked_names("recompute", given["recompute"], ("none", "stages", "blocks"))

@@ -69,7 +69,7 @@ class Prepared:
         """
         root, loss_fn = as_root(subject.model), subject.loss_fn
         example = _checked_example(root, subject)
-        rows = _checked_rows(subject.microbatch_rows)
+        rows = checked_rows(subject.microbatch_rows)
         device = home_of(root, example)
         if dry is None and is_on_meta(root):
             raise ValueError(
@@ -144,7 +144,8 @@ def _checked_example(root: nn.Module, subject: Subject) -> Example:
     return tuple(subject.example_args), dict(subject.example_kwargs or {})
 
 
-def _checked_rows(rows: Sequence[int]) -> Sequence[int]:
+def checked_rows(rows: Sequence[int]) -> Sequence[int]:
+    """The numbers of rows; ValueError unless they are positive and increase."""
     if not isinstance(rows, (tuple, list)) or not rows:
         raise ValueError(f"microbatch_rows: {rows!r} given, it must be a sequence of numbers")
     for count in rows:

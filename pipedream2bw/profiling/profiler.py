@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import platform
@@ -24,7 +25,7 @@ from .assembly import median_of, microbatch_of, shared_out
 from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
 from .group_timing import Measured, measure_groups
 from .links import with_links
-from .prepared import Prepared, Subject
+from .prepared import Prepared, Subject, checked_rows
 from .profile import Profile
 from .records import ProfiledDevice
 
@@ -199,6 +200,14 @@ def _this_device(device: torch.device) -> ProfiledDevice:
     name = models[0] if models else platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return ProfiledDevice(name, device.type, memory, measured=True)
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raises what :func:`profile` would for arguments that do not depend on the model."""
+    defaults = inspect.signature(profile).parameters
+    given = {name: each.default for name, each in defaults.items()} | arguments
+    checked_rows(given["microbatch_rows"])
+    _check_numbers(given["parallel"], given["seconds"], given["timeout"])
 
 
 def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:

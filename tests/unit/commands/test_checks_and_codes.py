@@ -38,6 +38,14 @@ LATER: list[tuple[tuple[str, ...], str]] = [
     ((*PLAN, "--optimizer", "lion"), "lion"),
     ((*PLAN, "--calibration", "none.json"), "none.json"),
     ((*PLAN, "--batch", "0"), "batch: 0"),
+    ((*PLAN, "--largest-batch", "1", "--batch", "4"), "largest_batch: 1, batch: 4"),
+    ((*PLAN, "--width", "0"), "width: 0"),
+    ((*PLAN, "--width", "3", "--devices", "2"), "width: 3, devices: 2"),
+    ((*PLAN, "--num-stages", "0"), "num_stages: 0"),
+    ((*PLAN, "--rows", "0"), "microbatch_rows: 0"),
+    ((*PROFILE, "--rows", "0"), "microbatch_rows: 0"),
+    ((*PROFILE, "--seconds", "-1"), "seconds: -1"),
+    ((*PROFILE, "--parallel", "0"), "parallel: 0"),
     ((*PROFILE[:-1], "none/profile.json"), "-o: none/profile.json: there is no folder none"),
 ]
 
@@ -135,3 +143,18 @@ def test_schedules_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> No
     (v_shaped,) = (each for each in found if each["name"] == "2bw_v")
     assert v_shaped["is_v"]
     assert all(isinstance(rule, str) for rule in v_shaped["rules"])
+
+
+def test_what_the_models_own_code_raises_and_prints_is_told_apart(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "failing_model.py").write_text(
+        "def build():\n    print('building')\n    raise ValueError('my own')\n"
+    )
+    monkeypatch.delitem(sys.modules, "failing_model", raising=False)
+    asked = [each.replace("no_such_module", "failing_model") for each in PLAN]
+    assert main(asked) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "ValueError: my own" in captured.err
+    assert "building" in captured.err
