@@ -29,7 +29,7 @@ class OperatorCalls:
     A tensor stands for the call that last wrote to its storage, or for its name, and for the part
     of the storage that it shows. What depends on no named tensor is a constant: it may have been
     computed when the graph was made. A call is the same in two runs if the calls that it depends on
-    are, in whatever order.
+    are, in whatever order, and however often: autograd of torch 2.9 repeats some for each mode.
 
     Attributes:
         operators: by call, a digest of the operator and its arguments, the operator.
@@ -64,14 +64,15 @@ class OperatorCalls:
         if not draws and not any(map(self._is_known, tensors_in((args, kwargs)))):
             return
         shown = f"{operator}{self._shown((args, kwargs))}"
-        call = next(  # what draws gives other values each time
+        writes = not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable
+        call = next(  # what draws or writes gives other values each time
             call
             for number in itertools.count()
             if (call := hashlib.sha256(f"{shown}{number}".encode()).hexdigest())
             not in self.operators
+            or not (draws or writes)
         )
         self.operators[call] = str(operator)
-        writes = not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable
         for tensor in tensors_in(result):
             if writes or not self._is_known(tensor):
                 self._written[storage_of(tensor)] = call
