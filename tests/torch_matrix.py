@@ -56,6 +56,7 @@ class Run:
         self.torch = torch
         self.python = python
         self.log = self.folder / "log.txt"
+        self.passed = False
 
     def row(self) -> str:
         """Installs, builds and tests; returns the table's row."""
@@ -72,6 +73,7 @@ class Run:
         # What the tests of processes import.
         builds = builds and self.call("setup.py", "-q", "build_ext", "--inplace", testing=True)
         counts = self.test() if builds else "-"
+        self.passed = counts.endswith(" skipped") and ", 0 failed, " in counts
         built = f"in {took:.0f} s" if builds else "no" if installs else "no such torch"
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
         return (
@@ -170,11 +172,12 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="do not remove the environments")
     given = parser.parse_args()
     print("| torch | Python | date | built | tests |\n|---|---|---|---|---|")
-    for release in given.torch:
-        run = Run(release.removeprefix("torch=="), given.python)
+    runs = [Run(release.removeprefix("torch=="), given.python) for release in given.torch]
+    for run in runs:
         print(run.row(), flush=True)
         if not given.keep:
             run.remove()
+    sys.exit(0 if all(run.passed for run in runs) else 1)
 
 
 if __name__ == "__main__":
