@@ -59,3 +59,22 @@ def test_one_run_goes_on_under_every_schedule_of_a_delay(
             run.pipe.close()
     for name, value in run.pipe.state_dict().items():
         assert torch.equal(value, stays.pipe.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("schedules", [("chimera", "1f1b"), ("1f1b", "chimera")])
+def test_one_run_goes_on_with_another_number_of_pipelines(
+    schedules: tuple[str, str], start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    options = {"num_microbatches": MICROBATCHES, "num_stages": 2}
+    stays = start_trained(schedule=schedules[0], **options)
+    stays.train(0, 3)
+    pd2.save(tmp_path, stays.pipe, stays.opt).wait()
+    goes_on = start_trained(schedule=schedules[1], seed=5, **options)
+    pd2.load(tmp_path, goes_on.pipe, goes_on.opt)
+    for run in (stays, goes_on):
+        run.train(3, 6)
+        run.pipe.flush()
+    trained = {name for name, _ in stays.pipe.named_parameters()}
+    for name, value in goes_on.pipe.state_dict().items():
+        if name in trained:
+            torch.testing.assert_close(value, stays.pipe.state_dict()[name], rtol=1e-5, atol=1e-6)
