@@ -111,7 +111,8 @@ class Calls:
             if name == NUMBER:
                 call[name] = torch.ones_like(like)
             elif name in self._trainer.label_names:
-                if getattr(self._trainer.model.config, "is_encoder_decoder", False):
+                config = getattr(self._trainer.model, "config", None)
+                if getattr(config, "is_encoder_decoder", False):
                     raise ValueError(
                         f"{name}: missing, the model makes its decoder's input of them: give them, "
                         "or decoder_input_ids from the first call on"
