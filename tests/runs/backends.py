@@ -54,7 +54,8 @@ def check_training(device: str, width: int, mesh: Any = None) -> None:
         for batch in rows[:, replica].to(device):
             losses.append(pipe.train_step(batch, target=batch))
             opt.step()
-        torch.testing.assert_close([float(loss) for loss in losses], want)
+        got = [float(loss) for loss in losses]
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0.0)  # replicas add up otherwise
         assert pipe.mesh.mesh.shape == (width, depth)
 
 
