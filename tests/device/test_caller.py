@@ -182,7 +182,8 @@ def test_a_model_that_is_on_several_devices_is_evaluated_between_batches() -> No
                 pipe.train()
     whole = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
     whole.load_state_dict(state)
-    assert torch.equal(output, whole.eval()(inputs(5)))
+    # Products of fewer rows may differ in the last bit, as they do on some processors.
+    torch.testing.assert_close(output, whole.eval()(inputs(5)))
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
