@@ -159,7 +159,7 @@ def _measure(
         return _run(items, pipe, batches, as_call)
 
     together = pipe.session.together  # what fails on one rank is raised on all
-    first = together(lambda: next(iter(_Items(loader)))[0])
+    first = together(lambda: next(_endless(loader))[0])
     _run([first] * _WARMUP, pipe, _WARMUP, as_call)
     as_is, waiting = run(loader)
     kept, loading = together(lambda: _loaded(loader, batches))
@@ -185,7 +185,7 @@ def _run(
     waits = _Waits()
     pipe.flush()
     with pipe.timeline() as timeline:
-        items = iter(_Items(loader))
+        items = _endless(loader)
         begin = time.monotonic()
         for _ in range(batches):
             try:
@@ -212,7 +212,7 @@ def _run(
 
 def _loaded(loader: Iterable[Any], batches: int) -> tuple[list[Any], float]:
     """Batches, and the seconds that one takes."""
-    waits, items = _Waits(), iter(_Items(loader))
+    waits, items = _Waits(), _endless(loader)
     kept = [waits.take(items) for _ in range(batches)]
     return kept, sum(end - start for start, end in waits.parts()[0]) / batches
 
@@ -267,17 +267,12 @@ def _idle_in(waits: Sequence[tuple[float, float]], events: Sequence[Event]) -> f
     return idle
 
 
-class _Items:
-    """A loader's items without an end, each with whether an iteration begins with it."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        while True:
-            begins = True
-            for item in self._loader:
-                yield item, begins
-                begins = False
-            if begins:
-                raise ValueError("loader: gives no batch, it must give at least one")
+def _endless(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """The loader's items without an end, each with whether an iteration begins with it."""
+    while True:
+        begins = True
+        for item in loader:
+            yield item, begins
+            begins = False
+        if begins:
+            raise ValueError("loader: gives no batch, it must give at least one")

@@ -119,17 +119,8 @@ def plan(
     check_precision(profile, precision)
     check_update_time(profile, wanted.optimizer)
     cluster = as_cluster(devices, profile.links)
-    if objective == "cost":
-        _check_prices(cluster)
-    check_grid(
-        wanted.schedules,
-        wanted.chunks,
-        width=width,
-        num_stages=num_stages,
-        num_devices=cluster.num_devices,
-        num_pieces=1 + sum(layer.can_cut_after for layer in profile.layers),
-        largest_batch=wanted.largest_batch,
-    )
+    pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
+    _check_cluster(wanted, cluster, objective, width, num_stages, num_pieces=pieces)
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, wanted.bytes_per_device, calibration)
     try:
@@ -185,17 +176,8 @@ def check_arguments(**arguments: Any) -> None:
     given = bound.arguments
     wanted = Wanted.of(given)
     cluster = as_cluster(given["devices"], None)
-    if given["objective"] == "cost":
-        _check_prices(cluster)
-    check_grid(
-        wanted.schedules,
-        wanted.chunks,
-        width=given["width"],
-        num_stages=given["num_stages"],
-        num_devices=cluster.num_devices,
-        num_pieces=MOST_DEVICES,
-        largest_batch=wanted.largest_batch,
-    )
+    grid = [given[name] for name in ("objective", "width", "num_stages")]
+    _check_cluster(wanted, cluster, *grid, num_pieces=MOST_DEVICES)
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:
@@ -206,9 +188,29 @@ def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[
     }
 
 
-def _check_prices(cluster: Cluster) -> None:
-    if not any(price > 0 for each in cluster.types for _, price in each.prices()):
+def _check_cluster(
+    wanted: Wanted,
+    cluster: Cluster,
+    objective: str,
+    width: int | None,
+    num_stages: int | None,
+    *,
+    num_pieces: int,
+) -> None:
+    """Raises ValueError if no plan for these devices can have what is asked for."""
+    if objective == "cost" and not any(
+        price > 0 for each in cluster.types for _, price in each.prices()
+    ):
         raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    check_grid(
+        wanted.schedules,
+        wanted.chunks,
+        width=width,
+        num_stages=num_stages,
+        num_devices=cluster.num_devices,
+        num_pieces=num_pieces,
+        largest_batch=wanted.largest_batch,
+    )
 
 
 def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
