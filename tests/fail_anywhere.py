@@ -2,6 +2,8 @@
 
     python -m tests.fail_anywhere --cases 500 --seed 0       every schedule, threads and processes
     python -m tests.fail_anywhere --case 17 --seed 0         this one alone
+    python -m tests.fail_anywhere --spare-buffer             every stage has a spare buffer: nothing
+                                                             ends, and no delay begins anew
 
 What is kept must have the bits of a run of these batches alone, and those of the unsplit model
 where there is a definition at hand. Every rank must raise the same. Where the documents let a
@@ -179,10 +181,15 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="the number of a case to run alone")
+    parser.add_argument("--spare-buffer", action="store_true", help="without pipedream")
     parser.add_argument("--jobs", type=int, default=1, help="sets of processes at once")
     options = parser.parse_args()
     numbers = range(options.cases) if options.case is None else [options.case]
     cases = [draw(number, options.seed) for number in numbers]
+    if options.spare_buffer:
+        cases = [
+            dataclasses.replace(case, spare=True) for case in cases if case.schedule != "pipedream"
+        ]
     begin = time.monotonic()
     outcomes: list[Outcome] = []
     for outcome in in_turns(cases, options.jobs):
