@@ -10,10 +10,11 @@ from ..runtime.session import Session
 
 
 def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
-    """Makes updates wait for all stages where their gradients have a buffer to wait in.
+    """Makes updates wait for all stages where that takes neither time nor memory, or is asked for.
 
-    Where there is a spare buffer, where all buffers take turns, or where they wait for a norm
-    anyway; or where the stages wait for the update. Every rank calls it, drained.
+    Under a schedule of one delay it takes no time. It takes no memory where the gradients have a
+    buffer to wait in: where all buffers take turns, or where the stages wait for the update. A
+    spare buffer asks for it; with a norm they wait anyway. Every rank calls it, drained.
 
     Args:
         kinds: the fused pass of each optimizer; None: its own step.
@@ -22,20 +23,16 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         ValueError: a gradient hook needs that they wait, and they cannot.
     """
     engines = [stage.weights.engine for stage in session.stages]
-    has_spare = session.stages.options.spare_buffer
-    mine = (
-        has_norm
-        or has_spare
-        or all(
-            engine.num_versions == 1
-            or engine.frees_gradients
-            or (None not in kinds and engine.num_slots > engine.num_versions)
-            for engine in engines
-        )
+    is_free = len(set(session.schedule.delay)) == 1 and all(
+        engine.num_versions == 1
+        or engine.frees_gradients
+        or (None not in kinds and engine.num_slots > engine.num_versions)
+        for engine in engines
     )
+    mine = has_norm or session.stages.options.spare_buffer or is_free
     with session.ending.failing_closes():
         announced = session.agree(
             Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
         )
-    session.stages.let_updates_wait(waiting_is_free=all(each.training for each in announced))
+    session.stages.let_updates_wait(all(each.training for each in announced))
     check_hooks(session)

@@ -140,11 +140,6 @@ def check(
             f"random: 'torch', with recompute: {arrangement.recompute!r}: torch's stream cannot be "
             "drawn again: choose random='keyed', or torch.utils.checkpoint inside the model"
         )
-    if options.spare_buffer and len(set(schedule.delay)) > 1:
-        raise ValueError(
-            f"spare_buffer: True, schedule: delays {list(schedule.delay)}: where stages have "
-            "different ones, some have made their update before others may fail in the batch"
-        )
     compiling = compile_options(options.compile, home, recomputes=recomputes)
     precision = Precision(
         root=root,

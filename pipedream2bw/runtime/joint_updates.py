@@ -8,12 +8,12 @@ from .. import _C
 
 
 class JointUpdates:
-    """Which stages wait for each other in their updates: for tied gradients, or a norm.
+    """Which stages' forwards wait for each other's updates: for tied gradients, or all for a norm.
 
     Where a transfer keeps a device busy, executors post receives by a plan that knows of these.
 
     Attributes:
-        have_norm: whether all stages' updates wait for one norm.
+        join_all: whether all stages wait for each other.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class JointUpdates:
         ties: Sequence[Sequence[int]],
         executors: Sequence[_C.Executor],
     ) -> None:
-        """Has no norm so far.
+        """Joins tied stages so far.
 
         Args:
             schedule: what the stages do.
@@ -30,7 +30,7 @@ class JointUpdates:
             executors: those that post receives by a plan.
         """
         copies = range(0, schedule.num_stages, schedule.depth)
-        self.have_norm = False
+        self.join_all = False
         self._all = range(schedule.num_stages)
         self._tied = [[first + stage for first in copies for stage in tie] for tie in ties]
         self._executors = executors
@@ -38,7 +38,7 @@ class JointUpdates:
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         yield from self._tied
-        if self.have_norm:
+        if self.join_all:
             yield self._all
 
     def connect(self, wiring: int, edges: Sequence[tuple[int, int]]) -> None:
@@ -47,12 +47,12 @@ class JointUpdates:
         for executor in self._executors:
             executor.plan_receives(wiring=wiring, edges=edges, joint=list(self))
 
-    def set_norm(self, has_norm: bool) -> None:
+    def set(self, *, join_all: bool) -> None:
         """Plans anew. Drained; every rank calls it. ValueError if there is no safe plan."""
-        before, self.have_norm = self.have_norm, has_norm
+        before, self.join_all = self.join_all, join_all
         try:
             for wiring, edges in self._edges.items():
                 self.connect(wiring, edges)
         except ValueError:
-            self.have_norm = before
+            self.join_all = before
             raise

@@ -316,14 +316,15 @@ class LocalStages:
         """Begins a train_step."""
         self._tickets.append([executor.submit_run(run) for executor in self._executors])
 
-    def let_updates_wait(self, *, waiting_is_free: bool) -> None:
-        """Makes updates wait until no stage can fail in their batch, where that costs no time.
+    def let_updates_wait(self, waits: bool) -> None:
+        """Makes updates wait until no stage can fail in their batch, if the schedule can go on.
 
         Every rank calls it, with the same argument; drained.
         """
-        waits = waiting_is_free and len(set(self.schedule.delay)) == 1
         with contextlib.suppress(ValueError):
             self.schedule.check_global_updates()
+            if waits and len(set(self.schedule.delay)) > 1:
+                self.joint_updates.set(join_all=True)
             for executor in self._executors:
                 executor.set_verdicts(self._verdicts if waits else None)
             self.updates_wait = waits

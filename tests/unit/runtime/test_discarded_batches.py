@@ -144,6 +144,9 @@ class LateLayer(torch.nn.Module):
     [
         ("pipedream", torch.optim.SGD, {}, True),
         ("pipedream", torch.optim.RMSprop, {"clip_grad_value": 1.0}, True),
+        ("pipedream", torch.optim.RMSprop, {"max_grad_norm": 1.0}, False),
+        ("pipedream", torch.optim.SGD, {"spare_buffer": True}, False),
+        ("pipedream", torch.optim.SGD, {"precision": "bf16", "spare_buffer": True}, False),
         ("2bw", torch.optim.SGD, {}, False),
         ("2bw", torch.optim.SGD, {"spare_buffer": True}, False),
         ("2bw", torch.optim.RMSprop, {}, True),
@@ -272,16 +275,31 @@ def test_with_a_spare_buffer_the_delay_goes_on_after_any_failure(name: str, call
     )
 
 
-def test_a_spare_buffer_is_of_no_use_where_stages_have_other_delays() -> None:
-    with pytest.raises(ValueError, match=r"spare_buffer: True, schedule: delays \[1, 0\]"):
-        train(
-            batches(1, ROWS),
-            [],
-            num_stages=2,
-            num_microbatches=1,
-            schedule="pipedream",
-            spare_buffer=True,
-        )
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.05}, {"spare_buffer": True}])
+@pytest.mark.parametrize("layer", range(3))
+def test_under_pipedream_any_failure_is_discarded_where_updates_wait(
+    options: dict[str, Any], layer: int
+) -> None:
+    limit = options.get("max_grad_norm")
+    given = batches(COUNT, ROWS)
+    outcome = train(
+        given,
+        [Failure(layer, "backward", 3)],
+        num_stages=3,
+        num_microbatches=1,
+        schedule="pipedream",
+        **(options if limit is None else {"optimizer_options": options}),
+    )
+    assert [error.discarded[0] for error in outcome.errors] == [3]
+    assert not outcome.restarts
+    check(
+        outcome,
+        given,
+        num_stages=3,
+        num_microbatches=1,
+        delay=delays("pipedream", 3),
+        max_grad_norm=limit,
+    )
 
 
 def test_an_evaluation_that_fails_costs_nothing() -> None:
