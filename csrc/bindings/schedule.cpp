@@ -36,6 +36,7 @@ void bind_schedule_class(py::module_& module) {
       .def("check_joint_updates", &check_joint_updates, py::arg("joint"), py::arg("why"))
       .def("max_in_flight", &max_in_flight)
       .def("update_order", &update_order)
+      .def_property_readonly("has_one_delay", &Schedule::has_one_delay)
       .def_property_readonly("most_batches_behind", &most_batches_behind)
       .def("to_csv", &to_csv)
       .def(py::self == py::self)

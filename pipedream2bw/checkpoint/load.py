@@ -223,7 +223,7 @@ class _Prepared:
         oldest = {}
         for stage in session.stages:
             delay = delays[stage.index]
-            kept = of_all if len(set(delays)) == 1 else has(stage.weights.trainable)
+            kept = of_all if session.schedule.has_one_delay else has(stage.weights.trainable)
             oldest[stage.index] = newest - min(delay, kept)
             if kept < min(delay, newest):
                 log.warning(

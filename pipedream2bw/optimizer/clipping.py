@@ -39,14 +39,14 @@ class Clipping:
         if scale is not None and not isinstance(scale, LossScale):
             kind = type(scale).__name__
             raise TypeError(f"loss_scale: {kind} given, it must be a LossScale or None")
-        delays = session.schedule.delay
-        if self.loss_scale is not None and len(set(delays)) > 1:
+        schedule = session.schedule
+        if self.loss_scale is not None and not schedule.has_one_delay:
             raise ValueError(
-                f"loss_scale: schedule {session.schedule.name!r} reads versions that are {delays} "
+                f"loss_scale: schedule {schedule.name!r} reads versions that are {schedule.delay} "
                 "behind: all stages must read one, whose scale the loss is multiplied by"
             )
         if self._needs_norm:
-            session.schedule.check_global_updates()
+            schedule.check_global_updates()
             if session.grid.num_shards > 1:
                 raise ValueError(
                     f"max_grad_norm: {self.max_grad_norm}, 'tp' of the mesh: "

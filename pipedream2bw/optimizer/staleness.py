@@ -210,7 +210,7 @@ class Remedies:
             for name in stage.weights.trainable
             if len(stage.weights.stages_of(name)) > 1
         ]
-        if self.discount is not None and tied and len(set(delays)) > 1:
+        if self.discount is not None and tied and not session.schedule.has_one_delay:
             raise ValueError(
                 f'staleness: {self.discount}, schedule "{name}": the stages that hold the tied '
                 f"parameter {tied[0]} must have one delay, got {list(delays)}: its copies would "

@@ -23,16 +23,21 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         ValueError: a gradient hook needs that they wait, and they cannot.
     """
     engines = [stage.weights.engine for stage in session.stages]
-    is_free = len(set(session.schedule.delay)) == 1 and all(
+    is_free = session.schedule.has_one_delay and all(
         engine.num_versions == 1
         or engine.frees_gradients
         or (None not in kinds and engine.num_slots > engine.num_versions)
         for engine in engines
     )
-    mine = has_norm or session.stages.options.spare_buffer or is_free
+    has_spare = session.stages.options.spare_buffer
+    mine = has_norm or has_spare or is_free
     with session.ending.failing_closes():
         announced = session.agree(
             Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
         )
-    session.stages.let_updates_wait(all(each.training for each in announced))
+        try:
+            session.stages.let_updates_wait(all(each.training for each in announced))
+        except ValueError as error:
+            if has_spare:
+                raise ValueError(f"spare_buffer: True, but updates cannot wait: {error}") from None
     check_hooks(session)

@@ -101,7 +101,7 @@ def _check(session: Session, hook: object) -> None:
             f"{what}: schedule {session.schedule.name!r} has {session.schedule.num_pipelines} "
             "pipelines, whose parts of a batch are added: hooks, which average, need 1"
         )
-    if len(set(session.schedule.delay)) > 1:
+    if not session.schedule.has_one_delay:
         raise ValueError(
             f"{what}: schedule {session.schedule.name!r} has delays {session.schedule.delay}: "
             "hooks need one delay, with which updates wait for all stages"

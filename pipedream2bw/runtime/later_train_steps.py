@@ -35,7 +35,7 @@ def train_steps_until_loss(session: Session, train_step: int) -> int:
     may wait for an earlier batch's backward on a stage that does it later.
     """
     first, delay = session.first_unfinished, session.schedule.delay
-    if first is None or len(set(delay)) == 1:
+    if first is None or session.schedule.has_one_delay:
         return 0
     needed = train_step
     for stages in session.stages.joint_updates:

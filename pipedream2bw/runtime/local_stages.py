@@ -317,17 +317,20 @@ class LocalStages:
         self._tickets.append([executor.submit_run(run) for executor in self._executors])
 
     def let_updates_wait(self, waits: bool) -> None:
-        """Makes updates wait until no stage can fail in their batch, if the schedule can go on.
+        """Makes updates wait until no stage can fail in their batch, or not.
 
         Every rank calls it, with the same argument; drained.
+
+        Raises:
+            ValueError: the schedule could not go on.
         """
-        with contextlib.suppress(ValueError):
+        if waits:
             self.schedule.check_global_updates()
-            if waits and len(set(self.schedule.delay)) > 1:
+            if not self.schedule.has_one_delay:
                 self.joint_updates.set(join_all=True)
-            for executor in self._executors:
-                executor.set_verdicts(self._verdicts if waits else None)
-            self.updates_wait = waits
+        for executor in self._executors:
+            executor.set_verdicts(self._verdicts if waits else None)
+        self.updates_wait = waits
 
     def take_back(self, batch: int, run: int, *, batches: bool) -> None:
         """Makes the stages as they were before a batch, whose first run has that number.

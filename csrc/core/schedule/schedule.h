@@ -44,8 +44,10 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <compare>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -109,6 +111,9 @@ struct Schedule {
 
   // Stages of the model.
   int depth() const { return num_stages / num_pipelines; }
+  bool has_one_delay() const {
+    return std::ranges::adjacent_find(delay, std::not_equal_to()) == delay.end();
+  }
   bool is_first(int stage) const { return stage % depth() == 0; }
   bool is_last(int stage) const { return stage % depth() == depth() - 1; }
   int pipeline(int stage) const { return stage / depth(); }

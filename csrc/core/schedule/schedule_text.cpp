@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -297,8 +296,7 @@ std::string to_text(const Schedule& schedule) {
   const std::vector<int> one_delay(schedule.delay.begin(),
                                    schedule.delay.begin() + !schedule.delay.empty());
   const bool all_equal =
-      schedule.delay.size() == schedule.placement.size() &&
-      std::ranges::adjacent_find(schedule.delay, std::not_equal_to()) == schedule.delay.end();
+      schedule.delay.size() == schedule.placement.size() && schedule.has_one_delay();
   const std::string pipelines =
       schedule.num_pipelines == 1 ? "" : detail::concat("\npipelines: ", schedule.num_pipelines);
   return detail::concat("name: ", schedule.name, pipelines, "\nstages: ", schedule.num_stages,

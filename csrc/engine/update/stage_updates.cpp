@@ -29,9 +29,11 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   begin({run, batch}, apply);
 }
 
-void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
+void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone,
+                                bool hold_up_forwards) {
   verdicts_ = std::move(verdicts);
   is_alone_ = is_alone;
+  hold_up_forwards_ = verdicts_ && hold_up_forwards;
   if (complete_) {  // of a batch that was trained before anybody asked for verdicts
     give_word(complete_->run);
   }
@@ -56,8 +58,8 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
     begin_nothing(gradients.batch);
   }
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
-  // other stages, those of this rank must come to theirs meanwhile.
-  const bool waits = clipping_ || stage_.is_tied() || (verdicts_ && !is_alone_);
+  // other stages, those of this rank must come to theirs meanwhile, and receives be posted.
+  const bool waits = clipping_ || are_joint() || (verdicts_ && !is_alone_);
   if (!stage_.has_slack() && !waits && has_begun_) {
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
