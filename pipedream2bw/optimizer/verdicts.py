@@ -20,7 +20,8 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         kinds: the fused pass of each optimizer; None: its own step.
 
     Raises:
-        ValueError: a gradient hook needs that they wait, and they cannot.
+        ValueError: a spare buffer asks for it, or a gradient hook needs it, and the schedule could
+            not go on.
     """
     engines = [stage.weights.engine for stage in session.stages]
     is_free = session.schedule.has_one_delay and all(
@@ -37,7 +38,7 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         )
         try:
             session.stages.let_updates_wait(all(each.training for each in announced))
-        except ValueError as error:
+        except ValueError as error:  # else some failures end the pipeline
             if has_spare:
                 raise ValueError(f"spare_buffer: True, but updates cannot wait: {error}") from None
     check_hooks(session)

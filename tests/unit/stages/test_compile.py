@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.runs.trajectory import (
     Trajectory,
     assert_same,
@@ -39,8 +40,7 @@ def assert_near(got: Trajectory, want: Trajectory, *, losses: bool = True) -> No
 @pytest.mark.parametrize(
     ("name", "num_stages", "schedule"),
     [
-        ("mlp", 1, "2bw"),
-        ("mlp", 2, "2bw"),
+        *exhaustive(("mlp", 1, "2bw"), ("mlp", 2, "2bw")),
         ("skips", 2, "2bw_split"),
         ("skips", 2, "1f1b"),
         ("gpt", 2, "2bw"),
