@@ -72,7 +72,7 @@ class Clipping:
         if self.loss_scale is not None:
             scale = _C.LossScale(**dataclasses.asdict(self.loss_scale), version=newest)
         norm = self._norm(session, scale, shard_state) if self._needs_norm else None
-        session.stages.joint_updates.set(join_all=norm is not None)
+        session.stages.joint_updates.set_norm(norm is not None)
         number_of = _numbers(session)
         for stage in session.stages:
             clipping = _C.Clipping(

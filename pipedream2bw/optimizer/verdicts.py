@@ -38,7 +38,8 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         )
         try:
             session.stages.let_updates_wait(all(each.training for each in announced))
-        except ValueError as error:  # else some failures end the pipeline
+        except ValueError as error:
             if has_spare:
                 raise ValueError(f"spare_buffer: True, but updates cannot wait: {error}") from None
+            # Then some failures end the pipeline.
     check_hooks(session)

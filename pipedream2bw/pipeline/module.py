@@ -163,9 +163,11 @@ class PipelineModule(SessionModule):
         spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
             of their gradients: a batch is discarded without a trace, whatever failed in it. The
             planner does not count it. Under ``"pipedream"`` updates then wait for all stages, as
-            with ``max_grad_norm``, and the last stage for its update. False: after some failures
-            (in a backward before the last stage, or with replicas) the delay begins anew: the
-            error's ``restarts_delay``, or the pipeline ends.
+            with ``max_grad_norm``: the last stage's forward follows the first one's backward of the
+            batch before, so that a batch takes one forward and d backwards, and a loss may need
+            more train_steps (:class:`Loss`). In processes with devices two stages may do so.
+            False: after some failures (in a backward before the last stage, or with replicas) the
+            delay begins anew: the error's ``restarts_delay``, or the pipeline ends.
         graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
             without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
         timeout: seconds that a rank waits for another before the pipeline fails.

@@ -8,12 +8,12 @@ from .. import _C
 
 
 class JointUpdates:
-    """Which stages' forwards wait for each other's updates: for tied gradients, or all for a norm.
+    """Which stages' forwards wait for each other's updates: for tied gradients, or all of them.
 
     Where a transfer keeps a device busy, executors post receives by a plan that knows of these.
 
     Attributes:
-        join_all: whether all stages wait for each other.
+        have_norm: whether all stages' updates wait for one norm.
     """
 
     def __init__(
@@ -21,16 +21,21 @@ class JointUpdates:
         schedule: _C.Schedule,
         ties: Sequence[Sequence[int]],
         executors: Sequence[_C.Executor],
+        *,
+        join_all: bool,
     ) -> None:
-        """Joins tied stages so far.
+        """Has no norm so far.
 
         Args:
             schedule: what the stages do.
             ties: stages of the model with parameters in common that are trained.
             executors: those that post receives by a plan.
+            join_all: whether all stages wait for each other, also without a norm.
         """
         copies = range(0, schedule.num_stages, schedule.depth)
-        self.join_all = False
+        self.have_norm = False
+        self._join_all = join_all
+        self._has_one_delay = schedule.has_one_delay
         self._all = range(schedule.num_stages)
         self._tied = [[first + stage for first in copies for stage in tie] for tie in ties]
         self._executors = executors
@@ -38,21 +43,31 @@ class JointUpdates:
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         yield from self._tied
-        if self.join_all:
+        if self._join_all or self.have_norm:
             yield self._all
+
+    @property
+    def need_later_batches(self) -> bool:
+        """Whether forwards may wait for updates that a later batch, or a drain, lets begin."""
+        return not self._has_one_delay and any(self)
 
     def connect(self, wiring: int, edges: Sequence[tuple[int, int]]) -> None:
         """Plans the receives of runs with this wiring. ValueError if there is no safe plan."""
         self._edges[wiring] = edges
-        for executor in self._executors:
-            executor.plan_receives(wiring=wiring, edges=edges, joint=list(self))
+        try:
+            for executor in self._executors:
+                executor.plan_receives(wiring=wiring, edges=edges, joint=list(self))
+        except ValueError as error:
+            if self._join_all:
+                raise ValueError(f"spare_buffer: True, {error}") from None
+            raise
 
-    def set(self, *, join_all: bool) -> None:
+    def set_norm(self, has_norm: bool) -> None:
         """Plans anew. Drained; every rank calls it. ValueError if there is no safe plan."""
-        before, self.join_all = self.join_all, join_all
+        before, self.have_norm = self.have_norm, has_norm
         try:
             for wiring, edges in self._edges.items():
                 self.connect(wiring, edges)
         except ValueError:
-            self.join_all = before
+            self.have_norm = before
             raise

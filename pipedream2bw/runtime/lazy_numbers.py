@@ -111,8 +111,10 @@ class Loss(LazyNumber):
     time, in any order. Reading it one train_step late costs nothing. Under a schedule whose last
     stage forwards some of a batch's microbatches during the next train_step (the V-shaped ones
     with two weight versions), reading it before that drains the pipeline, on all ranks, which
-    costs time and changes no number. With ``width`` > 1 it is
-    this replica's own. The same holds for :attr:`metrics`, which travel with it.
+    costs time and changes no number. Under ``"pipedream"``, where stages make their updates
+    together (``max_grad_norm``, ``spare_buffer``, tied weights), it may need up to d - 2 more
+    train_steps, or a ``flush()``. With ``width`` > 1 it is this replica's own. The same holds for
+    :attr:`metrics`, which travel with it.
     """
 
     def __init__(self, session: Session, slot: _C.AwaitedNumbers) -> None:
@@ -130,6 +132,7 @@ class Loss(LazyNumber):
 
         Raises:
             StageError: the pipeline failed before the loss existed; names the first cause.
+            RuntimeError: it needs more train_steps; says how many.
         """
         return self._all()[0]
 

@@ -130,6 +130,7 @@ class LocalStages:
             schedule,
             [tie.stages for tie in ties if is_trained(tie, root)],
             self._executors if on_devices else [],
+            join_all=options.spare_buffer and not schedule.has_one_delay,
         )
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         verdict_group = control.verdict_group
@@ -319,17 +320,13 @@ class LocalStages:
     def let_updates_wait(self, waits: bool) -> None:
         """Makes updates wait until no stage can fail in their batch, or not.
 
-        Every rank calls it, with the same argument; drained.
-
-        Raises:
-            ValueError: the schedule could not go on.
+        Every rank calls it, alike; drained. ValueError if the schedule could not go on.
         """
         if waits:
             self.schedule.check_global_updates()
-            if not self.schedule.has_one_delay:
-                self.joint_updates.set(join_all=True)
+        verdicts = self._verdicts if waits else None
         for executor in self._executors:
-            executor.set_verdicts(self._verdicts if waits else None)
+            executor.set_verdicts(verdicts, hold_up_forwards=not self.schedule.has_one_delay)
         self.updates_wait = waits
 
     def take_back(self, batch: int, run: int, *, batches: bool) -> None:
@@ -381,11 +378,15 @@ class LocalStages:
             for executor in self._executors:
                 executor.submit_drain()
             self.losses.drain()
-        self.finish_submitted()
+        self._finish()
         self._tickets.clear()
 
     def finish_submitted(self) -> None:
-        """Waits until everything submitted so far has been executed."""
+        """Waits until everything submitted so far has been executed, if no later batch must be."""
+        if not self.joint_updates.need_later_batches:
+            self._finish()
+
+    def _finish(self) -> None:
         self._wait_for([executor.last_ticket for executor in self._executors])
         for executor in self._executors:
             executor.join_here()

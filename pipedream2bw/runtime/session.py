@@ -43,8 +43,7 @@ class Session:
         accumulation: which train_steps make one batch.
         replicated: names of arguments that every microbatch gets whole.
         without_values: names of parameters and buffers that are to be loaded.
-        random_seed: of the random numbers that training draws, the same on all ranks; None: they
-            are torch's own.
+        random_seed: of what training draws, the same on all ranks; None: torch's own numbers.
 
     Attributes:
         model, modes, stages, accumulation: as given. root: the model as one module.
@@ -98,11 +97,7 @@ class Session:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes as a mesh; made when first asked for, by every rank.
-
-        Raises:
-            RuntimeError: in one process, where there is none.
-        """
+        """The processes as a mesh, made when every rank first asks; RuntimeError in one process."""
         if self.grid.mesh is None:
             if not self.grid.in_processes:
                 raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
@@ -234,7 +229,8 @@ class Session:
 
     def _mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""
-        if self._mode_of_last_step != is_train:
+        waits = self._mode_was_set and self.stages.joint_updates.need_later_batches
+        if waits or self._mode_of_last_step != is_train:
             # The modes' stages may be wired differently, and what runs again before its backward
             # runs in the mode of its forward; and torch.fx, if this mode has yet to be captured,
             # traces by replacing nn.Module's call for all threads.
@@ -431,6 +427,8 @@ class Session:
             self.stages.finish_submitted()
             try:
                 self.agree(Operation.close, self.num_train_steps, Announcement)
+                if self.stages.joint_updates.need_later_batches:
+                    self.drain()
             except StageError as error:
                 if error.discarded is None:
                     raise

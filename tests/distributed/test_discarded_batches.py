@@ -17,7 +17,8 @@ from tests.runs.trajectory import assert_same_state
 from tests.runs.transports import OF_TWO_RANKS, SHARED_MEMORY, over
 
 M, ROWS, COUNT = 4, 8, 8
-CASES = [
+Case = tuple[str, str, int, int]
+CASES: list[Case] = [
     ("2bw", "forward", 0, 0),
     ("2bw", "forward", 1, 3 * M + 1),
     ("2bw", "backward", 0, 2 * M + 3),
@@ -25,12 +26,16 @@ CASES = [
     ("1f1b", "backward", 0, 3 * M + 2),
     ("1f1b", "forward", 1, 7 * M + 3),
 ]
-WITH_SHARED_MEMORY = ("pipedream", "forward", 1, 4)
-"""Without it a stage may make its update before it knows."""
+PIPEDREAM: list[Case] = [("pipedream", "forward", 1, 4), ("pipedream", "backward", 0, 4)]
+"""Updates have to wait, but for the first one's where ranks share memory: else a stage may make its
+update before it knows."""
 
 
-def cases_over(transport: str) -> list[tuple[str, str, int, int]]:
-    return [*CASES, WITH_SHARED_MEMORY] if transport == SHARED_MEMORY else CASES
+def cases_over(transport: str) -> list[tuple[Case, bool]]:
+    """With whether updates are made to wait."""
+    cases = [(case, False) for case in CASES]
+    cases += [(case, True) for case in PIPEDREAM]
+    return [*cases, (PIPEDREAM[0], False)] if transport == SHARED_MEMORY else cases
 
 
 def two_ranks(rank: int, world: int, transport: str) -> list[Outcome]:
@@ -43,8 +48,9 @@ def two_ranks(rank: int, world: int, transport: str) -> list[Outcome]:
             num_microbatches=1 if schedule == "pipedream" else M,
             schedule=schedule,
             norm=schedule != "pipedream",
+            spare_buffer=waits,
         )
-        for schedule, kind, layer, call in cases_over(transport)
+        for (schedule, kind, layer, call), waits in cases_over(transport)
     ]
 
 
@@ -161,11 +167,12 @@ def test_copies_of_a_stage_end_without_the_step_of_a_discarded_batch() -> None:
 def test_a_batch_that_fails_is_as_if_it_had_not_been(transport: str) -> None:
     given = batches(COUNT, ROWS)
     results = run_ranks(over, 2, args=(transport, two_ranks, transport), timeout=150)
-    for number, (schedule, *_) in enumerate(cases_over(transport)):
+    for number, ((schedule, *_), waits) in enumerate(cases_over(transport)):
         outcomes: list[Any] = [result.value[number] for result in results]
         first, second = outcomes
         assert first.kept == second.kept
         assert [e.discarded for e in first.errors] == [e.discarded for e in second.errors] != []
+        assert not (waits and (first.restarts or second.restarts))
         state: dict[str, torch.Tensor] = {**first.state, **second.state}
         want = by_oracle(
             given,
@@ -178,3 +185,35 @@ def test_a_batch_that_fails_is_as_if_it_had_not_been(transport: str) -> None:
         for outcome in outcomes:
             assert outcome.losses == want.losses, (schedule, number)
         assert_same_state(state, want.state)
+
+
+def closes_without_a_flush(rank: int, world: int, transport: str) -> list[float]:
+    """Its last forwards wait for updates that only later batches, or a drain, let begin."""
+    given = batches(3, 2)
+    losses = []
+    for options in ({"spare_buffer": True}, {}):
+        pipe = pd2.PipelineModule(
+            list(make_model((), world, norm=False)),
+            mse_loss,
+            schedule="pipedream",
+            num_microbatches=1,
+            example_args=given[0].args,
+            timeout=20.0,
+            **options,
+        )
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=None if options else 0.1)
+        lazy = []
+        for batch in given:
+            lazy.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        pipe.close()
+        losses += [loss.item() for loss in lazy]
+    return losses
+
+
+@pytest.mark.parametrize("transport", OF_TWO_RANKS)
+def test_processes_whose_forwards_wait_for_later_batches_close(transport: str) -> None:
+    args = (transport, closes_without_a_flush, transport)
+    first, *others = [result.value for result in run_ranks(over, 3, args=args, timeout=60)]
+    assert all(each == first for each in others)

@@ -16,7 +16,7 @@ using JointUpdate = std::vector<int>;
 void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate>& joint,
                          std::string_view why);
 
-// All stages wait for each other: clipping by the gradients' norm.
+// All stages wait for each other: for the gradients' norm, or until no stage can fail.
 void check_global_updates(const Schedule& schedule);
 
 }  // namespace pd2

@@ -63,8 +63,13 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     submitted_.notify_all();
     executed_.notify_all();
   });
-  thread_ =
-      std::thread([this] { setup_.run_thread ? setup_.run_thread([this] { loop(); }) : loop(); });
+  thread_ = std::thread([this] {
+    if (setup_.run_thread) {
+      setup_.run_thread([this] { loop(); });
+    } else {
+      loop();
+    }
+  });
   // The loop begins by setting its thread's intra-op threads, which also sets the process's
   // default: the caller may set that back once the constructor has returned.
   std::unique_lock lock(mutex_);
@@ -197,11 +202,10 @@ void Executor::begin_thread() const {
   }
 }
 
-void Executor::set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts) {
+void Executor::set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts, bool hold_up_forwards) {
   has_verdicts_ = verdicts != nullptr;
-  const bool is_alone = workers_.size() == 1, hold_up = !setup_.schedule.has_one_delay();
   for (const auto& worker : workers_) {
-    worker->updates().set_verdicts(verdicts, is_alone, hold_up);
+    worker->updates().set_verdicts(verdicts, workers_.size() == 1, hold_up_forwards);
   }
 }
 

@@ -266,6 +266,17 @@ def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
     [
         pytest.param("train()", id="without-flush"),
         pytest.param("pipe.train_step(X, target=Y)", id="without-step"),
+        pytest.param(
+            """
+            pipe = pd2.PipelineModule(
+                [nn.Linear(4, 4) for _ in range(3)], nn.functional.mse_loss, num_microbatches=1,
+                schedule="pipedream", spare_buffer=True, example_args=(X,),
+            )
+            opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            train(3)
+            """,
+            id="forwards-wait-for-later-batches",
+        ),
         pytest.param("loss = train(); del pipe, opt, train", id="dropped-loss-kept"),
         pytest.param(
             """

@@ -9,8 +9,10 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from tests.runs.discarding import batches, make_model
 
+JOINS = ["tied", "norm", "verdicts"]
 
-@pytest.mark.parametrize("joins", ["tied", "norm", "nothing"])
+
+@pytest.mark.parametrize("joins", [*JOINS, "nothing"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, joins: str) -> None:
     given = batches(8, 2)
@@ -25,6 +27,7 @@ def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, 
             schedule="pipedream",
             num_microbatches=1,
             example_args=given[0].args,
+            spare_buffer=joins == "verdicts",
         ) as pipe:
             sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
             opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
@@ -46,3 +49,67 @@ def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, 
             return [loss.item() for loss in lazy]
 
     assert losses(reads=True) == losses(reads=False)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("joins", JOINS)
+@pytest.mark.timeout(60)
+def test_forwards_that_wait_for_later_batches_hold_up_neither_modes_nor_ends(
+    joins: str, count: int
+) -> None:
+    given = batches(count + 1, 2)
+
+    def trained(*, toggles: bool) -> list[float]:
+        model = make_model((), 3, norm=False)
+        if joins == "tied":
+            model[-1].linear.weight = model[0].linear.weight
+        pipe = pd2.PipelineModule(
+            list(model),
+            mse_loss,
+            schedule="pipedream",
+            num_microbatches=1,
+            example_args=given[0].args,
+            spare_buffer=joins == "verdicts",
+        )
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
+        losses = []
+        for number, batch in enumerate(given):
+            if number == count and toggles:
+                pipe.eval()
+                pipe.train()
+            elif number == count:
+                pipe.flush()
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+        pipe.close()  # the last batch is finished, too
+        return [loss.item() for loss in losses]
+
+    assert trained(toggles=True) == trained(toggles=False)
+
+
+def test_another_optimizer_changes_what_updates_wait_for() -> None:
+    """By the loss of the second batch since a flush, which needs a later one if they wait."""
+    given = batches(3, 2)
+    for spare in (False, True):
+        with pd2.PipelineModule(
+            list(make_model((), 3, norm=False)),
+            mse_loss,
+            schedule="pipedream",
+            num_microbatches=1,
+            example_args=given[0].args,
+            spare_buffer=spare,
+        ) as pipe:
+            for limit in (None, 0.1, None):
+                sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+                opt = pd2.PipelineOptimizer(sgd, max_grad_norm=limit)
+                pipe.flush()
+                for batch in given[:2]:
+                    loss = pipe.train_step(*batch.args, target=batch.target)
+                    opt.step()
+                if spare or limit is not None:
+                    with pytest.raises(RuntimeError, match="of which 1 must still"):
+                        loss.item()
+                else:
+                    loss.item()
+                assert pipe.session.stages.updates_wait == (spare or limit is not None)
