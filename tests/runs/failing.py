@@ -416,7 +416,9 @@ class _Loop:
             return False
         except RuntimeError:
             # Stages that read different versions, and make updates together, need later batches.
-            if self.case.schedule != "pipedream" or self.case.sizes.num_stages < 3:
+            case = self.case
+            together = case.schedule == "pipedream" and (case.has_verdicts or case.tied)
+            if not together or case.sizes.num_stages < 3:
                 raise
         return True
 
