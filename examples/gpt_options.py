@@ -16,7 +16,7 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    add("--demo", action="store_true", help="train for 75 s, compare the schedules for 35 s")
+    add("--demo", action="store_true", help="train for 35 s, compare the schedules for 15 s")
     add("--data", type=Path, help="a text file or a folder of them; default: Python's library")
     add("--out", type=Path, default=Path("out"), help="folder for the results")
     add("--plan", type=Path, help="JSON of `pipedream2bw plan`, instead of the next four options")
@@ -46,8 +46,8 @@ def parse_options() -> argparse.Namespace:
         options.stages, options.microbatches = plan.num_stages, plan.num_microbatches
         options.rows = plan.batch // plan.width
     if options.demo:
-        options.seconds = options.seconds or 75.0
-        options.compare_seconds = options.compare_seconds or 35.0
+        options.seconds = options.seconds or 35.0
+        options.compare_seconds = options.compare_seconds or 15.0
     if not options.steps and not options.seconds:
         options.steps = 1000
     options.stages = options.stages or (world // options.replicas if world > 1 else 2)
