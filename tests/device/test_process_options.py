@@ -129,6 +129,7 @@ CLIPS = {"max_grad_norm": 0.1}
 OVERFLOWS = {"loss_scale": pd2.LossScale(2.0**24, growth_interval=3)}
 ON_HOST = {"optimizer_device": "cpu", "bucket_cap_mb": 1e-4}
 CHIMERA, EAGER = {"schedule": "chimera"}, {"schedule": "2bw_eager"}
+PIPEDREAM = {"schedule": "pipedream"}
 LANGUAGE_MODEL = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
 
 
@@ -140,7 +141,6 @@ def frozen_end() -> nn.Module:
     return model
 
 
-PIPEDREAM = {"schedule": "pipedream"}
 GRAPHS: dict[str, Any] = {"task": MLP, "optimizer": "sgd"}
 
 TRAININGS = {

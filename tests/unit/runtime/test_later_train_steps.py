@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -12,25 +14,31 @@ from tests.runs.discarding import batches, make_model
 JOINS = ["tied", "norm", "verdicts"]
 
 
+def pipedream(num_stages: int, example: Any, joins: str) -> Any:
+    """A pipeline, and its optimizer, whose stages make their updates together because of that."""
+    model = make_model((), num_stages, norm=False)
+    if joins == "tied":
+        model[-1].linear.weight = model[0].linear.weight
+    pipe = pd2.PipelineModule(
+        list(model),
+        mse_loss,
+        schedule="pipedream",
+        num_microbatches=1,
+        example_args=example,
+        spare_buffer=joins == "verdicts",
+    )
+    sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    return pipe, pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
+
+
 @pytest.mark.parametrize("joins", [*JOINS, "nothing"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, joins: str) -> None:
     given = batches(8, 2)
 
     def losses(*, reads: bool) -> list[float]:
-        model = make_model((), num_stages, norm=False)
-        if joins == "tied":
-            model[-1].linear.weight = model[0].linear.weight
-        with pd2.PipelineModule(
-            list(model),
-            mse_loss,
-            schedule="pipedream",
-            num_microbatches=1,
-            example_args=given[0].args,
-            spare_buffer=joins == "verdicts",
-        ) as pipe:
-            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
+        pipe, opt = pipedream(num_stages, given[0].args, joins)
+        with pipe:
             lazy: list[pd2.Loss] = []
             for number, batch in enumerate(given):
                 if number == 5:
@@ -60,19 +68,7 @@ def test_forwards_that_wait_for_later_batches_hold_up_neither_modes_nor_ends(
     given = batches(count + 1, 2)
 
     def trained(*, toggles: bool) -> list[float]:
-        model = make_model((), 3, norm=False)
-        if joins == "tied":
-            model[-1].linear.weight = model[0].linear.weight
-        pipe = pd2.PipelineModule(
-            list(model),
-            mse_loss,
-            schedule="pipedream",
-            num_microbatches=1,
-            example_args=given[0].args,
-            spare_buffer=joins == "verdicts",
-        )
-        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1 if joins == "norm" else None)
+        pipe, opt = pipedream(3, given[0].args, joins)
         losses = []
         for number, batch in enumerate(given):
             if number == count and toggles:
@@ -92,14 +88,8 @@ def test_another_optimizer_changes_what_updates_wait_for() -> None:
     """By the loss of the second batch since a flush, which needs a later one if they wait."""
     given = batches(3, 2)
     for spare in (False, True):
-        with pd2.PipelineModule(
-            list(make_model((), 3, norm=False)),
-            mse_loss,
-            schedule="pipedream",
-            num_microbatches=1,
-            example_args=given[0].args,
-            spare_buffer=spare,
-        ) as pipe:
+        pipe, _ = pipedream(3, given[0].args, "verdicts" if spare else "nothing")
+        with pipe:
             for limit in (None, 0.1, None):
                 sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
                 opt = pd2.PipelineOptimizer(sgd, max_grad_norm=limit)
