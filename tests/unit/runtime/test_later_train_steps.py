@@ -65,7 +65,7 @@ def test_a_loss_is_there_or_says_how_many_train_steps_it_needs(num_stages: int, 
 def test_forwards_that_wait_for_later_batches_hold_up_neither_modes_nor_ends(
     joins: str, count: int
 ) -> None:
-    given = batches(count + 1, 2)
+    given = batches(count + 2, 2)
 
     def trained(*, toggles: bool) -> list[float]:
         pipe, opt = pipedream(3, given[0].args, joins)
@@ -78,7 +78,7 @@ def test_forwards_that_wait_for_later_batches_hold_up_neither_modes_nor_ends(
                 pipe.flush()
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             opt.step()
-        pipe.close()  # the last batch is finished, too
+        pipe.close()  # finishes the last batch, whose forward waits, too
         return [loss.item() for loss in losses]
 
     assert trained(toggles=True) == trained(toggles=False)
