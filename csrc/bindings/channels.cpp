@@ -151,7 +151,7 @@ void bind_channels(py::module_& module) {
       [](const std::shared_ptr<Fault>& fault, const std::string& group) {
         abort_on_fault(*fault, resolve_group(group));
       },
-      py::arg("fault"), py::arg("group"));
+      py::arg("fault"), py::arg("group"), py::call_guard<py::gil_scoped_release>());
   py::class_<LocalChannel, Sender, Receiver, std::shared_ptr<LocalChannel>>(
       module, "LocalChannel", py::multiple_inheritance())
       .def(py::init<c10::Device, c10::Device>(), py::kw_only(), py::arg("source"),

@@ -4,7 +4,44 @@
 
 #include <c10/util/Exception.h>
 
+#include <chrono>
+#include <memory>
+#include <semaphore>
+#include <thread>
+
 namespace pd2 {
+namespace {
+
+// How long whoever raises a fault waits for what it aborts.
+constexpr auto kMostOfAborts = std::chrono::seconds(10);
+
+// Calls that have begun, each in a thread of its own, which may outlive this.
+class AtOnce {
+ public:
+  explicit AtOnce(std::vector<std::function<void()>> calls) : num_calls_(calls.size()) {
+    for (auto& call : calls) {
+      std::thread([call = std::move(call), ended = ended_]() mutable {
+        call();
+        call = nullptr;
+        ended->release();
+      }).detach();
+    }
+  }
+
+  // Until all have ended, or for a moment.
+  void wait() const {
+    const auto deadline = std::chrono::steady_clock::now() + kMostOfAborts;
+    for (std::size_t i = 0; i < num_calls_ && ended_->try_acquire_until(deadline); ++i) {
+    }
+  }
+
+ private:
+  const std::size_t num_calls_;
+  const std::shared_ptr<std::counting_semaphore<>> ended_ =
+      std::make_shared<std::counting_semaphore<>>(0);
+};
+
+}  // namespace
 
 std::string stage_name(int stage, int replica, int num_replicas) {
   const std::string name = "stage " + std::to_string(stage);
@@ -32,16 +69,29 @@ Failure failure_of(const std::exception_ptr& error, int here) {
 }
 
 void Fault::raise(Failure failure) {
-  // Callbacks run under the lock: forget() must not return while one still runs.
-  const std::lock_guard lock(mutex_);
-  if (raised_) {
-    return;
+  std::vector<std::function<void()>> aborts;
+  {
+    const std::lock_guard lock(mutex_);
+    if (raised_) {
+      return;
+    }
+    failure_ = std::move(failure);
+    raised_ = true;
+    aborts = std::exchange(aborts_, {});
   }
-  failure_ = std::move(failure);
-  raised_ = true;
-  for (const auto& [owner, end_waiting] : callbacks_) {
-    end_waiting();
+  const AtOnce aborting(std::move(aborts));
+  std::unique_lock lock(mutex_);
+  while (!callbacks_.empty()) {
+    const auto next = callbacks_.extract(callbacks_.begin());
+    running_ = next.key();
+    lock.unlock();
+    next.mapped()();
+    lock.lock();
+    running_ = nullptr;
+    ended_.notify_all();
   }
+  lock.unlock();
+  aborting.wait();
 }
 
 std::optional<Failure> Fault::failure() const {
@@ -50,17 +100,31 @@ std::optional<Failure> Fault::failure() const {
 }
 
 void Fault::on_raise(const void* owner, std::function<void()> end_waiting) {
-  const std::lock_guard lock(mutex_);
-  if (raised_) {
-    end_waiting();
-  } else {
-    callbacks_[owner] = std::move(end_waiting);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!raised_) {
+      callbacks_[owner] = std::move(end_waiting);
+      return;
+    }
   }
+  end_waiting();
 }
 
 void Fault::forget(const void* owner) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   callbacks_.erase(owner);
+  ended_.wait(lock, [&] { return running_ != owner; });
+}
+
+void Fault::abort_on_raise(std::function<void()> abort) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!raised_) {
+      aborts_.push_back(std::move(abort));
+      return;
+    }
+  }
+  AtOnce({std::move(abort)}).wait();
 }
 
 void Fault::rethrow_if_raised() const {

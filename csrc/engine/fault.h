@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace pd2 {
 
@@ -54,24 +56,30 @@ class Fault {
   explicit Fault(int rank = 0) : rank_(rank) {}
 
   int rank() const { return rank_; }
-  // The first call's failure is kept and the registered callbacks run (they end blocked channels);
-  // later calls, mostly consequences of the first, are ignored.
+  // The first call's failure is kept and what was registered runs, without a lock; later calls,
+  // mostly consequences of the first, are ignored.
   void raise(Failure failure);
   bool raised() const { return raised_; }
   // The first failure, if there is one.
   std::optional<Failure> failure() const;
-  // Runs `end_waiting` when the fault is raised, at once if it has been; until forgotten by
-  // `owner`.
+  // Runs `end_waiting`, which waits for nothing, when the fault is raised, at once if it has been;
+  // until forgotten by `owner`. None of them runs any more when forget() returns.
   void on_raise(const void* owner, std::function<void()> end_waiting);
   void forget(const void* owner);
+  // Runs `abort` then, too, in a thread of its own: it may wait for what the others end. It may run
+  // longer than raise(), which waits for a while, and keeps what it uses.
+  void abort_on_raise(std::function<void()> abort);
   void rethrow_if_raised() const;
 
  private:
   const int rank_;
   mutable std::mutex mutex_;
+  std::condition_variable ended_;     // of a callback
   std::atomic<bool> raised_ = false;  // read under other locks, so not under mutex_
   Failure failure_;
   std::map<const void*, std::function<void()>> callbacks_;
+  const void* running_ = nullptr;  // whose callback runs now
+  std::vector<std::function<void()>> aborts_;
 };
 
 }  // namespace pd2

@@ -12,9 +12,12 @@ namespace pd2 {
 // Aborts the group when the fault is raised, if it is still there: a device that waits for a
 // transfer of which the other end is gone goes on, and with it the threads that wait for the
 // device. Nothing else ends such a transfer, since no thread waits for the transfer itself.
+//
+// NCCL's abort waits until the device is idle, and so for transfers of the other groups that are
+// aborted: all are at once.
 inline void abort_on_fault(Fault& fault, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group);
-  fault.on_raise(group.get(), [weak] {
+  fault.abort_on_raise([weak] {
     try {
       if (const auto alive = weak.lock()) {
         alive->abort();

@@ -53,7 +53,7 @@ CheckedProcessGroup::CheckedProcessGroup(Below below, std::chrono::milliseconds 
       timeout_(timeout) {}
 
 CheckedProcessGroup::~CheckedProcessGroup() {
-  abort();
+  end_all();
   communicators_.clear();
 }
 
@@ -185,10 +185,21 @@ void CheckedProcessGroup::meet(const std::string& key, const std::vector<int>& r
   }
 }
 
-void CheckedProcessGroup::abort() {
+void CheckedProcessGroup::end_all() {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
   for (const auto& [_, communicator] : communicators_) communicator->abort();
+}
+
+void CheckedProcessGroup::abort() {
+  const WithoutGil nobody_waits_for_python;
+  end_all();
+  std::set<int> devices;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [key, _] : communicators_) devices.insert(key.first);
+  }
+  for (const int device : devices) Runtime::instance().await_idle(device, timeout_);
 }
 
 void CheckedProcessGroup::shutdown() {

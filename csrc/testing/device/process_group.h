@@ -49,6 +49,8 @@ class CheckedProcessGroup final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  // Then waits until the device is idle, as whoever frees memory of a device does: for the
+  // transfers of other groups, too, up to the timeout.
   void abort() override;
   void shutdown() override;
 
@@ -85,6 +87,7 @@ class CheckedProcessGroup final : public c10d::Backend {
     bool is_in_pairs = false;
   };
 
+  void end_all();
   WorkPtr post(Operation operation);
   int check(const Operation& operation) const;
   Communicator& communicator(int device, int peer);

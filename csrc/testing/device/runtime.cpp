@@ -66,10 +66,10 @@ LaunchPtr Runtime::begin(StreamNumber stream, const std::string& name, std::span
   // The kernels of transfers were loaded when their communicator was made.
   drain_maybe(lock, device, name, {.is_first = is_first, .never = is_transfer});
   if (!is_transfer) {
-    await(lock, known_to(stream), "'" + name + "' waits for what its stream waits for");
+    await(lock, ahead_of(stream), "'" + name + "' waits for what its stream waits for");
   }
   note(is_transfer ? Asked::Kind::transfer : Asked::Kind::launch, name, stream);
-  const Clock before = known_to(stream);
+  const Clock before = ahead_of(stream);
   auto launch = next_launch(stream, name);
   if (is_transfer) {
     starts_.emplace(launch, before);
@@ -118,6 +118,12 @@ void Runtime::allocate(int device) {
   drain_maybe(lock, device, "an allocation", {});
 }
 
+void Runtime::await_idle(int device, std::chrono::milliseconds timeout) {
+  Lock lock(mutex_);
+  const Clock all = clock_of_device(device);
+  changed_.wait_for(lock, timeout, [&] { return !is_pending(all); });
+}
+
 void Runtime::drain_maybe(Lock& lock, int device, const std::string& name, const Occasion& why) {
   // Whoever drains the device keeps other threads from launching on it.
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
@@ -153,6 +159,12 @@ Clock Runtime::known_to(StreamNumber stream) const {
   Clock known = streams_.at(stream).clock;
   known.join(over_);
   return known;
+}
+
+Clock Runtime::ahead_of(StreamNumber stream) const {
+  Clock ahead = known_to(stream);
+  if (has_one_queue_) ahead.join(clock_of_device(streams_[stream].device));
+  return ahead;
 }
 
 bool Runtime::is_pending(const Clock& clock) const {

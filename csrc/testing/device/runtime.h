@@ -87,6 +87,8 @@ class Runtime {
   void await_turn(const LaunchPtr& transfer);
   void finish(const LaunchPtr& transfer);
 
+  // Until all that was launched on the device is over, or for so long. This orders nothing.
+  void await_idle(int device, std::chrono::milliseconds timeout);
   // Memory of the device is about to be given out, for which a device may have to be drained.
   void allocate(int device);
 
@@ -127,6 +129,9 @@ class Runtime {
   // --- tests
   void set_drains(const DrainSettings& settings);
   void set_timeout(std::chrono::duration<double> timeout);
+  // Whether all streams of a device share one queue of the hardware: whatever it is given begins
+  // when all that it was given before is over. This orders nothing.
+  void set_one_queue(bool is_one);
   // Leaves out the n-th ordering of this kind from now on, counted from 1; 0 leaves out none.
   void drop_nth(Ordering kind, std::uint64_t n);
   std::uint64_t count(Ordering kind) const;
@@ -176,6 +181,8 @@ class Runtime {
   void raise_kept();
   std::string pending_text() const;
   Clock known_to(StreamNumber stream) const;
+  // What the stream's next launch begins after.
+  Clock ahead_of(StreamNumber stream) const;
   Clock clock_of_device(int device) const;
 
   mutable std::mutex mutex_;
@@ -198,6 +205,7 @@ class Runtime {
   std::vector<HostCopy> host_copies_;  // that the host does not know to be over
 
   DrainSettings drains_;
+  bool has_one_queue_ = false;
   std::mt19937_64 random_;
   std::set<std::pair<int, std::string>> used_;
   std::vector<int> draining_ = std::vector<int>(kDevices, 0);

@@ -5,9 +5,13 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <barrier>
 #include <chrono>
 #include <exception>
+#include <future>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -94,6 +98,62 @@ TEST(FaultTest, KeepsTheFirstFailureAndThrowsItToAllThatWait) {
     EXPECT_EQ(error.failure().microbatch, 1);
     EXPECT_EQ(error.failure().batch, std::nullopt);
   }
+}
+
+// As NCCL's aborts, which wait for an idle device, while another group's kernels spin on it.
+TEST(Fault, AbortsAllAtOnceAsEachMayWaitForTheOthers) {
+  Fault fault;
+  auto all = std::make_shared<std::barrier<>>(3);
+  auto ended = std::make_shared<std::atomic<int>>(0);
+  for (int i = 0; i < 3; ++i) {
+    fault.abort_on_raise([=] {
+      all->arrive_and_wait();
+      ++*ended;
+    });
+  }
+  fault.raise(Failure{});
+  EXPECT_EQ(*ended, 3);
+}
+
+TEST(Fault, IsKnownToWhoeverItsCallbacksWakeAndWait) {
+  Fault fault;
+  const int owner = 0;
+  bool is_known = false;
+  fault.on_raise(&owner, [&] {
+    // A thread that asks meanwhile gets an answer.
+    is_known = std::async(std::launch::async, [&] { return fault.failure(); }).get().has_value();
+  });
+  fault.raise(Failure{});
+  EXPECT_TRUE(is_known);
+}
+
+TEST(Fault, ForgetsACallbackThatRunsOnlyWhenItHasEnded) {
+  Fault fault;
+  const int owner = 0, other = 0;
+  std::promise<void> runs, goes_on;
+  std::atomic<bool> has_ended = false;
+  fault.on_raise(&owner, [&] {
+    runs.set_value();
+    goes_on.get_future().wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    has_ended = true;
+  });
+  auto raising = std::async(std::launch::async, [&] { fault.raise(Failure{}); });
+  runs.get_future().wait();
+  fault.forget(&other);  // has nothing to wait for
+  EXPECT_FALSE(has_ended);
+  goes_on.set_value();
+  fault.forget(&owner);
+  EXPECT_TRUE(has_ended);
+}
+
+TEST(Fault, RunsWhatComesLateAtOnce) {
+  Fault fault;
+  fault.raise(Failure{});
+  int calls = 0;
+  fault.on_raise(&calls, [&] { ++calls; });
+  fault.abort_on_raise([&] { ++calls; });
+  EXPECT_EQ(calls, 2);
 }
 
 }  // namespace
