@@ -133,6 +133,46 @@ def test_every_schedule_in_processes(world: int, train: Callable[..., None]) -> 
     )
 
 
+def train_in_one_queue(rank: int, world: int, schedules: list[str]) -> None:
+    """Where everything that a device is given waits for all that it was given before."""
+    join(rank, drains=0.0)
+    checked.set_one_queue(True)
+    with mock.patch.object(channels, "make_device_ring", return_value=None):
+        train_schedules(rank, world, schedules, "skips")
+
+
+@pytest.mark.parametrize(
+    ("world", "schedules"),
+    [
+        (3, ("2bw", "zero_bubble", "interleaved")),
+        (4, ("chimera",)),
+        *exhaustive((4, tuple(pd2.schedule_names()))),
+    ],
+)
+def test_streams_may_share_one_queue(world: int, schedules: tuple[str, ...]) -> None:
+    run_ranks(
+        train_in_one_queue, world, args=(schedules,), rendezvous="environment", timeout=200
+    )
+
+
+def add_up_in_one_queue(rank: int, world: int, replica_sums: str) -> None:
+    device, task, m = join(rank, drains=0.05), TASKS["skips"], 4
+    checked.set_one_queue(True)
+    batches = [batch_on(batch, device) for batch in task.batches([2 * m] * 4)]
+    options: dict[str, Any] = {"width": 2, "replica_sums": replica_sums}
+    with (
+        checked.expect_no_errors(),
+        mock.patch.object(channels, "make_device_ring", return_value=None),
+        make_pipeline(on(task, device), 2, m, batches[0], bucket_cap_mb=1e-4, **options) as pipe,
+    ):
+        go_on(pipe, pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=1.0), batches)
+
+
+@pytest.mark.parametrize("replica_sums", ["ordered", "all_reduce"])
+def test_sums_and_messages_may_share_one_queue(replica_sums: str) -> None:
+    run_ranks(add_up_in_one_queue, 4, args=(replica_sums,), rendezvous="environment", timeout=60)
+
+
 def count_connections(rank: int, world: int, schedule: str, width: int, replica_sums: str) -> None:
     device = join(rank, drains=0.05)
     task, m = TASKS["mlp"], 4

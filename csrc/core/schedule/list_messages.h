@@ -5,6 +5,7 @@
 #include "core/floor.h"
 #include "core/schedule/schedule.h"
 
+#include <algorithm>
 #include <compare>
 #include <cstddef>
 #include <vector>
@@ -55,6 +56,13 @@ class ListMessages {
     Receive receive = channels_[message / span_];
     receive.microbatch = message % span_ + lowest_;
     return receive;
+  }
+
+  // Whether an action may send several messages, or consume them.
+  bool come_together() const {
+    const auto is_several = [](const std::vector<int>& channels) { return channels.size() > 1; };
+    return std::ranges::any_of(sent_forward_, is_several) ||
+           std::ranges::any_of(sent_backward_, is_several);
   }
 
   // The same for the messages of all batches that have one place in their batch.

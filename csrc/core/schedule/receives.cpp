@@ -18,6 +18,7 @@ using enum ActionKind;
 using Lists = std::vector<std::vector<Action>>;  // by rank
 
 constexpr int kNone = std::numeric_limits<int>::min();
+constexpr int kAll = -1;  // no message's number
 
 // One list of all ranks. Each rank waits for its device after every action, and before it begins
 // whatever has been sent in earlier lists has been received.
@@ -32,6 +33,7 @@ class Walk {
         launched_(messages_.size()),
         is_one_of_several_(messages_.size()),
         ranks_(lists.size()),
+        outstanding_(lists.size()),
         early_(lists.size()),
         updates_(std::move(updates)),
         awaited_(awaited),
@@ -172,21 +174,36 @@ class Walk {
     bool is_there = true;
     for (const int message : messages) {
       const State before = states_[message];
+      if (before == kSent) post_outstanding(rank, Moment::kBefore, message);
       if (messages.size() > 1 && before == kNotSent) is_one_of_several_[message] = true;
-      if (messages.size() > 1 && before == kSent) post_in_order(message);
+      if (messages.size() > 1 && before == kSent) post_early(message, Moment::kBefore);
       post(message);
       is_there = is_there && states_[message] == kReceived;
     }
     return is_there;
   }
 
+  // Posts what the rank has been sent, in the order of sending, up to a message; kAll: all of it.
+  // An action that sends several messages gives its device one after the other: the second can
+  // wait, by way of a third rank, for whatever the receiver of the first one launches before it
+  // takes that. So ranks post receives, among themselves and with their sends, in the order in
+  // which the messages were launched.
+  void post_outstanding(int rank, Moment moment, int until = kAll) {
+    std::deque<int>& outstanding = outstanding_[rank];
+    for (; !outstanding.empty() && outstanding.front() != until; outstanding.pop_front()) {
+      const int message = outstanding.front();
+      if (states_[message] == kReceived) continue;
+      post_early(message, moment);
+      post(message);
+    }
+  }
+
   // A post may wait for its message's header, and so for its sending: of several messages that are
   // consumed together the one that is sent first has to be posted first.
-  void post_in_order(int message) {
+  void post_early(int message, Moment moment) {
     const Receive& receive = messages_[message];
     const int rank = schedule_.placement[receive.to];
-    early_[rank].push_back(
-        {.action = ranks_[rank].next, .moment = Moment::kBefore, .receive = receive});
+    early_[rank].push_back({.action = ranks_[rank].next, .moment = moment, .receive = receive});
   }
 
   void post(int message) {
@@ -199,23 +216,32 @@ class Walk {
   void launch(int rank) {
     const Action& action = this->action(rank);
     ranks_[rank].launched = ++num_launched_;
+    post_outstanding(rank, action.kind == kUpdate ? Moment::kBefore : Moment::kWithSends);
     messages_.sent_by(action, [&](int message) {
       launched_[message] = num_launched_;
       if (states_[message] == kPosted) {
-        if (is_one_of_several_[message]) post_in_order(message);
+        post_outstanding(schedule_.placement[messages_[message].to], Moment::kBefore);
+        if (is_one_of_several_[message]) post_early(message, Moment::kBefore);
         states_[message] = kReceived;
         wake(schedule_.placement[messages_[message].to]);
       } else {
         states_[message] = kSent;
         ranks_[rank].sends.push_back(message);
         sent_.push_back(message);
+        if (messages_.come_together()) {
+          outstanding_[schedule_.placement[messages_[message].to]].push_back(message);
+        }
       }
     });
     const std::optional<int> share = share_of(action);
     if (share) updates_.begin_update(action);
     if (schedule_.num_pipelines == 2 && share) {
+      const int other = schedule_.placement[*schedule_.twin(action.stage)];
+      if (ranks_[other].waits_for_device && waits_for_copy(other)) {
+        post_outstanding(other, Moment::kBefore);  // its part of the sum ends with this one
+      }
       shares_[action.stage] = *share;
-      wake(schedule_.placement[*schedule_.twin(action.stage)]);
+      wake(other);
     }
   }
 
@@ -276,6 +302,7 @@ class Walk {
   int num_launched_ = 0;
   std::vector<bool> is_one_of_several_;  // that were posted by an action that consumes them
   std::vector<RankState> ranks_;
+  std::vector<std::deque<int>> outstanding_;  // by receiving rank: sent, perhaps not received
   EarlyReceives early_;
   JointProgress updates_;
   const AwaitedUpdates& awaited_;

@@ -16,15 +16,22 @@
 // Posted in B0, B1 and the next batch, the gradients keep rank 1 waiting after its B0 while rank 0
 // waits after its F1; posted two ahead, rank 0 waits after its F0 for what it has not begun.
 //
+// A device has fewer queues than streams, and what is behind a transfer in its queue waits for it.
+// So a plan is safe, too, if a device has one queue, and does what it is given in that order.
+//
 // So by default a receive is posted in the action that consumes its message. When no rank can go on
 // (each waits for its device, or for a message), every send that has been launched gets its receive
 // posted where the receiver is. Nothing waits for such a post: its message is under way.
 //
-// Memory for a message may take a wait for the device, and comes first: for what an action sends
-// and for what is posted with that, before any of it begins. A receive is posted with an action's
-// sends if its message was launched before the action was, so that it does not depend on it; else
-// after them, when the message, and so its size, may depend on them. Ranks that wait there, for
-// their sends, wait for ranks whose actions were launched earlier: in no circle.
+// Memory for a message may take a wait for the device, and comes first for what an action sends,
+// before any of it begins. A receive is posted with an action's sends if its message was launched
+// before the action was, so that it does not depend on it; else after them, when the message, and
+// so its size, may depend on them. Ranks that wait there, for their sends, wait for ranks whose
+// actions were launched earlier: in no circle.
+//
+// Where actions send several messages (skip connections), one of them is behind the other in the
+// device's queue, and a rank's receives are posted in the order in which their messages were
+// launched: ahead of what the rank launches later.
 //
 // Updates may wait for other stages (for a norm, a scale, tied gradients), though these do not wait
 // for the messages of the update's rank: `joint`. Such an update reads numbers from its device, in

@@ -91,11 +91,9 @@ class Receiver {
   virtual ~Receiver() = default;
   // Announces the next message, in order; its transfer may begin at once.
   virtual void expect(LayoutId layout) = 0;
-  // These three are for channels that begin no transfer by themselves before receive(); others do
+  // These two are for channels that begin no transfer by themselves before receive(); others do
   // nothing. The thread that receives calls them.
-  // Takes memory for the oldest expected message that has none. May wait for the message's header.
-  virtual void reserve() {}
-  // Begins the transfer of the oldest that has not begun, after reserve() if it has no memory.
+  // Begins the transfer of the oldest expected message that has not begun. May wait for its header.
   virtual void post() {}
   // Both for the oldest expected message, if it has not begun.
   virtual void prepare() {}

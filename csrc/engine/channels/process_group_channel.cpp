@@ -243,28 +243,9 @@ void ProcessGroupReceiver::expect(LayoutId layout) {
   post_ahead();
 }
 
-void ProcessGroupReceiver::reserve() {
-  if (posted_ahead_ == 0) {
-    reserve_next();
-  }
-}
-
 void ProcessGroupReceiver::post() {
-  if (posted_ahead_ > 0) {
-    return;
-  }
-  const auto begin_oldest = [this] {
-    const std::lock_guard lock(mutex_);
-    const auto oldest = std::ranges::find(posted_, false, &Posted::has_begun);
-    if (oldest == posted_.end()) {
-      return false;
-    }
-    begin(*oldest);
-    return true;
-  };
-  if (!begin_oldest()) {
-    reserve_next();
-    begin_oldest();
+  if (posted_ahead_ == 0) {
+    begin_next();
   }
 }
 
@@ -282,7 +263,7 @@ bool ProcessGroupReceiver::is_idle() const {
   return posted_.empty();
 }
 
-void ProcessGroupReceiver::reserve_next() {
+void ProcessGroupReceiver::begin_next() {
   std::optional<LayoutId> unknown;
   {
     const std::lock_guard lock(mutex_);
@@ -307,6 +288,7 @@ void ProcessGroupReceiver::reserve_next() {
   if (!make_room()) {
     throw ChannelAborted();
   }
+  begin(posted_.back());
 }
 
 void ProcessGroupReceiver::post_ahead() {
@@ -342,7 +324,6 @@ bool ProcessGroupReceiver::make_room() {
 }
 
 void ProcessGroupReceiver::begin(Posted& next) {
-  next.has_begun = true;
   if (next.ring_bytes > 0 || next.message.is_void) {
     return;
   }
@@ -385,14 +366,11 @@ std::optional<Message> ProcessGroupReceiver::receive_header() {
 
 Message ProcessGroupReceiver::receive() {
   if (is_idle()) {
-    reserve_next();
+    begin_next();
   }
   Posted next;
   {
     const std::lock_guard lock(mutex_);
-    if (!posted_.front().has_begun) {
-      begin(posted_.front());
-    }
     next = std::move(posted_.front());
     posted_.pop_front();
     post_ahead();

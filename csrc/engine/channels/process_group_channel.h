@@ -92,7 +92,6 @@ class ProcessGroupReceiver : public Receiver {
   ProcessGroupReceiver(Peer peer, std::size_t posted_ahead);
   void connect();  // as the sender's
   void expect(LayoutId layout) override;
-  void reserve() override;
   void post() override;
   void prepare() override;
   Message receive() override;
@@ -104,11 +103,10 @@ class ProcessGroupReceiver : public Receiver {
   struct Posted {
     Message message;
     std::size_t ring_bytes = 0;  // what comes through the ring
-    bool has_begun = false;
     std::vector<Work> works;
   };
   bool is_idle() const;                     // nothing has memory
-  void reserve_next();                      // waits for its header, if the layout is new
+  void begin_next();                        // waits for its header, if the layout is new
   bool make_room();                         // holds mutex_; false if its layout is not known yet
   void begin(Posted& next);                 // holds mutex_
   void post_ahead();                        // holds mutex_

@@ -62,7 +62,6 @@ class StagedReceiver : public Receiver {
   StagedReceiver(std::shared_ptr<Receiver> hosts, c10::Device device)
       : hosts_(std::move(hosts)), device_(device) {}
   void expect(LayoutId layout) override { hosts_->expect(layout); }
-  void reserve() override { hosts_->reserve(); }
   void post() override { hosts_->post(); }
   void prepare() override { hosts_->prepare(); }
   Message receive() override;

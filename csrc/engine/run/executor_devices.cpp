@@ -75,21 +75,15 @@ void Executor::end_action() {
 }
 
 void Executor::post(Moment moment) {
-  const auto call = [&](void (Receiver::*step)()) {
-    for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
-      const EarlyReceive& each = (*posting_.early)[i];
-      if (each.action == posting_.action && each.moment == moment) {
-        int microbatch = each.receive.microbatch;
-        if (const Run* run = posting_.find(microbatch)) {
-          worker(each.receive.to).post(*run, microbatch, each.receive.from, step);
-        }
+  for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
+    const EarlyReceive& each = (*posting_.early)[i];
+    if (each.action == posting_.action && each.moment == moment) {
+      int microbatch = each.receive.microbatch;
+      if (const Run* run = posting_.find(microbatch)) {
+        worker(each.receive.to).post(*run, microbatch, each.receive.from);
       }
     }
-  };
-  if (moment == Moment::kWithSends) {  // later ones may come only because earlier ones are posted
-    call(&Receiver::reserve);
   }
-  call(&Receiver::post);
 }
 
 void Executor::record(bool on) {

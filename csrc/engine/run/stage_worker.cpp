@@ -196,20 +196,20 @@ void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
   }
 }
 
-void StageWorker::post(const Run& run, int microbatch, int sender, void (Receiver::*step)()) {
+void StageWorker::post(const Run& run, int microbatch, int sender) {
   if (is_absent(run, microbatch)) {
     return;
   }
   const Wiring& wiring = wirings_.at(run.wiring);
   for (const InboundEdge& edge : wiring.inbound) {
     if (edge.producer == sender) {
-      (*edge.values.*step)();
+      edge.values->post();
     }
   }
   const auto in_flight = in_flight_.find({run.id, microbatch});
   for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
     if (wiring.outbound[e].consumer == sender && in_flight->second.expects_gradients[e]) {
-      (*wiring.outbound[e].gradients.*step)();
+      wiring.outbound[e].gradients->post();
     }
   }
 }

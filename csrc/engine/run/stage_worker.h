@@ -73,9 +73,9 @@ class StageWorker {
   void finish_updates_before(ActionKind kind, const Run& run, int microbatch);
   // Begins the transfers of what the action will receive.
   void prepare(ActionKind kind, const Run& run, int microbatch);
-  // Calls `step`, reserve() or post(), for what another stage sends for the microbatch, the next in
-  // order: for its values, if the stage comes before, else for its gradients.
-  void post(const Run& run, int microbatch, int sender, void (Receiver::*step)());
+  // Begins the transfer of what another stage sends for the microbatch, the next in order: of its
+  // values, if the stage comes before, else of its gradients.
+  void post(const Run& run, int microbatch, int sender);
 
   // The next four execute an action; the last two are the halves of a backward. If the batch is
   // discarded, they only receive and send, and neither messages mean anything. If the user's code

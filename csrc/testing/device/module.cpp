@@ -55,6 +55,7 @@ void bind_runtime(py::module_& module) {
   module.def("set_timeout", [](double seconds) {
     Runtime::instance().set_timeout(std::chrono::duration<double>(seconds));
   });
+  module.def("set_one_queue", [](bool is_one) { Runtime::instance().set_one_queue(is_one); });
   module.def("drop_nth",
              [](Ordering kind, std::uint64_t n) { Runtime::instance().drop_nth(kind, n); });
   module.def("count", [](Ordering kind) { return Runtime::instance().count(kind); });

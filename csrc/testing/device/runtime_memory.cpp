@@ -156,6 +156,11 @@ void Runtime::set_drains(const DrainSettings& settings) {
   random_.seed(settings.seed);
 }
 
+void Runtime::set_one_queue(bool is_one) {
+  const Lock lock(mutex_);
+  has_one_queue_ = is_one;
+}
+
 void Runtime::set_timeout(std::chrono::duration<double> timeout) {
   const Lock lock(mutex_);
   timeout_ = timeout;

@@ -33,6 +33,9 @@ struct Drains {
   double between_batches = 0;  // and that all wait before they begin the next batch
   double in_updates = 0;       // and that an update's thread does, at each of its steps
   double headers = 1;          // and that a host waits for a header before it posts a receive
+  // Whether all streams of a device share a queue of the hardware: it does what it is given in that
+  // order, of which each transfer ends before the next begins.
+  bool in_one_queue = false;
 };
 
 class ReceiveExecution {
@@ -124,6 +127,7 @@ class ReceiveExecution {
     int expected = 0, posted = 0, consumed = 0;  // by the receiver's host
     int announced = 0, launched = 0;             // by the sender's host
     int sent = 0;                                // given to the network: computed, too
+    int begun = 0;                               // posted, and the receiver's device is there
     int arrived = 0;
   };
   struct Share {
@@ -166,29 +170,18 @@ class ReceiveExecution {
         if (chance(drains_.in_actions)) program.push_back({.kind = Op::kDrain});
       };
       const std::vector<Action>& all = actions(schedule_.ranks[r], list);
-      using Receives = std::vector<std::pair<Ends, int>>;
-      const auto reserve = [&](const Receives& receives) {
-        for (const auto& [ends, number] : receives) {
-          if (chance(drains_.headers)) program.push_back({Op::kReserve, ends, number});
-          drain();
-        }
-      };
-      const auto post = [&](const Receives& receives, bool at_once = false) {
-        if (at_once) reserve(receives);
-        for (const auto& each : receives) {
-          if (!at_once) reserve({each});
-          program.push_back({Op::kPost, each.first, each.second, 0});
-        }
+      const auto post = [&](const Ends& ends, int number) {
+        if (chance(drains_.headers)) program.push_back({Op::kReserve, ends, number});
+        drain();
+        program.push_back({Op::kPost, ends, number});
       };
       const auto early = [&](int place, Moment moment) {
         if (posting_ != Posting::kPlanned && posting_ != Posting::kPlannedWithoutJoint) return;
-        Receives receives;
         for (const EarlyReceive& each : plan_.of(static_cast<int>(r), list)) {
           const int number = batch * m + each.receive.microbatch;
           if (each.action != place || each.moment != moment || number < 0) continue;
-          receives.push_back({{each.receive.from, each.receive.to}, number});
+          post({each.receive.from, each.receive.to}, number);
         }
-        post(receives, moment == Moment::kWithSends);
       };
       for (int place = 0; place < static_cast<int>(all.size()); ++place) {
         const Action& action = all[place];
@@ -203,7 +196,7 @@ class ReceiveExecution {
         early(place, Moment::kBefore);
         if (exists && !posts_ahead()) {
           for (const Ends& ends : messages(action.stage, action.kind, false)) {
-            post({{ends, number}});
+            post(ends, number);
           }
         }
         if (awaits) program.push_back(await);
@@ -283,7 +276,7 @@ class ReceiveExecution {
     Channel& channel = channels_[ends];
     const int ahead = posting_ == Posting::kTwoAhead ? 2 : channel.expected;
     while (channel.posted < channel.expected && channel.posted < channel.consumed + ahead) {
-      ++channel.posted;
+      channel.begun = ++channel.posted;
       ++ranks_[rank_of(ends.second)].unfinished;
     }
   }
@@ -365,6 +358,11 @@ class ReceiveExecution {
         if (channel.posted != op.microbatch) problem_ = "receives are posted in another order";
         ++channel.posted;
         ++rank.unfinished;
+        if (drains_.in_one_queue) {
+          rank.compute.push_back(op);
+        } else {
+          channel.begun = channel.posted;
+        }
         break;
       case Op::kConsume:
         if (channel.posted <= op.microbatch) problem_ = "a receive was not posted";
@@ -381,9 +379,9 @@ class ReceiveExecution {
         rank.compute.push_back(op);
         break;
       case Op::kShare:
-        ++shares_[op.stage].launched;
         ++rank.unfinished;
         rank.compute.push_back(op);
+        rank.compute.back().batch = shares_[op.stage].launched++;
         break;
     }
     rank.program.pop_front();
@@ -396,8 +394,14 @@ class ReceiveExecution {
     const Op& op = rank.compute.front();
     Channel& channel = channels_[op.ends];
     if (op.kind == Op::kConsume && channel.arrived <= op.microbatch) return false;
-    if (op.kind == Op::kSend) ++channel.sent;
-    if (op.kind == Op::kShare) ++shares_[op.stage].computed;
+    if (op.kind == Op::kPost) channel.begun = op.microbatch + 1;
+    if (op.kind == Op::kSend) channel.sent = op.microbatch + 1;
+    if (op.kind == Op::kShare) shares_[op.stage].computed = op.batch + 1;
+    if (drains_.in_one_queue) {
+      const bool is_transfer = op.kind == Op::kPost || op.kind == Op::kSend;
+      if (is_transfer && channel.arrived <= op.microbatch) return false;
+      if (op.kind == Op::kShare && shares_[op.stage].finished <= op.batch) return false;
+    }
     rank.compute.pop_front();
     ++rank.done;
     return true;
@@ -406,7 +410,7 @@ class ReceiveExecution {
   bool transfer() {
     bool moved = false;
     for (auto& [ends, channel] : channels_) {
-      for (; channel.arrived < std::min(channel.sent, channel.posted); ++channel.arrived) {
+      for (; channel.arrived < std::min(channel.sent, channel.begun); ++channel.arrived) {
         --ranks_[rank_of(ends.first)].unfinished;
         --ranks_[rank_of(ends.second)].unfinished;
         moved = true;
