@@ -12,6 +12,10 @@ from ._torch_internals import check_torch_internals
 
 check_torch_internals()
 
+from ._environment import set_variables
+
+set_variables()
+
 from . import errors
 from ._C import Schedule
 from .capture.device_figures import KNOWN_DEVICES, DeviceFigures

@@ -232,6 +232,7 @@ void bind_reports(ExecutorClass& executor) {
       .def("most_bytes_in_flight", of_stage(&StageWorker::most_bytes_in_flight), py::arg("stage"))
       .def("most_in_flight", of_stage(&StageWorker::most_in_flight), py::arg("stage"))
       .def("graph_report", of_stage(&StageWorker::graph_report), py::arg("stage"))
+      .def("most_bytes_behind", of_stage(&StageWorker::most_bytes_behind), py::arg("stage"))
       .def("message_buffer_bytes", of_stage(&StageWorker::message_buffer_bytes), py::arg("stage"));
 }
 

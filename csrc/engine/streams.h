@@ -26,13 +26,17 @@ inline MaybeStream stream_here(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Whose work a device begins first. Another stage, or another process, waits for a message: its
+// transfer comes before this stage's own work, and what nobody waits for soon after that.
+enum class Urgency { kBackground, kStage, kMessage };
+
 // A stream of the library's own.
-inline MaybeStream own_stream(c10::Device device, bool is_urgent = false) {
-  if (!has_streams(device)) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, is_urgent);
-}
+MaybeStream own_stream(c10::Device device, Urgency urgency = Urgency::kBackground);
+
+// How streams of a type of device are made that has more priorities than two, which torch knows for
+// all. Before any pipeline is made.
+using MakeStream = c10::Stream (*)(c10::Device device, Urgency urgency);
+void register_streams(c10::DeviceType type, const MakeStream& make);
 
 // The work that a stream had been given at some time. Copies are the same fence.
 class Fence {
@@ -103,7 +107,7 @@ class OnStream {
 // it needs: what else a stage does has streams of its own.
 struct StageStreams {
   explicit StageStreams(c10::Device device)
-      : compute(own_stream(device, /*is_urgent=*/true)),
+      : compute(own_stream(device, Urgency::kStage)),
         device(compute ? compute->device() : device),
         update(own_stream(device)),
         inputs(own_stream(device)),

@@ -87,13 +87,15 @@ def errors_left_to_engine() -> Iterator[None]:
 def options_of_messages(backend: str) -> Any:
     """Options of a group that carries messages, for torch; None: that backend's own.
 
-    Other groups of the user's and the library's keep their blocks: that is why it is no variable of
-    the environment. The user's ``NCCL_MAX_CTAS`` comes first, for all groups.
+    Messages come before all other work of the device, since another stage waits for them. Other
+    groups of the user's and the library's keep their blocks: that is why it is no variable of the
+    environment. The user's ``NCCL_MAX_CTAS`` comes first, for all groups.
     """
-    if backend != "nccl" or "NCCL_MAX_CTAS" in os.environ:
+    if backend != "nccl":
         return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MOST_BLOCKS
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if "NCCL_MAX_CTAS" not in os.environ:
+        options.config.max_ctas = _MOST_BLOCKS
     return options
 
 

@@ -160,15 +160,18 @@ class RankGrid:
         """The hosts of a stage's replicas, for copies that are made beside updates."""
         return self._groups[f"savers of {stage % self.depth}"]
 
-    def connect_replicas(self, devices: Sequence[torch.device]) -> None:
+    def connect_replicas(self, devices: Sequence[torch.device], most_bytes: int) -> None:
         """Connects the devices, one for each stage, that add up a stage's gradients.
 
         Every process calls it, and all take stages in one order.
+
+        Args:
+            most_bytes: of what they add up at once.
         """
         for stage in self.stages_of_model:
             group = self.replica_group(stage)
             if group is not None:
-                connect_devices(group, devices[stage], self.deadline)
+                connect_devices(group, devices[stage], most_bytes, self.deadline)
 
     def sum_order(self, stage: int, sums: str) -> list[int]:
         """Returns the ranks of :meth:`replica_group` as their gradients are added up.

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .deadline import Deadline
-from .device_groups import backend_for_all, end_with_fault, errors_left_to_engine, go_over_hosts
+from .device_groups import (
+    backend_for_all,
+    end_with_fault,
+    errors_left_to_engine,
+    go_over_hosts,
+)
+
+_LARGE = 32 * 2**20
+"""Bytes from which on NCCL takes the algorithm, and makes the connections, of all larger sizes."""
 
 
 def number_groups_alike(store: Store, name: str) -> None:
@@ -127,27 +135,31 @@ def broadcast(
         send()  # only enqueues it, in this thread's stream
 
 
-def connect_devices(group: dist.ProcessGroup, device: torch.device, deadline: Deadline) -> None:
+def connect_devices(
+    group: dist.ProcessGroup, device: torch.device, most_bytes: int, deadline: Deadline
+) -> None:
     """Makes a group's connections between devices. All its members call it, before other transfers.
 
-    A group of devices makes them at first use, of each kind, where the host waits for the others:
-    by then these may wait for a message from this process.
+    A group of devices makes them at first use, of each kind and size, where the host waits for the
+    others: by then these may wait for a message from this process.
 
     Args:
         device: of this process's tensors.
+        most_bytes: of what the group will add up at once.
     """
     if go_over_hosts({device.type}):
         return
 
-    def use_every_kind() -> None:
-        one = torch.zeros(1, dtype=torch.uint8, device=device)
-        from_all = torch.zeros(group.size(), dtype=torch.uint8, device=device)
-        dist.all_reduce(one, group=group)
-        dist.all_gather_into_tensor(from_all, one, group=group)
-        each = [1] * group.size()
+    def use_every_kind(bytes_each: int) -> None:
+        mine = torch.zeros(bytes_each, dtype=torch.uint8, device=device)
+        from_all = torch.zeros(group.size() * bytes_each, dtype=torch.uint8, device=device)
+        dist.all_reduce(from_all, group=group)
+        dist.all_gather_into_tensor(from_all, mine, group=group)
+        each = [bytes_each] * group.size()
         dist.all_to_all_single(torch.empty_like(from_all), from_all, each, each, group=group)
 
-    deadline.wait("connecting replicas", use_every_kind)
+    for number in sorted({1, max(1, min(most_bytes, _LARGE) // group.size())}):
+        deadline.wait("connecting replicas", functools.partial(use_every_kind, number))
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -106,15 +106,15 @@ class LocalStages:
         self._errors = _KeptErrors()
         self.updates_wait = False
         devices = _device_of_each(schedule, options.devices)
-        in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
         self._channels = Channels(
             grid,
             devices=devices,
-            in_flight=in_flight,
+            in_flight=[schedule.max_in_flight(stage) for stage in range(schedule.num_stages)],
             control=control.group,
             deadline=control.deadline,
         )
-        grid.connect_replicas(devices)
+        most_bytes = sum(parameter.nbytes for parameter in root.parameters())
+        grid.connect_replicas(devices, min(options.bucket_bytes, most_bytes))
         self.losses = loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties), mode.captured.costs.hooked)
@@ -183,7 +183,7 @@ class LocalStages:
                 num_versions=schedule.num_versions[stage],
                 group=grid.replica_group(stage),
                 sum_order=grid.sum_order(stage, self.options.replica_sums),
-                bucket_bytes=int(min(self.options.bucket_cap_mb * 2**20, 2.0**62)),
+                bucket_bytes=self.options.bucket_bytes,
                 first=grid.process_of(stage % d, replica=0),
                 deadline=grid.deadline,
                 copies=sums[stage % d],

@@ -72,6 +72,11 @@ class StageOptions:
     normalizer: bool | Callable[[Any], Any] = False
 
     @property
+    def bucket_bytes(self) -> int:
+        """How many bytes of gradients replicas add up at once."""
+        return int(min(self.bucket_cap_mb * 2**20, 2.0**62))
+
+    @property
     def is_one_batch(self) -> bool:
         """Whether the rows of all replicas are one batch, with one loss."""
         return bool(self.microbatches_of_replicas or self.normalizer)

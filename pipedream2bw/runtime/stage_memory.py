@@ -36,6 +36,8 @@ class StageMemory:
             outside of graphs.
         graphs: what the device's graphs take up now (``graphs=``).
         message_buffers: what messages to and from other processes take up now, kept ones included.
+        messages_behind: on a device, the most bytes of messages that the stage had forgotten, but
+            its device not read: of three microbatches at most.
         most_in_flight: the most microbatches that were between forward and backward at once.
         most_live_versions: the most weight versions that were alive (newest, still read, or being
             written).
@@ -57,6 +59,7 @@ class StageMemory:
     activations: int
     graphs: int = 0
     message_buffers: int
+    messages_behind: int = 0
     most_in_flight: int
     most_live_versions: int
     on_host: int
@@ -121,6 +124,7 @@ def memory_of(stage: LocalStage) -> StageMemory:
         activations=executor.most_bytes_in_flight(stage.index),
         graphs=executor.graph_report(stage.index).bytes,
         message_buffers=executor.message_buffer_bytes(stage.index),
+        messages_behind=executor.most_bytes_behind(stage.index),
         most_in_flight=executor.most_in_flight(stage.index),
         most_live_versions=weights.engine.most_live_versions,
         on_host=engine.on_host + (anchors if weights.device.type != "cpu" else 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -150,9 +151,7 @@ def train_in_one_queue(rank: int, world: int, schedules: list[str]) -> None:
     ],
 )
 def test_streams_may_share_one_queue(world: int, schedules: tuple[str, ...]) -> None:
-    run_ranks(
-        train_in_one_queue, world, args=(schedules,), rendezvous="environment", timeout=200
-    )
+    run_ranks(train_in_one_queue, world, args=(schedules,), rendezvous="environment", timeout=200)
 
 
 def add_up_in_one_queue(rank: int, world: int, replica_sums: str) -> None:
@@ -187,6 +186,8 @@ def count_connections(rank: int, world: int, schedule: str, width: int, replica_
         assert made > 0
         go_on(pipe, opt, batches)
         assert checked.num_connections() == made
+        # A sum may wait for what the device does first: only the pipeline's rules end that.
+        assert checked.last_timeout_set() == datetime.timedelta(days=1)
 
 
 @pytest.mark.parametrize(

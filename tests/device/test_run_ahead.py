@@ -23,7 +23,9 @@ from tests.runs.launch import run_ranks
 
 M, WIDTH = 4, 4
 MOST_AHEAD = 2
-"""Batches: of the caller before the stages' threads, and of these before their device."""
+"""Batches, of the caller before the stages' threads."""
+MOST_BEHIND = 2
+"""Microbatches that a stage's thread has ended, of its device."""
 
 
 class Held(nn.Linear):
@@ -101,7 +103,7 @@ def test_a_caller_is_two_batches_ahead_at_most() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_a_stages_thread_is_two_batches_ahead_of_its_device_at_most(num_stages: int) -> None:
+def test_a_device_is_two_microbatches_behind_its_stage_at_most(num_stages: int) -> None:
     pipe, opt = make("checked:0", num_stages)
     x = torch.ones(2 * M, WIDTH, device="checked:0")
     num_batches = 6
@@ -112,6 +114,11 @@ def test_a_stages_thread_is_two_batches_ahead_of_its_device_at_most(num_stages: 
             opt.step()
         pipe.flush()
         waits = checked.count(checked.Ordering.HOST_WAIT) - before
-    # Of each stage's thread for the batch before the last one, at each that it begins. Nobody waits
-    # for losses that nobody reads, nor for numbers without clipping.
-    assert waits == num_stages * (num_batches - MOST_AHEAD)
+        held = [each.messages_behind for each in pipe.memory_report().values()]
+    # Of each stage's thread, for the last microbatch but two at each that it ends. Nobody waits for
+    # losses that nobody reads, nor for numbers without clipping.
+    assert waits == num_stages * (num_batches * M - MOST_BEHIND)
+    # Values come to all stages but the first, and gradients to all but the last.
+    message = 2 * WIDTH * 4
+    kinds = [(stage > 0) + (stage < num_stages - 1) for stage in range(num_stages)]
+    assert held == [(MOST_BEHIND + 1) * message * each for each in kinds]

@@ -88,11 +88,21 @@ def test_nobody_waits_but_for_losses_norms_and_so_as_not_to_run_ahead(
     training, found = asked
     assert waits(found) == Counter(
         {
-            RUN_AHEAD: STEADY * training["num_stages"],
+            RUN_AHEAD: STEADY * M * training["num_stages"],
             OF_LOSSES: STEADY,
             OF_UPDATES: STEADY * training["num_stages"],
         }
     )
+
+
+def test_messages_come_before_the_stages_own_work() -> None:
+    """A device's other streams have the lowest of its two priorities."""
+    found = ask(SKIPS, 2, {})
+    between = {each.stream for each in found if "between devices" in each.name}
+    others = {each.stream for each in found if each.stream is not None} - between
+    assert between
+    assert {checked.priority_of(stream) for stream in between if stream is not None} == {-1}
+    assert {checked.priority_of(stream) for stream in others if stream is not None} == {0}
 
 
 def test_only_forwards_and_backwards_are_on_their_streams(

@@ -97,18 +97,22 @@ def test_messages_go_over_hosts_where_the_group_knows_no_device() -> None:
     run_ranks(what_goes_over_hosts, 1, timeout=60)
 
 
-def test_groups_of_messages_take_few_of_a_gpus_multiprocessors(
+def test_groups_of_messages_come_first_and_take_few_of_a_gpus_multiprocessors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = types.SimpleNamespace(
-        Options=lambda: types.SimpleNamespace(config=types.SimpleNamespace(max_ctas=None))
+        Options=lambda is_high_priority_stream: types.SimpleNamespace(
+            config=types.SimpleNamespace(max_ctas=None), is_first=is_high_priority_stream
+        )
     )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     assert options_of_messages("nccl").config.max_ctas == 4
+    assert options_of_messages("nccl").is_first
     assert options_of_messages("gloo") is None
     monkeypatch.setenv("NCCL_MAX_CTAS", "16")
-    assert options_of_messages("nccl") is None
+    assert options_of_messages("nccl").config.max_ctas is None
+    assert options_of_messages("nccl").is_first
 
 
 def test_error_handling_is_set_while_groups_are_made_unless_the_user_did(

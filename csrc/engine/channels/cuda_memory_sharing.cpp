@@ -69,8 +69,11 @@ MaybeStream take_stream(c10::Device device) {
     idle_streams.erase(idle);
     return found;
   }
+  // Of the highest priority: the other process waits for what this one copies.
+  int lowest = 0, highest = 0;
+  C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
   cudaStream_t made = nullptr;
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, highest));
   return c10::cuda::getStreamFromExternal(made, here).unwrap();
 }
 
@@ -79,6 +82,10 @@ void give_back(const MaybeStream& stream) {
   idle_streams.push_back(*stream);
 }
 
+// CUDA puts allocations of less into one block, and an IPC handle opens all of its block: another
+// ring's memory, too, or one that is open already.
+constexpr std::size_t kBlock = std::size_t{2} << 20;
+
 std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes, std::string& address) {
   const c10::DeviceGuard guard(device);
   void* data = nullptr;
@@ -86,6 +93,7 @@ std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes, std::
   if (!Driver::instance().is_there()) {
     return nullptr;
   }
+  bytes = (bytes + kBlock - 1) / kBlock * kBlock;
   if (!succeeds(cudaMalloc(&data, bytes))) {
     c10::cuda::CUDACachingAllocator::emptyCache();  // torch may hold memory that nothing uses
     if (!succeeds(cudaMalloc(&data, bytes))) {

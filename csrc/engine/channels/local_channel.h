@@ -20,8 +20,9 @@ class LocalChannel : public Sender, public Receiver {
   LocalChannel(c10::Device source, c10::Device destination)
       : source_(source),
         destination_(destination),
-        outbound_(source == destination ? std::nullopt : own_stream(source)),
-        inbound_(source == destination ? std::nullopt : own_stream(destination)) {}
+        outbound_(source == destination ? std::nullopt : own_stream(source, Urgency::kMessage)),
+        inbound_(source == destination ? std::nullopt
+                                       : own_stream(destination, Urgency::kMessage)) {}
 
   void expect(LayoutId) override {}
   Message receive() override {

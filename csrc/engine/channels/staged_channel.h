@@ -47,7 +47,7 @@ class StagedSender : public Sender {
   const std::shared_ptr<Sender> hosts_;
   const c10::Device device_;
   const std::shared_ptr<Fault> fault_;
-  const MaybeStream copies_ = own_stream(device_);
+  const MaybeStream copies_ = own_stream(device_, Urgency::kMessage);
   SentLayouts layouts_{device_};
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -77,7 +77,7 @@ class StagedReceiver : public Receiver {
 
   const std::shared_ptr<Receiver> hosts_;
   const c10::Device device_;
-  const MaybeStream copies_ = own_stream(device_);
+  const MaybeStream copies_ = own_stream(device_, Urgency::kMessage);
   mutable std::mutex mutex_;
   std::deque<Source> sources_;  // that may be being copied
 };

@@ -31,23 +31,58 @@ c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor to, at::Tenso
 // gloo sends neither int16, which split masters are, nor every release bfloat16.
 at::Tensor bytes_of(const at::Tensor& piece) { return piece.view(at::kByte); }
 
+bool can_coalesce(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  return !tensor.is_cpu() && group.getBackend(tensor.device().type())->supportsCoalescing();
+}
+
+// By `begin`(taker, what it gets, giver, where that goes): with every other rank at another time.
+template <typename Begin>
+void for_each_pair(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
+                   const std::vector<at::Tensor>& to, Begin begin) {
+  const int rank = group.getRank(), size = group.getSize();
+  for (int distance = 1; distance < size; ++distance) {
+    const int taker = (rank + distance) % size, giver = (rank + size - distance) % size;
+    begin(taker, bytes_of(from[taker]), giver, bytes_of(to[giver]));
+  }
+}
+
+// On a device all is one group call: transfers that begin singly come to their end one after the
+// other, and each takes a host time.
+Exchange swap_at_once(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
+                      const std::vector<at::Tensor>& to) {
+  const c10::DeviceType type = from.front().device().type();
+  group.startCoalescing(type);
+  for_each_pair(group, from, to, [&](int taker, at::Tensor sent, int giver, at::Tensor received) {
+    std::vector<at::Tensor> one_sent{std::move(sent)}, one_received{std::move(received)};
+    if (one_sent.front().numel() > 0) {
+      group.send(one_sent, taker, /*tag=*/0);
+    }
+    if (one_received.front().numel() > 0) {
+      group.recv(one_received, giver, /*tag=*/0);
+    }
+  });
+  const auto work = group.endCoalescing(type);
+  return work ? Exchange{work} : Exchange{};
+}
+
 }  // namespace
 
 // One all-to-all would need what it sends in one tensor, and so copies; pieces stay where they are
-// if each is the only one of an exchange.
+// if each is the only one of a transfer.
 Exchange swap_pieces(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
                      const std::vector<at::Tensor>& to) {
-  const int rank = group.getRank(), size = group.getSize();
+  if (can_coalesce(group, from.front())) {
+    return swap_at_once(group, from, to);
+  }
+  const int size = group.getSize();
   Exchange exchange;
-  for (int distance = 1; distance < size; ++distance) {
-    const int taker = (rank + distance) % size, giver = (rank + size - distance) % size;
-    const at::Tensor sent = bytes_of(from[taker]), received = bytes_of(to[giver]);
+  for_each_pair(group, from, to, [&](int taker, at::Tensor sent, int giver, at::Tensor received) {
     Sizes sent_sizes(size, 0), received_sizes(size, 0);
     sent_sizes[taker] = sent.numel();
     received_sizes[giver] = received.numel();
     exchange.push_back(
         all_to_all(group, received, sent, std::move(received_sizes), std::move(sent_sizes)));
-  }
+  });
   return exchange;
 }
 

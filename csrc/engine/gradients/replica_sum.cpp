@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace pd2 {
@@ -21,6 +22,15 @@ constexpr std::size_t kMostLanes = 2;
 constexpr std::int64_t kLeastPart = std::int64_t{1} << 20;
 
 }  // namespace
+
+// A device's transfer counts from when it is given to the device, which may be batches behind, or
+// wait for a message.
+void ReplicaSum::leave_waits_to_engine() const {
+  try {
+    replicas_.group->getBackend(stream_->device_type())->setTimeout(std::chrono::days(1));
+  } catch (const c10::Error&) {  // that backend's transfers have no timeout of their own
+  }
+}
 
 ReplicaSum::ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
                        const std::vector<std::unique_ptr<GradAccumulator>>& gradients,
@@ -42,6 +52,9 @@ ReplicaSum::ReplicaSum(Replicas replicas, std::int64_t bucket_bytes,
   PD2_ASSERT(size_ > 1, "replicas: ", size_);
   PD2_ASSERT(!is_ordered() || static_cast<int>(replicas_.order.size()) == size_, "an order of ",
              replicas_.order.size(), " ranks of ", size_);
+  if (stream_) {
+    leave_waits_to_engine();
+  }
   cut();
 }
 

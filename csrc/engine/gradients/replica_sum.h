@@ -166,6 +166,9 @@ class ReplicaSum {
   Exchange give_shares(const GradientBuckets::Bucket& bucket, const at::Tensor& flat) const;
 
   Replicas replicas_;
+  // The group's own timeout, of a device's transfers, never comes.
+  void leave_waits_to_engine() const;
+
   const int rank_, size_;  // of the group
   const double timeout_;
   const std::vector<std::unique_ptr<GradAccumulator>>& gradients_;

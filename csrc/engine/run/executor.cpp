@@ -334,13 +334,7 @@ void Executor::begin_run(const Run& run) {
   }
   runs_.emplace(run.id, run);
   runs_.erase(runs_.begin(), runs_.lower_bound(run.id - most_runs_before_));
-  wait_for_device(1);
   run_actions(continues ? ListKind::kSteady : ListKind::kPrologue, run.id);
-  std::vector<Fence> ends;
-  for (const StageStreams* each : streams_) {
-    ends.push_back(Fence::of(each->compute));
-  }
-  ends_of_runs_.push_back(std::move(ends));
 }
 
 void Executor::run_actions(ListKind list, std::int64_t last) {
@@ -371,6 +365,7 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
       execute(action, *run);
     }
     end_action();
+    worker(action.stage).wait_for_device();
   }
   begin_action(static_cast<int>(actions.size()));
 }
@@ -436,6 +431,7 @@ void Executor::evaluate(const Run& run) {
       worker->prepare(ActionKind::kForward, run, number);
       worker->evaluate(run, number);
       end_action();
+      worker->wait_for_device();
     }
   }
 }

@@ -120,8 +120,6 @@ class Executor {
   // How many runs before the current one the microbatch is.
   int runs_before(int microbatch) const;
   void begin_run(const Run& run);
-  // Lets the device be behind by so many runs at most: the memory of more would be needed at once.
-  void wait_for_device(std::size_t most_runs_behind);
   void run_actions(ListKind list, std::int64_t last);
   void execute(const Action& action, const Run& run);
   // Gives the run of a microbatch of a list, and its number there; or null.
@@ -174,7 +172,6 @@ class Executor {
     bool is_done = true;
   };
   Posting posting_;
-  std::deque<std::vector<Fence>> ends_of_runs_;  // that the devices may not have reached
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_, executed_;

@@ -28,15 +28,6 @@ void Executor::join_here() const {
   }
 }
 
-void Executor::wait_for_device(std::size_t most_runs_behind) {
-  while (ends_of_runs_.size() > most_runs_behind) {
-    for (const Fence& end : ends_of_runs_.front()) {
-      end.wait();
-    }
-    ends_of_runs_.pop_front();
-  }
-}
-
 void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges,
                              const std::vector<JointUpdate>& joint) {
   receives_.insert_or_assign(wiring, pd2::plan_receives(setup_.schedule, edges, joint));

@@ -11,6 +11,14 @@
 #include <algorithm>
 
 namespace pd2 {
+namespace {
+
+// Microbatches: with fewer a device could be through before its host has given it more.
+constexpr std::size_t kMostBehind = 2;
+// Different ones, of which a run has one or two unless its microbatches' rows differ.
+constexpr std::size_t kMostSeeds = 64;
+
+}  // namespace
 
 StageWorker::StageWorker(const ExecutorSetup& setup, const StageSetup& mine,
                          WorkerCallbacks callbacks, UpdateCallbacks updates)
@@ -58,6 +66,7 @@ void StageWorker::drop_connections() {
 void StageWorker::clear() {
   updates_.end();
   in_flight_.clear();
+  behind_.clear();
   loss_ = {};
   if (graphs_) {
     graphs_->clear();
@@ -78,6 +87,7 @@ ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
     call.inbound.push_back(edge.values->receive());
     look_at(call.inbound.back(), run);
+    in_flight.message_bytes += call.inbound.back().bytes();
     in_flight.owes_gradients.push_back(call.inbound.back().differentiable());
   }
   return call;
@@ -137,19 +147,38 @@ void StageWorker::add_loss(const Run& run, int microbatch, const ForwardResult& 
     loss_.first = first_microbatch_;
   }
   if (loss.requires_grad()) {
-    at::Tensor seed = at::full_like(loss, run.replica_weight);
-    if (run.num_averaged > 1) {
-      seed = seed / static_cast<std::int64_t>(run.num_averaged);
-    }
-    in_flight.loss_seed = loss_.weights.weighted(seed, loss_.first + microbatch);
-    if (in_flight.loss_scale != 1) {
-      in_flight.loss_seed = in_flight.loss_seed * in_flight.loss_scale;
-    }
+    in_flight.loss_seed = loss_seed(run, microbatch, loss, in_flight.loss_scale);
   }
   loss_.losses.push_back(loss.tensor_data());
   if (result.metrics.defined()) {
     loss_.metrics = loss_.metrics.defined() ? loss_.metrics + result.metrics : result.metrics;
   }
+}
+
+at::Tensor StageWorker::loss_seed(const Run& run, int microbatch, const at::Tensor& loss,
+                                  float scale) {
+  const LossWeights& weights = loss_.weights;
+  const std::size_t number = loss_.first + microbatch;
+  const SeedKey key{loss.scalar_type(),
+                    loss.dim(),
+                    run.replica_weight,
+                    run.num_averaged,
+                    weights.divisor,
+                    weights.factors.empty() ? 0 : weights.factors.at(number),
+                    scale};
+  if (seeds_.size() > kMostSeeds) {
+    seeds_.clear();
+  }
+  at::Tensor& seed = seeds_[key];
+  if (!seed.defined()) {
+    seed = at::full_like(loss, run.replica_weight).detach();
+    if (run.num_averaged > 1) {
+      seed = seed / static_cast<std::int64_t>(run.num_averaged);
+    }
+    seed = weights.weighted(seed, number);
+    seed = scale == 1 ? seed : seed * scale;
+  }
+  return seed;
 }
 
 void StageWorker::hand_over_loss(const Run& run) {
@@ -355,6 +384,22 @@ ForwardResult StageWorker::run_forward(const Run& run, ForwardCall call, InFligh
   return result;
 }
 
+void StageWorker::leave_to_device(const InFlight& in_flight) {
+  if (!stage_->on_host()) {
+    behind_.push_back({Fence::of(streams().compute), in_flight.message_bytes});
+    bytes_behind_ += in_flight.message_bytes;
+    most_bytes_behind_ = std::max(most_bytes_behind_.load(), bytes_behind_);
+  }
+}
+
+void StageWorker::wait_for_device() {
+  while (behind_.size() > kMostBehind) {
+    behind_.front().end.wait();
+    bytes_behind_ -= behind_.front().bytes;
+    behind_.pop_front();
+  }
+}
+
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
   in_flight.bytes += bytes;
   bytes_in_flight_ += bytes;
@@ -373,6 +418,7 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
     result.reset();
   }
   send_values(run, microbatch, result, nullptr);
+  leave_to_device(none);
 }
 
 ExecutedAction StageWorker::begin(ActionKind kind, std::int64_t run, int microbatch,

@@ -18,10 +18,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -88,6 +90,10 @@ class StageWorker {
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
+  // Lets the device be behind by a few microbatches at most that the stage has forgotten: their
+  // memory is not free before it comes there.
+  void wait_for_device();
+
   bool is_empty() const { return in_flight_.empty(); }
   // Forgets everything under way.
   void clear();
@@ -95,6 +101,8 @@ class StageWorker {
   // From any thread.
   std::int64_t most_bytes_in_flight() const { return most_bytes_in_flight_; }
   int most_in_flight() const { return most_in_flight_; }
+  // Messages of those that a device was behind.
+  std::int64_t most_bytes_behind() const { return most_bytes_behind_; }
   std::int64_t message_buffer_bytes() const { return wirings_.buffer_bytes(); }
   GraphReport graph_report() const { return graphs_ ? graphs_->report() : GraphReport(); }
 
@@ -115,6 +123,7 @@ class StageWorker {
     std::unique_ptr<SplitBackward> split;  // between I and W
     std::vector<HeldGradient> held;        // the gradients of weights that I computed
     std::int64_t bytes = 0;
+    std::int64_t message_bytes = 0;  // of what it has received
   };
   using Backward =
       std::function<void(const torch::autograd::edge_list&, const torch::autograd::variable_list&)>;
@@ -178,7 +187,12 @@ class StageWorker {
   void begin_gradients(const Run& run, int microbatch);
   bool lets_sums_begin(const Run& run, int microbatch) const;
   void end_flight(std::int64_t run, int microbatch);
+  // The microbatch needs nothing any more but the device's work.
+  void leave_to_device(const InFlight& in_flight);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
+  // What the microbatch's backward begins with: the loss's weight in the batch, times the scale.
+  // Made once, as on a device it takes several kernels.
+  at::Tensor loss_seed(const Run& run, int microbatch, const at::Tensor& loss, float scale);
   void hand_over_loss(const Run& run);
   ExecutedAction begin(ActionKind kind, std::int64_t run, int microbatch,
                        std::int64_t version) const;
@@ -196,9 +210,20 @@ class StageWorker {
   Wirings wirings_;
   std::map<std::pair<std::int64_t, int>, InFlight> in_flight_;  // by run and microbatch
   RunLoss loss_;                                                // of the run's microbatches so far
+  // Dtype, dimensions, the run's weight and number, divisor, factor and scale.
+  using SeedKey =
+      std::tuple<at::ScalarType, std::int64_t, double, int, std::int64_t, double, float>;
+  std::map<SeedKey, at::Tensor> seeds_;
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
+  struct Behind {
+    Fence end;
+    std::int64_t bytes = 0;
+  };
+  std::deque<Behind> behind_;  // that the device may not have reached
+  std::int64_t bytes_behind_ = 0;
+  std::atomic<std::int64_t> most_bytes_behind_ = 0;
   StageUpdates updates_;  // ends first
 };
 

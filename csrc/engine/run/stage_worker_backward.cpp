@@ -57,6 +57,7 @@ bool StageWorker::lets_sums_begin(const Run& run, int microbatch) const {
 void StageWorker::end_flight(std::int64_t run, int microbatch) {
   const auto place = in_flight_.find({run, microbatch});
   release(place->second);
+  leave_to_device(place->second);
   in_flight_.erase(place);
 }
 
@@ -136,6 +137,7 @@ StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& i
     }
     Message message = wiring.outbound[e].gradients->receive();
     look_at(message, run);
+    in_flight.message_bytes += message.bytes();
     if (is_discarded(run)) {
       continue;
     }

@@ -131,14 +131,15 @@ void await(SharedWord& word, std::uint32_t value, const MaybeStream& stream) {
 }  // namespace
 
 const DeviceMemorySharing& checked_memory_sharing() {
-  static const DeviceMemorySharing sharing{[](c10::Device device) { return own_stream(device); },
-                                           [](const MaybeStream&) {},
-                                           allocate,
-                                           open,
-                                           pin,
-                                           copy,
-                                           set,
-                                           await};
+  static const DeviceMemorySharing sharing{
+      [](c10::Device device) { return MaybeStream(stream_from_pool(index_of(device), true)); },
+      [](const MaybeStream&) {},
+      allocate,
+      open,
+      pin,
+      copy,
+      set,
+      await};
   return sharing;
 }
 

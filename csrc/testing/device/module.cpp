@@ -55,6 +55,8 @@ void bind_runtime(py::module_& module) {
   module.def("set_timeout", [](double seconds) {
     Runtime::instance().set_timeout(std::chrono::duration<double>(seconds));
   });
+  module.def("priority_of",
+             [](StreamNumber stream) { return Runtime::instance().priority_of(stream); });
   module.def("set_one_queue", [](bool is_one) { Runtime::instance().set_one_queue(is_one); });
   module.def("drop_nth",
              [](Ordering kind, std::uint64_t n) { Runtime::instance().drop_nth(kind, n); });
@@ -96,6 +98,7 @@ void bind_process_group(py::module_& module) {
             CheckedProcessGroup::Below{std::move(store), std::move(gloo)}, timeout);
       },
       py::kw_only(), py::arg("store"), py::arg("gloo"), py::arg("timeout"));
+  module.def("last_timeout_set", &CheckedProcessGroup::last_timeout_set);
   module.def("num_connections", &CheckedProcessGroup::num_connections);
   module.def("set_eager_sends", &CheckedProcessGroup::set_eager_sends);
 }

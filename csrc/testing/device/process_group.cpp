@@ -36,6 +36,7 @@ bool nccl_has(c10::ScalarType type) {
 }
 
 std::atomic<int> connections_made = 0;
+std::atomic<std::chrono::milliseconds> timeout_set{};
 
 std::string host_name() {
   std::array<char, 256> name{};
@@ -45,6 +46,10 @@ std::string host_name() {
 
 }  // namespace
 
+void CheckedProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ = timeout_set = timeout;
+}
+std::chrono::milliseconds CheckedProcessGroup::last_timeout_set() { return timeout_set; }
 int CheckedProcessGroup::num_connections() { return connections_made; }
 
 CheckedProcessGroup::CheckedProcessGroup(Below below, std::chrono::milliseconds timeout)

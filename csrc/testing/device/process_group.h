@@ -45,7 +45,9 @@ class CheckedProcessGroup final : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  // Of all groups, the one that was set last; 0: none was.
+  static std::chrono::milliseconds last_timeout_set();
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }

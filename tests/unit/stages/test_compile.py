@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import pipedream2bw as pd2
+from pipedream2bw.stages.compile import compile_options
 from tests.exhaustive import exhaustive
 from tests.runs.trajectory import (
     Trajectory,
@@ -120,3 +121,23 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,) = TASKS["mlp"].batches([4])
     with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
         make_pipeline(TASKS["mlp"], 2, 2, batch, compile=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"triton.cudagraphs": True}},
+    ],
+)
+def test_torchs_own_graphs_are_refused_on_a_device(options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"compile: .* makes torch's CUDA graphs, .*: give graphs="
+    ):
+        compile_options(options, torch.device("cuda"), recomputes=False)
+    other = {"mode": "max-autotune-no-cudagraphs"}
+    assert compile_options(other, torch.device("cuda"), recomputes=False) == {
+        "backend": "inductor",
+        **other,
+    }
