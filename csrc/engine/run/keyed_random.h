@@ -9,6 +9,8 @@
 
 namespace pd2 {
 
+class RecordedDraws;
+
 // A number from torch's default generator, which torch.manual_seed sets.
 std::uint64_t draw_seed();
 
@@ -60,6 +62,8 @@ std::optional<RandomPlace> random_place();
 std::int64_t num_draws();
 // Sets the place until the innermost KeyedRandom ends. The thread must be keyed.
 void set_random_place(const std::optional<RandomPlace>& place);
+// Until it is null again, this thread's draws are recorded: see RecordedDraws::Scope.
+void set_recorded_draws(RecordedDraws* draws);
 // The next `count` draws have the numbers from `number` on. Does nothing where no place is known.
 void number_draws(std::uint64_t number, std::uint64_t count);
 

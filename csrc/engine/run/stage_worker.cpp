@@ -346,7 +346,7 @@ ForwardResult StageWorker::run_forward(const Run& run, ForwardCall call, InFligh
   if (graphs_) {
     in_flight.graph.wiring = run.wiring;
     in_flight.graph.layout = in_flight.layout;
-    in_flight.graph.is_keyed = in_flight.random_key.has_value();
+    in_flight.graph.random_key = in_flight.random_key;
     return graphs_->forward(std::move(call), forward, in_flight.graph, in_flight.history);
   }
   in_flight.history.add_sinks(call.inbound);
