@@ -288,6 +288,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
     try {
       PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
                 "a gradient is no plain strided tensor");
+      const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
       record_work(*made.graph,
                   [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
     } catch (...) {

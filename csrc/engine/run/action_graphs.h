@@ -92,8 +92,8 @@ class ActionGraphs {
                       Use& use);
   // Forgets recordings that are not used any more. False: there is no room for another one.
   bool make_room();
-  std::shared_ptr<Recording> record(ForwardCall call, const Forward& run,
-                                    const GivenInputs& given, const Use& use) const;
+  std::shared_ptr<Recording> record(ForwardCall call, const Forward& run, const GivenInputs& given,
+                                    const Use& use) const;
   ForwardResult replay_forward(const Use& use, const std::vector<at::Tensor>& inputs);
   // False: the caller has to execute the backward.
   bool replay_backward(Recording& forward, const Incoming& incoming, Kind& kind);

@@ -19,6 +19,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,6 +32,29 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 constexpr auto kNotAgain = " draws random numbers that a graph cannot draw again";
+
+// The place of a backward, which several threads may execute. torch hands debug infos from the
+// thread that calls autograd on to those.
+struct SharedPlace : c10::DebugInfoBase {
+  SharedPlace(const RandomPlace& first, bool is_recorded)
+      : place(first), is_recorded(is_recorded) {}
+
+  std::mutex mutex;
+  RandomPlace place;
+  const bool is_recorded;
+};
+
+// A kind of our own: until torch 2.12 a number, of which torch uses the first ones.
+constexpr std::string_view kSharedName = "pipedream2bw: random numbers";
+template <typename Kind>
+constexpr Kind kind_of_ours() {
+  if constexpr (std::is_enum_v<Kind>) {
+    return static_cast<Kind>(0x70);
+  } else {
+    return Kind(&kSharedName);
+  }
+}
+constexpr auto kShared = kind_of_ours<c10::DebugInfoKind>();
 
 struct ByTypeAndIndex {
   bool operator()(const c10::Device& a, const c10::Device& b) const {
@@ -51,6 +76,21 @@ struct ThisThread {
 };
 thread_local ThisThread this_thread;
 
+SharedPlace* shared_place() {
+  return static_cast<SharedPlace*>(c10::ThreadLocalDebugInfo::get(kShared));
+}
+
+// The seed of the next draw. The thread has a place, or there is a shared one.
+std::uint64_t take_seed() {
+  if (this_thread.place) {
+    return this_thread.place->take();
+  }
+  SharedPlace& shared = *shared_place();
+  PD2_CHECK(!shared.is_recorded, "it draws random numbers in a backward");
+  const std::lock_guard lock(shared.mutex);
+  return shared.place.take();
+}
+
 bool is_default(const at::Generator& generator) {
   return generator == at::detail::getDefaultCPUGenerator() ||
          (has_streams(generator.device()) &&
@@ -65,8 +105,8 @@ at::Generator new_generator(c10::Device device) {
 }
 
 // While it lives, the device's default generator, from which operators without a Generator argument
-// draw, has another seed, or the state of a recorded draw's generator. Threads of ours that draw there take turns, those of other devices apart.
-// Nobody else may draw there meanwhile.
+// draw, has another seed, or the state of a recorded draw's generator. Threads of ours that draw
+// there take turns, those of other devices apart. Nobody else may draw there meanwhile.
 class SeededDevice {
  public:
   SeededDevice(c10::Device device, std::uint64_t seed, const at::Generator& recorded)
@@ -140,8 +180,8 @@ class DrawingOperator : public c10::OperatorKernel {
     const auto next = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
     // A fake tensor's, or another one's that will call operators of its own.
     const bool is_fake = keys.has(c10::DispatchKey::Python);
-    const bool begins =
-        here.place && !here.in_draw && draws(*stack) && (!is_fake || here.options.counts_fakes);
+    const bool begins = !here.in_draw && (here.place || shared_place()) && draws(*stack) &&
+                        (!is_fake || here.options.counts_fakes);
     if (!begins && !here.in_draw) {
       op.redispatchBoxed(next, stack);
       return;
@@ -167,9 +207,9 @@ class DrawingOperator : public c10::OperatorKernel {
         if (here_.recorded) {
           here_.of_draw = here_.recorded->next(*here_.place);
         }
+        here_.seed = take_seed();
         here_.in_draw = true;
         ++here_.num_draws;
-        here_.seed = here_.place->take();
       }
     }
     ~Draw() {
@@ -330,6 +370,10 @@ KeyedRandom::KeyedRandom(const std::optional<RandomPlace>& place, Options option
     this_thread.place = place;
     this_thread.options = options;
     guard_.emplace(kKey);
+    if (options.is_of_backward) {
+      this_thread.place.reset();
+      shared_.emplace(kShared, std::make_shared<SharedPlace>(*place, options.is_recorded));
+    }
   }
 }
 

@@ -331,7 +331,7 @@ KeyedRandom StageWorker::draw_by(std::optional<std::uint64_t> key, ActionKind ki
   // stage's own.
   const auto number = ~(static_cast<std::uint64_t>(kind) << 32 | mine_.index);
   return KeyedRandom(key ? std::optional(RandomPlace{*key, number, 0, 0}) : std::nullopt,
-                     {.repeats = mine_.recompute});
+                     {.repeats = mine_.recompute, .is_of_backward = kind != ActionKind::kForward});
 }
 
 ForwardResult StageWorker::call_forward(ForwardCall call, std::optional<std::uint64_t> key) const {

@@ -2,11 +2,11 @@
 
 #pragma once
 
+#include "testing/device/cpu_run.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-
-#include "testing/device/cpu_run.h"
 
 #include <memory>
 
@@ -15,8 +15,8 @@ namespace pd2 {
 class CheckedGenerator final : public c10::GeneratorImpl {
  public:
   struct State {
-    at::Generator on_cpu;  // what a CPU kernel draws from
-    at::Tensor seed;       // of a graph's draw: the seed and the offset, on the device
+    at::Generator on_cpu;    // what a CPU kernel draws from
+    at::Tensor seed;         // of a graph's draw: the seed and the offset, on the device
     bool is_seeded = false;  // a launch of that draw has read them
   };
 
