@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,18 @@ def test_what_cannot_be_drawn_again_is_executed_as_usual(name: str) -> None:
         check_same(trained(act, "cpu", False)[0], usual)
     assert any(reason in other for other in report[1].others), report[1].others
     assert report[0].others.keys() == {FIRST}
+
+
+def test_a_number_of_draws_that_changes_is_not_recorded() -> None:
+    calls = itertools.count()
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(next(calls)):
+            x = F.dropout(x, 0.1)
+        return x
+
+    with pytest.raises(pd2.errors.StageError, match="the number of its draws changes"):
+        trained(act, DEVICE, True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
