@@ -44,7 +44,7 @@ struct SharedPlace : c10::DebugInfoBase {
   const bool is_recorded;
 };
 
-// A kind of our own: until torch 2.12 a number, of which torch uses the first ones.
+// A kind of our own: in older releases a number, of which torch uses the first ones.
 constexpr std::string_view kSharedName = "pipedream2bw: random numbers";
 template <typename Kind>
 constexpr Kind kind_of_ours() {
