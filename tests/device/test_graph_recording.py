@@ -101,6 +101,41 @@ def test_a_backward_by_autograds_thread_is_recorded() -> None:
     assert torch.equal(gradient.cpu(), torch.ones(4).exp() * 2)
 
 
+def test_a_replay_draws_from_the_seed_that_is_there_now() -> None:
+    seeds = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    x = torch.ones(64, device=DEVICE)
+    graph = checked.Graph()
+    graph.begin()
+    first, second = graph.generator(seeds[0]), graph.generator(seeds[1])
+    drawn = torch.stack(
+        [
+            torch.empty_like(x).uniform_(generator=first),
+            torch.empty_like(x).normal_(generator=second),
+            torch.empty_like(x).uniform_(generator=first),  # goes on
+        ]
+    )
+    graph.end()
+    for seed in (5, 6, 5):
+        seeds.copy_(torch.tensor([[seed, 0], [7 * seed, 0]]).to(DEVICE))
+        graph.replay()
+        one, other = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7 * seed)
+        new = torch.ones(64)
+        want = [new.uniform_(generator=one).clone(), new.normal_(generator=other).clone()]
+        assert torch.equal(drawn.cpu(), torch.stack([*want, new.uniform_(generator=one)]))
+
+
+def test_a_seed_that_comes_while_a_replay_may_read_it_is_a_race() -> None:
+    seed = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    graph = checked.Graph()
+    graph.begin()
+    torch.empty(4, device=DEVICE).uniform_(generator=graph.generator(seed))
+    graph.end()
+    graph.replay()
+    with torch.Stream(DEVICE), pytest.raises(RuntimeError, match="race"):
+        seed.zero_()
+    checked.clear_errors()
+
+
 @pytest.mark.parametrize(
     "work",
     [

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pipedream2bw as pd2
 from tests.device import checked
+from tests.device.on_device import moved
 from tests.device.test_process_group import connect, full, in_threads
 
 
@@ -33,6 +36,62 @@ def test_draws_of_a_device_follow_the_key_alone(given: bool) -> None:
     assert torch.equal(drawn(0), first)
     assert not torch.equal(drawn(1)[0], first[0])
     assert not torch.equal(drawn(1)[1], first[1])
+
+
+class DrawsBackward(torch.autograd.Function):
+    """Drops gradients, by an operator with a Generator argument and by one without."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return F.dropout(gradient) + 0.01 * torch.rand_like(gradient)
+
+
+class DrawsWhenItGoesBack(nn.Module):
+    """Before, in and after a checkpoint that draws; in another thread than the stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.layers[0](F.dropout(x))
+        x.register_hook(lambda gradient: gradient * torch.empty_like(gradient).uniform_())
+        x = checkpoint(lambda x: F.dropout(self.layers[1](x)).sin(), x, use_reentrant=False)
+        return self.layers[2](DrawsBackward.apply(x))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "zero_bubble"])
+def test_a_backward_draws_by_the_key(schedule: str) -> None:
+    results = []
+    for device in ("cpu", "checked:0"):
+        torch.manual_seed(1)
+        model = moved([DrawsWhenItGoesBack(), DrawsWhenItGoesBack()], device)
+        pipe = pd2.PipelineModule(
+            model,
+            F.mse_loss,
+            num_stages=2,
+            num_microbatches=3,
+            example_args=(torch.zeros(6, 8, device=device),),
+            schedule=schedule,
+            timeout=60.0,
+        )
+        pipe.session.random_seed = 5
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with pipe:
+            losses = []
+            for seed in range(4):
+                x, target = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed))
+                losses.append(pipe.train_step(x.to(device), target=target.to(device)))
+                opt.step()
+            state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+            results.append(([loss.item() for loss in losses], state))
+    (cpus, want), (devices, got) = results
+    assert devices == cpus
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
 
 
 def test_others_draw_from_the_default_generator_meanwhile() -> None:

@@ -142,6 +142,11 @@ def frozen_end() -> nn.Module:
 
 
 GRAPHS: dict[str, Any] = {"task": MLP, "optimizer": "sgd"}
+DROPPING = Task(
+    lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(4))),
+    MLP.draw,
+    float_loss,
+)
 
 TRAININGS = {
     "sgd": Training(optimizer="sgd"),
@@ -163,6 +168,7 @@ TRAININGS = {
         options=PRECISIONS["fp16"], opt_options=OVERFLOWS, on_device=ON_HOST
     ),
     "graphs": Training(**GRAPHS, on_device={"graphs": True}, m=6),
+    "graphs, dropout": Training(task=DROPPING, optimizer="sgd", on_device={"graphs": True}, m=6),
     "graphs or not": Training(on_device={"graphs": "auto"}, opt_options=CLIPS, m=6),
     "accumulation": Training(options={"accumulate": 2}, train_steps=2, opt_options=CLIPS),
     "no_sync": Training(train_steps=2, no_sync=True),
@@ -188,7 +194,7 @@ OF_RINGS += ["graphs", "no_sync, 1f1b", "halves of backwards", "absent", "tied",
 OF_THREE = ["clipping", "loss scale", "host, split masters", "graphs", "no_sync"]
 OF_THREE += ["frozen"]
 OF_REPLICAS = ["sgd", "clipping", "masters", "loss scale", "host", "accumulation"]
-OF_REPLICAS += ["no_sync", "graphs", "tied", "recomputation", "frozen"]
+OF_REPLICAS += ["no_sync", "graphs", "graphs, dropout", "tied", "recomputation", "frozen"]
 OF_REPLICAS += ["narrow gradients"]
 SHARED = {
     f"shares, {name}": dataclasses.replace(

@@ -3,6 +3,7 @@
 #include "core/check.h"
 #include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
+#include "engine/run/recorded_draws.h"
 #include "engine/run/split_backward.h"
 #include "engine/run/static_tensor.h"
 
@@ -16,7 +17,6 @@ namespace {
 // Of a kind, before one is recorded.
 constexpr int kWarmups = 2;
 constexpr auto kFirst = "first microbatches";
-constexpr auto kDraws = "it draws random numbers";
 constexpr auto kSums = "replicas add up the batch's gradients";
 constexpr auto kFetches = "the batch's gradients go to the host";
 
@@ -91,6 +91,7 @@ class ActionGraphs::Recording {
   }
 
   std::unique_ptr<DeviceGraph> graph;
+  std::optional<RecordedDraws> draws;
   std::vector<at::Tensor> inputs;
   ForwardResult result;
   History history;
@@ -142,7 +143,7 @@ ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& u
     const bool is_plain_all = std::ranges::all_of(inputs, is_plain);
     const std::string refusal = !refusal_.empty()        ? refusal_
                                 : !given.refusal.empty() ? given.refusal
-                                : !use.is_keyed          ? "random: 'torch'"
+                                : !use.random_key        ? "random: 'torch'"
                                 : !is_plain_all          ? "an input is no plain strided tensor"
                                                          : "";
     if (!refusal.empty()) {
@@ -152,7 +153,7 @@ ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& u
   find_or_record(call, run, given, use);
   if (use.recording) {
     history = use.recording->history;
-    return replay_forward(*use.recording, inputs);
+    return replay_forward(use, inputs);
   }
   count(use.reason);
   const std::int64_t draws = num_draws();
@@ -160,14 +161,13 @@ ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& u
   ForwardResult result = run(std::move(call));
   history.keep_edges(result);
   ++kind.forwards;
-  if (kind.refusal.empty() && num_draws() != draws) {
-    refuse(kind, "a forward", kDraws);
-  }
+  kind.draws = num_draws() - draws;
   return result;
 }
 
-ForwardResult ActionGraphs::replay_forward(Recording& forward,
-                                           const std::vector<at::Tensor>& inputs) {
+ForwardResult ActionGraphs::replay_forward(const Use& use, const std::vector<at::Tensor>& inputs) {
+  Recording& forward = *use.recording;
+  forward.draws->seed(*use.random_key);
   copy_all(inputs, forward.inputs);
   forward.graph->replay();
   ForwardResult result = forward.result;
@@ -205,7 +205,7 @@ void ActionGraphs::find_or_record(const ForwardCall& call, const Forward& run,
     return;
   }
   try {
-    use.recording = record(call, run, given);
+    use.recording = record(call, run, given, use);
   } catch (...) {
     refuse(kind, "a forward", setup_.cause_of(std::current_exception()));
     use.reason = kind.refusal;
@@ -216,7 +216,8 @@ void ActionGraphs::find_or_record(const ForwardCall& call, const Forward& run,
 }
 
 std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, const Forward& run,
-                                                              const GivenInputs& given) const {
+                                                              const GivenInputs& given,
+                                                              const Use& use) const {
   auto made = std::make_shared<Recording>();
   made->graph = make_(nullptr);
   const std::vector<at::Tensor> inputs = all_inputs(call, given);
@@ -236,12 +237,13 @@ std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, 
   for (Message& message : call.inbound) {
     take(message.tensors);
   }
-  const std::int64_t draws = num_draws();
+  made->draws.emplace(*made->graph, stage_.streams().device, use.kind->draws, *use.random_key);
   record_work(*made->graph, [&] {
+    const RecordedDraws::Scope drawing(*made->draws);
     made->history.add_sinks(call.inbound);
     made->result = run(std::move(call));
     made->history.keep_edges(made->result);
-    PD2_CHECK(num_draws() == draws, kDraws);
+    made->draws->check();
     for (const Message& message : made->result.outbound) {
       PD2_CHECK(std::ranges::all_of(message.tensors, is_plain),
                 "an output is no plain strided tensor");
@@ -286,6 +288,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
     try {
       PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
                 "a gradient is no plain strided tensor");
+      const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
       record_work(*made.graph,
                   [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
     } catch (...) {

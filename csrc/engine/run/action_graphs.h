@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -56,13 +57,14 @@ class ActionGraphs {
     std::string refusal{};  // why they cannot be recorded
     int forwards = 0;       // executed as usual
     int backwards = 0;
+    std::int64_t draws = 0;  // of random numbers, in the last of these forwards
     std::map<int, std::vector<std::shared_ptr<Recording>>> recorded{};  // by slot
   };
   // A microbatch's use of the graphs. While it lives, no other one uses the forward.
   struct Use {
     int wiring = 0;
     LayoutId layout = 0;
-    bool is_keyed = true;  // draws random numbers by a key, if any
+    std::optional<std::uint64_t> random_key = std::nullopt;  // none: torch's own numbers
     Kind* kind = nullptr;
     std::shared_ptr<Recording> recording = nullptr;  // null: the forward was executed as usual,
     std::string reason{};                            // for that reason
@@ -90,9 +92,9 @@ class ActionGraphs {
                       Use& use);
   // Forgets recordings that are not used any more. False: there is no room for another one.
   bool make_room();
-  std::shared_ptr<Recording> record(ForwardCall call, const Forward& run,
-                                    const GivenInputs& given) const;
-  ForwardResult replay_forward(Recording& forward, const std::vector<at::Tensor>& inputs);
+  std::shared_ptr<Recording> record(ForwardCall call, const Forward& run, const GivenInputs& given,
+                                    const Use& use) const;
+  ForwardResult replay_forward(const Use& use, const std::vector<at::Tensor>& inputs);
   // False: the caller has to execute the backward.
   bool replay_backward(Recording& forward, const Incoming& incoming, Kind& kind);
   // Records no more of the kind. Throws ValueError if all has to be recorded.

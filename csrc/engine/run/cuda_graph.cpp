@@ -3,13 +3,15 @@
 // Not those of at::cuda::CUDAGraph. Until torch 2.12 a capture that fails stays under way for it:
 // its allocator defers the reuse of memory for ever, and nobody can draw on the device any more
 // (pytorch#180395). Nor can other threads draw there during a capture, and graphs that end at the
-// same time race. That class is needed for random numbers, which nobody records here: an operator
-// that draws in a capture that torch does not know of raises.
+// same time race. Without that class the device's generators know of no capture, and raise in one:
+// what may draw gets a generator of ours.
 #ifdef PD2_WITH_CUDA
 
+#include "core/check.h"
 #include "engine/run/device_graph.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -98,6 +100,27 @@ class PoolShare {
   bool has_ended_ = false;
 };
 
+// A generator's state for which the stream's work is captured: kernels read seed and offset where
+// they are, to which the host adds what the draw's kernels before have taken.
+template <typename State>
+c10::intrusive_ptr<State> capturing_state(const at::Tensor& seed, unsigned long long capture) {
+  auto state = c10::make_intrusive<State>();
+  if constexpr (requires { state->capture_states_; }) {  // from torch 2.13 on
+    using OfCapture = std::remove_reference_t<decltype(*state->capture_states_[capture])>;
+    auto of_capture = c10::make_intrusive<OfCapture>();
+    of_capture->rng_state_seed_extragraph_ = seed.select(0, 0);
+    of_capture->rng_state_offset_extragraph_ = seed.select(0, 1);
+    state->capture_states_[capture] = std::move(of_capture);
+  } else if constexpr (requires { state->capturing_ = state->seed_extragraph_.defined(); }) {
+    state->capturing_ = true;
+    state->seed_extragraph_ = seed.select(0, 0);
+    state->offset_extragraph_ = seed.select(0, 1);
+  } else {
+    PD2_CHECK(false, "it draws random numbers, which this torch's generators cannot record");
+  }
+  return state;
+}
+
 std::int64_t reserved_bytes() {
   const auto stats = allocator::getDeviceStats(c10::cuda::current_device());
   return stats.reserved_bytes[0].current;  // the aggregate
@@ -148,6 +171,11 @@ class CudaGraph final : public DeviceGraph {
     Recorded recorded;
     (void)stop(recorded);
     (void)cudaGetLastError();  // that something could not be recorded has been said
+  }
+
+  at::Generator generator(const at::Tensor& seed) override {
+    return at::make_generator<at::CUDAGeneratorImpl>(
+        seed.device().index(), capturing_state<at::CUDAGeneratorState>(seed, id_));
   }
 
   void replay() override {

@@ -1,6 +1,8 @@
 // Work of a device that is recorded once and then given to it as a whole.
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 
 #include <cstdint>
@@ -25,6 +27,10 @@ class DeviceGraph {
   virtual void end() = 0;
   // Instead of end(): what was recorded is dropped.
   virtual void abandon() noexcept = 0;
+  // Between begin() and end(): a generator for what is recorded of one draw. At a replay it draws
+  // as a new one would with the seed and the offset that `seed`, two int64 of the device, then
+  // holds.
+  virtual at::Generator generator(const at::Tensor& seed) = 0;
   // Gives the calling thread's stream what was recorded.
   virtual void replay() = 0;
   // Of the memory of its own.

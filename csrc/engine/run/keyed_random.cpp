@@ -1,6 +1,7 @@
 #include "engine/run/keyed_random.h"
 
 #include "core/check.h"
+#include "engine/run/recorded_draws.h"
 #include "engine/streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -18,6 +19,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -27,6 +30,31 @@ namespace {
 // torch lets a thread send its operators' calls through registered functions; this is the key for
 // which torch itself registers none.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+constexpr auto kNotAgain = " draws random numbers that a graph cannot draw again";
+
+// The place of a backward, which several threads may execute. torch hands debug infos from the
+// thread that calls autograd on to those.
+struct SharedPlace : c10::DebugInfoBase {
+  SharedPlace(const RandomPlace& first, bool is_recorded)
+      : place(first), is_recorded(is_recorded) {}
+
+  std::mutex mutex;
+  RandomPlace place;
+  const bool is_recorded;
+};
+
+// A kind of our own: in older releases a number, of which torch uses the first ones.
+constexpr std::string_view kSharedName = "pipedream2bw: random numbers";
+template <typename Kind>
+constexpr Kind kind_of_ours() {
+  if constexpr (std::is_enum_v<Kind>) {
+    return static_cast<Kind>(0x70);
+  } else {
+    return Kind(&kSharedName);
+  }
+}
+constexpr auto kShared = kind_of_ours<c10::DebugInfoKind>();
 
 struct ByTypeAndIndex {
   bool operator()(const c10::Device& a, const c10::Device& b) const {
@@ -39,12 +67,29 @@ struct ThisThread {
   KeyedRandom::Options options;
   bool in_draw = false;               // inside an operator that draws: what it calls is part of it
   std::optional<std::uint64_t> seed;  // of the draw, until a generator has it
+  RecordedDraws* recorded = nullptr;  // where a graph records the draws,
+  at::Generator of_draw;              // and the generator of this one
   bool on_default = false;            // a device's default generator has it
   // For operators with a Generator argument, by device; made at the first draw there.
   std::map<c10::Device, at::Generator, ByTypeAndIndex> generators;
   std::int64_t num_draws = 0;
 };
 thread_local ThisThread this_thread;
+
+SharedPlace* shared_place() {
+  return static_cast<SharedPlace*>(c10::ThreadLocalDebugInfo::get(kShared));
+}
+
+// The seed of the next draw. The thread has a place, or there is a shared one.
+std::uint64_t take_seed() {
+  if (this_thread.place) {
+    return this_thread.place->take();
+  }
+  SharedPlace& shared = *shared_place();
+  PD2_CHECK(!shared.is_recorded, "it draws random numbers in a backward");
+  const std::lock_guard lock(shared.mutex);
+  return shared.place.take();
+}
 
 bool is_default(const at::Generator& generator) {
   return generator == at::detail::getDefaultCPUGenerator() ||
@@ -60,21 +105,30 @@ at::Generator new_generator(c10::Device device) {
 }
 
 // While it lives, the device's default generator, from which operators without a Generator argument
-// draw, has another seed. Threads of ours that draw there take turns, those of other devices apart.
-// Nobody else may draw there meanwhile.
+// draw, has another seed, or the state of a recorded draw's generator. Threads of ours that draw
+// there take turns, those of other devices apart. Nobody else may draw there meanwhile.
 class SeededDevice {
  public:
-  SeededDevice(c10::Device device, std::uint64_t seed)
+  SeededDevice(c10::Device device, std::uint64_t seed, const at::Generator& recorded)
       : turn_(mutex(device)), generator_(at::globalContext().defaultGenerator(device)) {
     const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-    generator_.set_current_seed(seed);
+    if (recorded.defined()) {  // no state can be read then, but exchanged
+      before_ = generator_.graphsafe_get_state();
+      generator_.graphsafe_set_state(recorded);
+    } else {
+      state_ = generator_.get_state();
+      generator_.set_current_seed(seed);
+    }
     this_thread.on_default = true;
   }
   ~SeededDevice() {
     this_thread.on_default = false;
     const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
+    if (before_.defined()) {
+      generator_.graphsafe_set_state(before_);
+    } else {
+      generator_.set_state(state_);
+    }
   }
   SeededDevice(const SeededDevice&) = delete;
   SeededDevice& operator=(const SeededDevice&) = delete;
@@ -87,6 +141,7 @@ class SeededDevice {
 
   const std::lock_guard<std::mutex> turn_;
   at::Generator generator_;
+  at::Generator before_;
   at::Tensor state_;
 };
 
@@ -94,7 +149,10 @@ class SeededDevice {
 class DrawingOperator : public c10::OperatorKernel {
  public:
   explicit DrawingOperator(const c10::FunctionSchema& schema)
-      : num_arguments_(schema.arguments().size()),
+      : name_(schema.name()),
+        num_arguments_(schema.arguments().size()),
+        repeats_in_graphs_(name_.find("efficient_attention") == std::string::npos &&
+                           name_.find("_rnn") == std::string::npos),
         generator_(find(schema, is_generator)),
         dropout_(
             find(schema, [](const auto& argument) { return argument.name() == "dropout_p"; })) {}
@@ -122,8 +180,8 @@ class DrawingOperator : public c10::OperatorKernel {
     const auto next = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
     // A fake tensor's, or another one's that will call operators of its own.
     const bool is_fake = keys.has(c10::DispatchKey::Python);
-    const bool begins =
-        here.place && !here.in_draw && draws(op, *stack) && (!is_fake || here.options.counts_fakes);
+    const bool begins = !here.in_draw && (here.place || shared_place()) && draws(*stack) &&
+                        (!is_fake || here.options.counts_fakes);
     if (!begins && !here.in_draw) {
       op.redispatchBoxed(next, stack);
       return;
@@ -132,7 +190,7 @@ class DrawingOperator : public c10::OperatorKernel {
     const std::optional<c10::Device> device =
         is_fake ? std::nullopt : give_generator(here, keys, *stack);
     if (device) {
-      const SeededDevice seeded(*device, *std::exchange(here.seed, std::nullopt));
+      const SeededDevice seeded(*device, *std::exchange(here.seed, std::nullopt), here.of_draw);
       op.redispatchBoxed(next, stack);
     } else {
       op.redispatchBoxed(next, stack);
@@ -146,15 +204,19 @@ class DrawingOperator : public c10::OperatorKernel {
    public:
     Draw(ThisThread& here, bool begins) : here_(here), begins_(begins) {
       if (begins_) {
+        if (here_.recorded) {
+          here_.of_draw = here_.recorded->next(*here_.place);
+        }
+        here_.seed = take_seed();
         here_.in_draw = true;
         ++here_.num_draws;
-        here_.seed = here_.place->take();
       }
     }
     ~Draw() {
       if (begins_) {
         here_.in_draw = false;
         here_.seed.reset();
+        here_.of_draw = {};
       }
     }
     Draw(const Draw&) = delete;
@@ -182,7 +244,7 @@ class DrawingOperator : public c10::OperatorKernel {
     return stack[stack.size() - num_arguments_ + position];
   }
 
-  bool draws(const c10::OperatorHandle& op, Arguments& stack) const {
+  bool draws(Arguments& stack) const {
     if (dropout_) {
       const c10::IValue& dropout = argument(stack, *dropout_);
       return !dropout.isDouble() || dropout.toDouble() != 0;
@@ -194,7 +256,8 @@ class DrawingOperator : public c10::OperatorKernel {
     if (!given.isNone() && is_default(given.toGenerator())) {
       given = c10::IValue();
     }
-    PD2_CHECK(given.isNone() || !this_thread.options.repeats, "recompute: ", op.schema().name(),
+    PD2_CHECK(given.isNone() || !this_thread.recorded, name_, kNotAgain);
+    PD2_CHECK(given.isNone() || !this_thread.options.repeats, "recompute: ", name_,
               " draws from a torch.Generator of the model's own: what is run again has to draw "
               "from torch's default generator");
     return given.isNone();
@@ -223,15 +286,17 @@ class DrawingOperator : public c10::OperatorKernel {
     if (!device || here.on_default) {
       return std::nullopt;
     }
+    PD2_CHECK(!here.recorded || (repeats_in_graphs_ && *device == here.of_draw.device()), name_,
+              kNotAgain);
     if (!generator_) {
       return here.seed && !device->is_cpu() ? device : std::nullopt;
     }
     if (argument(stack, *generator_).isNone()) {
-      at::Generator& mine = here.generators[*device];
+      at::Generator& mine = here.recorded ? here.of_draw : here.generators[*device];
       if (!mine.defined()) {
         mine = new_generator(*device);
       }
-      if (here.seed) {
+      if (here.seed && !here.recorded) {
         const std::lock_guard lock(mine.mutex());
         mine.set_current_seed(*std::exchange(here.seed, std::nullopt));
       }
@@ -240,7 +305,12 @@ class DrawingOperator : public c10::OperatorKernel {
     return std::nullopt;
   }
 
+  const std::string name_;
   const std::size_t num_arguments_;
+  // Attention that saves memory makes its backward read the seed where the forward was executed:
+  // one that is not recorded would look for it on the host. cuDNN's networks keep numbers for
+  // themselves.
+  const bool repeats_in_graphs_;
   const std::optional<std::size_t> generator_;
   const std::optional<std::size_t> dropout_;  // a probability; 0: nothing is drawn
 };
@@ -300,6 +370,10 @@ KeyedRandom::KeyedRandom(const std::optional<RandomPlace>& place, Options option
     this_thread.place = place;
     this_thread.options = options;
     guard_.emplace(kKey);
+    if (options.is_of_backward) {
+      this_thread.place.reset();
+      shared_.emplace(kShared, std::make_shared<SharedPlace>(*place, options.is_recorded));
+    }
   }
 }
 
@@ -310,7 +384,12 @@ KeyedRandom::~KeyedRandom() {
 
 bool is_keyed() { return c10::impl::tls_is_dispatch_key_included(kKey); }
 
-std::optional<RandomPlace> random_place() { return this_thread.place; }
+std::optional<RandomPlace> random_place() {
+  if (this_thread.recorded) {
+    this_thread.recorded->give_place_away();
+  }
+  return this_thread.place;
+}
 
 std::int64_t num_draws() { return this_thread.num_draws; }
 
@@ -318,6 +397,8 @@ void set_random_place(const std::optional<RandomPlace>& place) {
   PD2_CHECK(is_keyed(), "set_random_place: the thread draws from torch's default generator");
   this_thread.place = place;
 }
+
+void set_recorded_draws(RecordedDraws* draws) { this_thread.recorded = draws; }
 
 void number_draws(std::uint64_t number, std::uint64_t count) {
   if (std::optional<RandomPlace>& place = this_thread.place) {

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
 #include <limits>
 #include <optional>
 
 namespace pd2 {
+
+class RecordedDraws;
 
 // A number from torch's default generator, which torch.manual_seed sets.
 std::uint64_t draw_seed();
@@ -35,8 +38,10 @@ struct RandomPlace {
 class KeyedRandom {
  public:
   struct Options {
-    bool repeats = false;       // drawing from a generator of the caller's is an error
-    bool counts_fakes = false;  // draws on fake tensors count: see num_draws of a captured layer
+    bool repeats = false;         // drawing from a generator of the caller's is an error
+    bool counts_fakes = false;    // draws on fake tensors count: see num_draws of a captured layer
+    bool is_of_backward = false;  // autograd's threads draw there, too, counted together
+    bool is_recorded = false;     // such a draw is an error: a graph would draw the same ones again
   };
   explicit KeyedRandom(const std::optional<RandomPlace>& place) : KeyedRandom(place, Options{}) {}
   // Without a place it changes nothing.
@@ -49,17 +54,20 @@ class KeyedRandom {
   const std::optional<RandomPlace> outer_;
   const Options outer_options_;
   std::optional<c10::impl::IncludeDispatchKeyGuard> guard_;
+  std::optional<c10::DebugInfoGuard> shared_;
 };
 
 // Whether this thread is inside of a KeyedRandom; also true of autograd's threads for what runs
-// inside of one, where the place is unknown until it is set.
+// inside of one.
 bool is_keyed();
-// The thread's place, if it is known.
+// The thread's place, if it is its own: in a backward there is none until it is set.
 std::optional<RandomPlace> random_place();
 // How many draws this thread has made in places.
 std::int64_t num_draws();
 // Sets the place until the innermost KeyedRandom ends. The thread must be keyed.
 void set_random_place(const std::optional<RandomPlace>& place);
+// Until it is null again, this thread's draws are recorded: see RecordedDraws::Scope.
+void set_recorded_draws(RecordedDraws* draws);
 // The next `count` draws have the numbers from `number` on. Does nothing where no place is known.
 void number_draws(std::uint64_t number, std::uint64_t count);
 

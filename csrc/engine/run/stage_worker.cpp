@@ -360,7 +360,7 @@ KeyedRandom StageWorker::draw_by(std::optional<std::uint64_t> key, ActionKind ki
   // stage's own.
   const auto number = ~(static_cast<std::uint64_t>(kind) << 32 | mine_.index);
   return KeyedRandom(key ? std::optional(RandomPlace{*key, number, 0, 0}) : std::nullopt,
-                     {.repeats = mine_.recompute});
+                     {.repeats = mine_.recompute, .is_of_backward = kind != ActionKind::kForward});
 }
 
 ForwardResult StageWorker::call_forward(ForwardCall call, std::optional<std::uint64_t> key) const {
@@ -375,7 +375,7 @@ ForwardResult StageWorker::run_forward(const Run& run, ForwardCall call, InFligh
   if (graphs_) {
     in_flight.graph.wiring = run.wiring;
     in_flight.graph.layout = in_flight.layout;
-    in_flight.graph.is_keyed = in_flight.random_key.has_value();
+    in_flight.graph.random_key = in_flight.random_key;
     return graphs_->forward(std::move(call), forward, in_flight.graph, in_flight.history);
   }
   in_flight.history.add_sinks(call.inbound);

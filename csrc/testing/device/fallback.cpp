@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -28,8 +29,9 @@ class Call {
 
   void make() {
     for (std::size_t at = 0; at < originals_.size(); ++at) aliases_.push_back(on_cpu(at));
+    for (std::size_t at = 0; at < originals_.size(); ++at) find_generator(at);
     run_.launch();
-    for (std::size_t at = 0; at < originals_.size(); ++at) set_generator(at);
+    set_generator();
     torch::jit::drop(stack_, originals_.size());
     for (const auto& alias : aliases_) stack_.push_back(alias);
     {
@@ -62,7 +64,8 @@ class Call {
 
   void record(c10::ArrayRef<IValue> made) {
     run_.record(
-        [op = op_, aliases = aliases_] {
+        [op = op_, aliases = aliases_, drawing = drawing_, at = generator_at_]() mutable {
+          if (drawing) aliases[at] = drawing->generator();
           torch::jit::Stack stack(aliases.begin(), aliases.end());
           op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
           return tensors_of(stack);
@@ -122,23 +125,26 @@ class Call {
   }
 
   // Of the device, where none is given: not the CPU's default one.
-  void set_generator(std::size_t at) {
+  void find_generator(std::size_t at) {
     const auto type = schema_.arguments()[at].type();
     const bool is_optional = type->kind() == c10::TypeKind::OptionalType &&
                              type->castRaw<c10::OptionalType>()->getElementType()->kind() ==
                                  c10::TypeKind::GeneratorType;
     if (!is_optional && type->kind() != c10::TypeKind::GeneratorType) return;
-    has_generator_ = true;
-    TORCH_CHECK(!run_.is_recorded(), schema_.name(), ": random numbers cannot be recorded");
-    const auto given =
-        originals_[at].isNone() ? default_generator(run_.device()) : originals_[at].toGenerator();
-    if (given.device().is_privateuseone()) {
-      aliases_[at] = given.get<CheckedGenerator>()->on_cpu();
-    }
+    generator_at_ = at;
+    drawing_.emplace(
+        originals_[at].isNone() ? default_generator(run_.device()) : originals_[at].toGenerator(),
+        run_);
+  }
+
+  void set_generator() {
+    if (!drawing_) return;
+    drawing_->check(run_);
+    aliases_[generator_at_] = drawing_->generator();
   }
 
   bool shows_the_host_numbers() const {
-    TORCH_CHECK(has_generator_ || !op_.hasTag(at::Tag::nondeterministic_seeded) ||
+    TORCH_CHECK(drawing_ || !op_.hasTag(at::Tag::nondeterministic_seeded) ||
                     schema_.name() == "aten::_fused_sdp_choice",
                 schema_.name(), ": draws random numbers, but not from a generator");
     if (schema_.name() == "aten::index") return by_mask_;
@@ -185,7 +191,8 @@ class Call {
   CpuRun run_;
   std::vector<IValue> originals_;
   std::vector<IValue> aliases_;
-  bool has_generator_ = false;
+  std::optional<Drawing> drawing_;
+  std::size_t generator_at_ = 0;
   bool by_mask_ = false;
 };
 

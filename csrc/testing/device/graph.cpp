@@ -2,6 +2,7 @@
 
 #include "testing/device/allocator.h"
 #include "testing/device/cpu_run.h"
+#include "testing/device/generator.h"
 #include "testing/device/runtime.h"
 #include "testing/device/streams.h"
 #include "testing/device/this_thread_text.h"
@@ -51,6 +52,10 @@ class CheckedGraph final : public DeviceGraph, public GraphRecording {
   void abandon() noexcept override {
     stop();
     steps_.clear();
+  }
+
+  at::Generator generator(const at::Tensor& seed) override {
+    return at::make_generator<CheckedGenerator>(seed.device().index(), seed);
   }
 
   void replay() override {

@@ -85,6 +85,7 @@ void bind_graph(py::module_& module) {
       .def("begin", &DeviceGraph::begin, no_gil)
       .def("end", &DeviceGraph::end, no_gil)
       .def("abandon", &DeviceGraph::abandon, no_gil)
+      .def("generator", &DeviceGraph::generator, py::arg("seed"))
       .def("replay", &DeviceGraph::replay, no_gil)
       .def_property_readonly("bytes", &DeviceGraph::bytes);
 }

@@ -260,20 +260,19 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
                                           std::optional<bool> train) {
   CpuRun run("aten::native_dropout");
   const auto x = run.read(input);
+  const Drawing drawing(default_generator(run.device()), run);
   run.launch();
-  TORCH_CHECK(!run.is_recorded(), "native_dropout: random numbers cannot be recorded");
-  const auto [y, noise] = [&]() -> std::tuple<Tensor, Tensor> {
-    const InKernel in_kernel;
+  drawing.check(run);
+  const auto made = run_kernel(run, [=] {
     Tensor drawn = at::empty_like(x);
     if (train.value_or(true) && p < 1) {
-      const auto& generator = default_generator(run.device()).get<CheckedGenerator>()->on_cpu();
-      drawn.bernoulli_(1 - p, generator).div_(1 - p);
+      drawn.bernoulli_(1 - p, drawing.generator()).div_(1 - p);
     } else {
       drawn.fill_(train.value_or(true) ? 0 : 1);
     }
-    return {x * drawn, drawn};
-  }();
-  return {run.on_device(y), run.on_device(noise)};
+    return std::vector<Tensor>{x * drawn, drawn};
+  });
+  return {made[0], made[1]};
 }
 
 Tensor native_dropout_backward(const Tensor& gradient, const Tensor& noise, double) {
