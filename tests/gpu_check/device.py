@@ -18,10 +18,11 @@ class Device(NamedTuple):
 
     type: str
     name: str
+    index: int = 0
 
     @property
     def torch(self) -> torch.device:
-        return torch.device(self.type, 0)
+        return torch.device(self.type, self.index)
 
     @property
     def is_gpu(self) -> bool:
@@ -31,6 +32,15 @@ class Device(NamedTuple):
     def module(self) -> Any:
         """``torch.cuda``, or what torch calls so for another type."""
         return torch.get_device_module(self.type)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the package was built with what it has for this device: passes, graphs, rings.
+
+        Another device than a GPU brings its own, of which passes are none.
+        """
+        built = importlib.import_module("pipedream2bw._build_info")
+        return not self.is_gpu or bool(built.WITH_CUDA)
 
     def synchronize(self) -> None:
         self.module.synchronize()

@@ -52,6 +52,7 @@ def main(rank, world_size, folder):
         time.sleep(600)
 """
 
+
 def modules_and_parent(rank: int, world_size: int) -> tuple[bool, int]:
     return "torch.distributed.pipelining" in sys.modules, os.getppid()
 
