@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.runs.launch import RankError, RankResult, run_ranks
 
-from .device import Device
 from .section import Rows
+
+if TYPE_CHECKING:  # the check's own process imports no torch
+    from .device import Device
 
 RAISED = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Lost|Timeout)\b.*)", re.M)
 """A traceback's last line, as Python and as torch's processes write it."""
