@@ -104,7 +104,7 @@ def _set_up(environment: dict[str, str], seconds: float) -> tuple[int, str]:
     except BaseException as error:  # an interrupt is none of the compilers': they have a session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        log, _ = process.communicate()
+        log, _ = process.communicate(timeout=10.0)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
     return process.returncode, log

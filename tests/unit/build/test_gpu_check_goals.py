@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from tests.gpu_check import __main__ as command
+from tests.gpu_check import building
 from tests.gpu_check.goals import GOALS, tables
+from tests.gpu_check.sections import BUILD, SECTIONS
 
 
 def row(name: str, status: str, value: float | None = None, detail: str = "") -> dict[str, Any]:
@@ -101,3 +103,11 @@ def test_every_goal_is_printed_also_from_a_check_that_was_ended_at_once(
     for goal in GOALS:
         assert cells(text, goal.what) == [goal.goal, "not measured"]
     assert text.endswith("Failed: nothing.\n")
+
+
+def test_docs_list_every_section_and_every_goal() -> None:
+    lines = (building.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:]] for line in lines if line[:1] == "|"]
+    sections = [cells[1] for cells in rows if cells[0] in ("1", "2", "3", "")]
+    assert sections == [BUILD.name, *(each.name for each in SECTIONS)]
+    assert [cells[:2] for cells in rows[-len(GOALS) :]] == [[g.what, g.goal] for g in GOALS]
