@@ -18,11 +18,11 @@ class Device(NamedTuple):
 
     type: str
     name: str
-    index: int = 0
+    number: int = 0
 
     @property
     def torch(self) -> torch.device:
-        return torch.device(self.type, self.index)
+        return torch.device(self.type, self.number)
 
     @property
     def is_gpu(self) -> bool:
@@ -58,13 +58,25 @@ class Device(NamedTuple):
         if self.is_gpu:
             torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
 
-    def seconds_of(self, work: Callable[[], object], *, times: int = 1) -> float:
-        """How long the device is at work, which has been done once before."""
+    def seconds_of(
+        self,
+        work: Callable[[], object],
+        *,
+        times: int = 1,
+        finish: Callable[[], object] = lambda: None,
+    ) -> float:
+        """How long the device is at work, which has been done once before.
+
+        Args:
+            finish: returns when other threads have given the device all of the work.
+        """
         work()
+        finish()
         self.synchronize()
         start = time.perf_counter()
         for _ in range(times):
             work()
+        finish()
         self.synchronize()
         return (time.perf_counter() - start) / times
 

@@ -193,6 +193,6 @@ def _fewest(steps: int) -> int:
     """Of all ranks, where there are several."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return steps
-    counts: list[Any] = [None] * dist.get_world_size()
+    counts = [0] * dist.get_world_size()
     dist.all_gather_object(counts, steps)
     return min(counts)

@@ -104,10 +104,10 @@ def fails(device: Device, rows: Rows, how: str) -> None:
             failing.judge(how, results, rows, name)
 
 
-def _begin(device_type: str, index: int = 0) -> Device:
+def _begin(device_type: str, number: int = 0) -> Device:
     device = open_device(device_type)
     if not device.is_gpu:
-        device = device._replace(index=index)
+        device = device._replace(number=number)
     device.module.set_device(device.torch)
     dist.init_process_group("nccl" if device.is_gpu else "checked")
     return device
@@ -141,10 +141,11 @@ def two_ranks(rank: int, world_size: int, device_type: str) -> Answers:
         task = task_on(TASKS["mlp"], device)
         batches = task.batches([2 * M] * BATCHES)
         want = by_oracle(task, batches, M, sgd)
-        for what, options in (
-            ("messages: stages as the unsplit model", {"num_stages": 2}),
-            ("sums: replicas as the unsplit model", {"num_stages": 1, "width": 2}),
-        ):
+        asked: dict[str, dict[str, Any]] = {
+            "messages: stages as the unsplit model": {"num_stages": 2},
+            "sums: replicas as the unsplit model": {"num_stages": 1, "width": 2},
+        }
+        for what, options in asked.items():
             got = by_processes(
                 device, task, batches, num_microbatches=M, timeout=TIMEOUT, **options
             )

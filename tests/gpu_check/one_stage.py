@@ -18,14 +18,14 @@ MOST_LAUNCHES = 30e-6  # seconds a microbatch, with graphs
 
 
 def run(device: Device, rows: Rows) -> None:
-    size, rounds = (LARGE, 7) if device.is_gpu else (TINY, 1)
+    size, rounds = (LARGE, 5) if device.is_gpu else (TINY, 1)
     with (
         rows.guarded("one stage"),
         pipeline(device, size, 1) as one,
         pipeline(device, size, 1, clips=True) as clipped,
     ):
-        steps = {"unsplit": unsplit(device, size), "one": one, "clipped": clipped}
-        times = in_turn(device, steps, size.batches, rounds)
+        trainers = {"unsplit": unsplit(device, size), "one": one, "clipped": clipped}
+        times = in_turn(device, trainers, size.batches, rounds)
         rows.figure("unsplit, s a batch", times["unsplit"])
         ratio = times["one"] / times["unsplit"]
         rows.figure("d = 1 / unsplit", ratio, at_most=MOST_OF_ONE_STAGE)
@@ -45,8 +45,9 @@ def launches(device: Device, rows: Rows) -> None:
         if options and not device.has_kernels:
             rows.absent(name, "the package is built without")
             continue
-        with rows.guarded(name), pipeline(device, TINY, 1, **options) as step:
-            taken = in_turn(device, {"": step}, 5, 5 if device.is_gpu else 1)[""] / M
+        with rows.guarded(name), pipeline(device, TINY, 1, **options) as one:
+            batches, rounds = (40, 5) if device.is_gpu else (2, 1)
+            taken = in_turn(device, {"": one}, batches, rounds)[""] / M
             rows.figure(name, taken - busy, at_most=MOST_LAUNCHES if options else None)
 
 

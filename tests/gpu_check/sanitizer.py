@@ -12,7 +12,7 @@ from .device import Device
 from .section import Rows
 
 USUAL = Path("/usr/local/cuda/bin/compute-sanitizer")
-SECONDS = 15.0
+LAST = 3.0  # seconds before the section's end
 
 
 def run(device: Device, rows: Rows) -> None:
@@ -22,12 +22,13 @@ def run(device: Device, rows: Rows) -> None:
         rows.absent("compute-sanitizer", why)
         return
     command = [found, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu_check.kernels"]
+    seconds = max(rows.seconds_left - LAST, 1.0)
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        rows.note("compute-sanitizer", f"found nothing in {SECONDS:g} s, and was not done")
+        rows.note("compute-sanitizer", f"found nothing in {seconds:.0f} s, and was not done")
         return
     shown = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
     rows.check("under compute-sanitizer", done.returncode == 0, shown)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -33,21 +33,28 @@ class Size:
     batches: int
 
 
-LARGE = Size("large", 4, 256, 1024, 3)
+LARGE = Size("large", 4, 256, 1024, 5)
 SMALL = Size("small", 2, 64, 256, 10)
 TINY = Size("tiny", 1, 8, 64, 1)
 DEPTHS: dict[Size, tuple[int, ...]] = {LARGE: (2, 3, 4), SMALL: (1, 2, 3, 4)}
 
 
+class Trainer(NamedTuple):
+    """Trains a batch, and waits until all batches have been given to the device."""
+
+    step: Callable[[], object]
+    finish: Callable[[], object] = lambda: None
+
+
 def run(device: Device, rows: Rows) -> None:
     sizes = DEPTHS if device.is_gpu else {TINY: (1, 2)}
-    rounds = 5 if device.is_gpu else 1
+    rounds = 3 if device.is_gpu else 1
     for size, depths in sizes.items():
         with rows.guarded(size.name), contextlib.ExitStack() as opened:
-            steps = {"unsplit": unsplit(device, size)}
+            trainers = {"unsplit": unsplit(device, size)}
             for depth in depths:
-                steps[f"d = {depth}"] = opened.enter_context(pipeline(device, size, depth))
-            times = in_turn(device, steps, size.batches, rounds)
+                trainers[f"d = {depth}"] = opened.enter_context(pipeline(device, size, depth))
+            times = in_turn(device, trainers, size.batches, rounds)
             rows.figure(f"{size.name}: unsplit, s a batch", times["unsplit"])
             for depth in depths:
                 ratio = times[f"d = {depth}"] / times["unsplit"]
@@ -60,13 +67,13 @@ def run(device: Device, rows: Rows) -> None:
 
 
 def in_turn(
-    device: Device, steps: dict[str, Callable[[], None]], batches: int, rounds: int
+    device: Device, trainers: dict[str, Trainer], batches: int, rounds: int
 ) -> dict[str, float]:
     """Median seconds of a batch of each, which are timed in alternation."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(rounds):
-        for name, step in steps.items():
-            seconds[name].append(device.seconds_of(step, times=batches))
+        for name, (step, finish) in trainers.items():
+            seconds[name].append(device.seconds_of(step, times=batches, finish=finish))
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -74,7 +81,7 @@ def batch_of(device: Device, size: Size) -> torch.Tensor:
     return torch.randn(M * size.rows, size.length, size.width, device=device.torch)
 
 
-def unsplit(device: Device, size: Size) -> Callable[[], None]:
+def unsplit(device: Device, size: Size) -> Trainer:
     """Plain gradient accumulation."""
     model, x = blocks(BLOCKS, size.width, device.torch), batch_of(device, size)
     optimizer = adamw_of(device, model.parameters(), fused=device.is_gpu)
@@ -85,7 +92,7 @@ def unsplit(device: Device, size: Size) -> Callable[[], None]:
             (F.mse_loss(model(part), part) / M).backward()
         optimizer.step()
 
-    return step
+    return Trainer(step)
 
 
 @contextlib.contextmanager
@@ -97,8 +104,8 @@ def pipeline(
     clips: bool = False,
     updates: bool = True,
     **options: Any,
-) -> Iterator[Callable[[], None]]:
-    """Gives what trains a batch; without updates its gradients are added to the next one's."""
+) -> Iterator[Trainer]:
+    """Gives what trains; without updates its gradients are added to the next one's."""
     x = batch_of(device, size)
     with pd2.PipelineModule(
         blocks(BLOCKS, size.width, device.torch),
@@ -121,7 +128,7 @@ def pipeline(
             pipe.train_step(x, target=x)
             opt.step()
 
-        yield step
+        yield Trainer(step, pipe.flush)
         if not updates:  # what was added up belongs to a step
             pipe.train_step(x, target=x)
             opt.step()

@@ -24,13 +24,14 @@ class Masters:
     """
 
     def __init__(self, device: Device, model: nn.Module) -> None:
-        self._masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
         model.bfloat16()
-        self._weights = list(model.parameters())
-        for weight, master in zip(self._weights, self._masters, strict=True):
+        self._masters: list[torch.Tensor] = [*masters]
+        self._weights: list[torch.Tensor] = list(model.parameters())
+        for weight, master in zip(self._weights, masters, strict=True):
             master.grad = torch.zeros_like(master)
             weight.register_post_accumulate_grad_hook(functools.partial(_add, master))
-        self._optimizer = adamw_of(device, self._masters, fused=device.is_gpu)
+        self._optimizer = adamw_of(device, masters, fused=device.is_gpu)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -46,7 +47,21 @@ def _add(master: nn.Parameter, weight: torch.Tensor) -> None:
     weight.grad = None
 
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+class LateNumber:
+    """A device's number, for which the host waits no longer than for what comes before it."""
+
+    def __init__(self, device: Device, value: torch.Tensor) -> None:
+        self._host = torch.empty(value.shape, dtype=value.dtype).pin_memory()
+        self._host.copy_(value, non_blocking=True)
+        self._is_there = device.module.Event()
+        self._is_there.record()
+
+    def __float__(self) -> float:
+        self._is_there.synchronize()
+        return self._host.item()
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], "LateNumber | float"]
 
 
 def unsplit(device: Device, size: Size) -> Step:
@@ -54,14 +69,14 @@ def unsplit(device: Device, size: Size) -> Step:
     (model,) = stages(size, 1, device.torch)
     masters, m = Masters(device, model), size.num_microbatches
 
-    def step(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def step(tokens: torch.Tensor, target: torch.Tensor) -> LateNumber:
         losses = []
         for part, after in zip(tokens.chunk(m), target.chunk(m), strict=True):
             loss = loss_fn(model(part), after) / m
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         masters.step()
-        return torch.stack(losses).sum()
+        return LateNumber(device, torch.stack(losses).sum())
 
     return step
 
@@ -102,12 +117,12 @@ def one_f_one_b(
         PipelineStage(module, rank, num_stages, there), m, scaled_loss, scale_grads=False
     )
 
-    def step(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def step(tokens: torch.Tensor, target: torch.Tensor) -> LateNumber | float:
         losses: list[torch.Tensor] = []
         args = (tokens.to(there),) if rank == 0 else ()
         given = target if is_last else None
         schedule.step(*args, target=given, losses=losses, return_outputs=False)
         masters.step()
-        return torch.stack(losses).detach().sum() if is_last else torch.zeros(())
+        return LateNumber(device, torch.stack(losses).detach().sum()) if is_last else 0.0
 
     return step

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import running
@@ -230,3 +231,16 @@ def test_the_check_itself_imports_no_torch() -> None:
     asked = "import sys, tests.gpu_check.__main__; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
+
+
+def test_time_is_taken_until_other_threads_have_given_the_device_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipeline's calls return before: the device may be idle when it is asked."""
+    did: list[str] = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: did.append("synchronize"))
+    Device("cpu", "").seconds_of(
+        lambda: did.append("work"), times=2, finish=lambda: did.append("finish")
+    )
+    once = ["work", "finish", "synchronize"]
+    assert did == [*once, "work", *once]
