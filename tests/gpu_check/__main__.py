@@ -25,8 +25,8 @@ from .running import Changed, Outcome, Recorded, run_section
 from .section import Rows, Section
 from .sections import BUILD, PART, PARTS, SECTIONS, WHOLE
 
-TOO_LATE = 5.0
-"""Seconds: a section that would have fewer is not begun."""
+TOO_LATE = 8.0
+"""Seconds: a section that would have fewer is not begun, as its process takes most of them."""
 
 
 def build(device: str, left: float, *, builds: bool, changed: Changed) -> Outcome:
