@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -13,7 +14,7 @@ from pipedream2bw.runtime.stage_memory import StageMemory
 
 from .blocks import blocks
 from .device import Device, open_device
-from .ranks import on_ranks
+from .ranks import on_ranks, together
 from .section import Rows
 from .training import adamw_of, has_pass
 
@@ -76,8 +77,13 @@ def note_workspaces(device: Device, rows: Rows) -> None:
     if not device.is_gpu:
         rows.absent("cuBLAS's workspaces", "they are CUDA's")
         return
-    for setting in (None, os.environ.get("CUBLAS_WORKSPACE_CONFIG")):
-        name = f"cuBLAS's workspace of a stream, {setting or 'by default'}, bytes"
+    settings = (None, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    together(device, [functools.partial(note_workspace, device, rows, each) for each in settings])
+
+
+def note_workspace(device: Device, rows: Rows, setting: str | None) -> None:
+    name = f"cuBLAS's workspace of a stream, {setting or 'by default'}, bytes"
+    with rows.guarded(name):
         results = on_ranks(
             device,
             rows,
