@@ -16,7 +16,7 @@ from tests.samples.models import TASKS
 
 from .device import Device, open_device, unordered_accesses
 from .jitter import Jitter
-from .ranks import on_ranks, together
+from .ranks import on_ranks, patience, together
 from .ring import counted_rings
 from .section import Rows
 from .training import (
@@ -36,7 +36,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 M, BATCHES = 4, 6
 CASE = Case(num_stages=3, num_microbatches=M)
 WITHIN = 1e-6
-SECONDS = 18.0
+SECONDS = 14.0
 TIMEOUT = 10.0
 
 
@@ -58,7 +58,7 @@ def ask(device: Device, rows: Rows, setting: str, folder: str) -> None:
             one_rank,
             2,
             str(meeting),
-            seconds=SECONDS,
+            seconds=patience(rows, SECONDS),
             rendezvous="none",
             env=dict.fromkeys(VARIABLES, setting or None),
         )

@@ -20,13 +20,13 @@ from tests.runs.trajectory import Trajectory, by_oracle, delays_under_pipedream
 from tests.samples.models import TASKS, Task
 
 from .device import Device, open_device, unordered_accesses
-from .ranks import on_ranks, together
+from .ranks import on_ranks, patience, together
 from .ring import counted_rings
 from .section import Rows
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 WITHIN = 1e-6
-SECONDS = 32.0  # for all of one number of processes
+SECONDS = 30.0  # for all of one number of processes
 TIMEOUT = 12.0  # of one pipeline
 WIDE_ON_A_GPU, WIDE_ELSEWHERE = 1024, 32
 """Of a layer; a microbatch of four times as many rows is 16 MiB on a GPU."""
@@ -93,7 +93,7 @@ def start(device: Device, rows: Rows, num_ranks: int, names: tuple[str, ...], fo
             num_ranks,
             names,
             folder,
-            seconds=SECONDS,
+            seconds=patience(rows, SECONDS),
             rank_environment=True,
         )
 

@@ -18,13 +18,13 @@ from tests.runs.launch import RankResult
 from tests.samples.models import WIDTH
 
 from .device import Device, open_device, unordered_accesses
-from .ranks import on_ranks, together
+from .ranks import on_ranks, patience, together
 from .section import Rows
 from .training import sgd_of
 
 M, FAILS_AT = 4, 3
 SOON = 5.0  # seconds after a failure the other process has raised
-SECONDS = 25.0
+SECONDS = 22.0
 TOO_MUCH = 1 << 50  # bytes
 KILLED = "kill -9"
 HOW = (KILLED, "an exception", "out of memory")
@@ -43,7 +43,7 @@ def ask(device: Device, how: str, rows: Rows) -> None:
             one_rank,
             2,
             how,
-            seconds=SECONDS,
+            seconds=patience(rows, SECONDS),
             rank_environment=True,
             expect_failure=how == KILLED,
         )

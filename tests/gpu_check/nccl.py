@@ -15,13 +15,13 @@ from tests.samples.models import TASKS
 
 from . import failing
 from .device import Device, open_device, unordered_accesses
-from .ranks import on_ranks, together
+from .ranks import on_ranks, patience, together
 from .ring import counted_rings
 from .section import Rows
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 M, BATCHES = 4, 5
-SECONDS = 18.0
+SECONDS = 14.0
 TIMEOUT = 12.0  # of one pipeline
 WITHIN = 1e-6
 SHARES_FROM = (2, 30)
@@ -75,7 +75,7 @@ def told(
             name,
             function,
             world_size,
-            seconds=SECONDS,
+            seconds=patience(rows, SECONDS),
             rendezvous="environment",
             **options,
         )
@@ -95,7 +95,7 @@ def fails(device: Device, rows: Rows, how: str) -> None:
             failing_rank,
             2,
             how,
-            seconds=SECONDS,
+            seconds=patience(rows, SECONDS),
             rendezvous="environment",
             env=SHARED,
             expect_failure=how == failing.KILLED,

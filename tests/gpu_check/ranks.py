@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the check's own process imports no torch
 RAISED = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Lost|Timeout)\b.*)", re.M)
 """A traceback's last line, as Python and as torch's processes write it."""
 
+LAST, MOST = 3.0, 90.0  # seconds before the section's end, and for processes at most
+
 
 def on_ranks(
     device: Device,
@@ -44,6 +46,11 @@ def on_ranks(
     except RankError as error:
         rows.check(name, False, f"{reason(error)}\n{error}")
         return None
+
+
+def patience(rows: Rows, least: float) -> float:
+    """Seconds for processes: what the section has left, which is more if others needed less."""
+    return min(max(least, rows.seconds_left - LAST), MOST)
 
 
 def together(device: Device, asked: Sequence[Callable[[], None]]) -> None:

@@ -16,13 +16,13 @@ from tests.runs.trajectory import Trajectory, by_oracle
 from tests.samples.models import TASKS
 
 from .device import Device, open_device, unordered_accesses
-from .ranks import on_ranks
+from .ranks import on_ranks, patience
 from .section import Rows
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 M, BATCHES = 4, 6
 WITHIN = 1e-6
-SECONDS = 25.0
+SECONDS, TIMEOUT = 22.0, 9.0  # for the processes, and for one pipeline
 SHARED, STAGED = "the device's shared memory", "staged in the hosts' memory"
 """How messages travel; the first is what processes get that can open each other's memory."""
 
@@ -35,7 +35,14 @@ def run(device: Device, rows: Rows) -> None:
     if not device.has_kernels:
         rows.absent(SHARED, "the package is built without")
     results = on_ranks(
-        device, rows, "two processes", one_rank, 2, ways, seconds=SECONDS, rank_environment=True
+        device,
+        rows,
+        "two processes",
+        one_rank,
+        2,
+        ways,
+        seconds=patience(rows, SECONDS),
+        rank_environment=True,
     )
     for way in ways if results is not None else ():
         assert results is not None
@@ -69,7 +76,7 @@ def _told(device: Device, way: str) -> dict[str, Any]:
             task = task_on(TASKS["mlp"], device)
             batches = task.batches([2 * M] * BATCHES)
             trained = by_processes(
-                device, task, batches, num_stages=2, num_microbatches=M, timeout=SECONDS
+                device, task, batches, num_stages=2, num_microbatches=M, timeout=TIMEOUT
             ).on_host()
     except Exception as error:  # the other way is tried all the same
         traceback.print_exc()
